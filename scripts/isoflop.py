@@ -9,18 +9,14 @@ A point that the file holds already is not run again, so a grid that was stopped
 import json
 from pathlib import Path
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
-    from manyhands.launch import entry
-
-    entry.begin()
-
+import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 import torch
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.corpus import load_corpus
 from manyhands.launch.flags import Flags
 from manyhands.launch.join import join, leave
 from manyhands.launch.metrics import conditions
-from manyhands.launch.program import say
+from manyhands.launch.program import Refused, say
 from manyhands.train.isoflop import BLOCK, GLOBAL_BATCH, HEADS, LAYERS, Point, train_point
 
 GRID = {  # FLOPs: widths
@@ -34,14 +30,14 @@ RECIPE = {"layers": LAYERS, "heads": HEADS, "block": BLOCK, "global_batch": GLOB
 def run_grid(points, path, corpus, ranks):
     """Run the points that the file at `path` lacks, and write it after each. Returns its content.
 
-    Raises ValueError for a file of another recipe or corpus.
+    Raises Refused for a file of another recipe or corpus.
     """
     made = conditions(ranks) | {"command": "python scripts/isoflop.py"}
     content = {"conditions": made, "corpus": corpus.metadata(), "recipe": RECIPE, "points": []}
     if path.exists():
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["recipe"] != RECIPE or content["corpus"]["sha256"] != corpus.sha256:
-            raise ValueError(f"{path} was made with another recipe or corpus; name another file with --to")
+            raise Refused(f"{path} was made with another recipe or corpus; name another file with --to")
     held = {(row["budget_flops"], row["width"]) for row in content["points"]}
     for point in points:
         if (point.budget_flops, point.width) not in held:

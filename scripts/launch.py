@@ -20,22 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-def refuse_flags(flags):
-    """End with the reason, said once, if train.py would refuse these flags on each of its ranks; or with its help."""
-    from manyhands.config.options import read_options
-    from manyhands.launch.program import Refused
-
-    try:
-        read_options(flags, prog="train.py")
-    except Refused as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
 def main():
+    from manyhands.config.options import read_options
     from manyhands.launch import commands
 
-    return commands.main(description=__doc__, refuse_flags=refuse_flags)
+    return commands.main(description=__doc__, refuse_flags=read_options)
 
 
 if __name__ == "__main__":

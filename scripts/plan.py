@@ -35,11 +35,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
-    from manyhands.launch import entry
-
-    entry.begin()
-
+import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 from manyhands.course.folders import named
 from manyhands.launch.flags import Flags
 from manyhands.predict.layouts import LONG, SCHEDULES, Question

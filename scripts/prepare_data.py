@@ -27,11 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
-    from manyhands.launch import entry
-
-    entry.begin()
-
+import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 from manyhands.course.folders import named
 from manyhands.data import shakespeare
 from manyhands.launch.flags import Flags
@@ -60,34 +56,39 @@ def arguments_of(argv, error=None):
     return parser.parse_args(argv)
 
 
+def config_of(given):
+    """The PrepareConfig of the flags. Raises Refused."""
+    from manyhands.config.bounds import refuse_bounds
+    from manyhands.data.documents import Quality
+    from manyhands.data.preparation import PrepareConfig
+
+    limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
+    size = PrepareConfig.vocab_size if given.vocab_size is None else given.vocab_size
+    cut = given.validation, given.blank_lines, given.text_field
+    config = PrepareConfig(given.tokenizer, size, *cut, given.near, limits)
+    refuse_bounds(config)
+    return config
+
+
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
-    least, most = 257, 10**6  # tokens in the vocabulary
-    size = least if given.vocab_size is None else given.vocab_size
     char = "a tokenizer of characters has a token for each character of the text"
     faults = {
         "--verify reads a prepared text and takes no files; leave them out": given.verify and given.files,
         "--to FOLDER says where the prepared text goes; name one, such as data/mine": given.files and not given.to,
         "--to needs files to prepare; name some": given.to and not given.files,
         f"--vocab-size is for bpe; {char}": given.vocab_size is not None and given.tokenizer == "char",
-        f"--vocab-size {size} has no room for 256 bytes and the separator; use {least} or more": size < least,
-        f"--vocab-size {size} is too large; use at most {most}": size > most,
-        f"--validation {given.validation} is not a share; use more than 0 and less than 1": not 0
-        < given.validation
-        < 1,
-        f"--blank-lines {given.blank_lines} ends no document; use 0 to 1000": not 0 <= given.blank_lines <= 1000,
-        f"--near {given.near} finds everything alike; use 0.5 or more": not given.near >= 0.5,
-        f"--min-characters {given.min_characters} is negative; use 0 or more": given.min_characters < 0,
     }
-    for path in filter(None, [given.to, given.verify]):
-        try:
+    if sentence := next((sentence for sentence, wrong in faults.items() if wrong), None):
+        return sentence
+    try:
+        for path in filter(None, [given.to, given.verify]):
             named(path)
-        except ValueError as error:
-            faults[str(error)] = True
-    for name in ("min_letters", "max_repeated", "max_runs"):
-        value = getattr(given, name)
-        faults[f"--{name.replace('_', '-')} {value} is not a share; use 0 to 1"] = not 0 <= value <= 1
-    return next((sentence for sentence, wrong in faults.items() if wrong), None)
+        if given.files:
+            config_of(given)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def fetch_shakespeare(require):
@@ -104,18 +105,12 @@ def fetch_shakespeare(require):
 
 def prepare(given):
     """A text of one's own, on all ranks that were started."""
-    from manyhands.data.documents import Quality
-    from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
+    from manyhands.data.preparation import prepare_text, shown_report
     from manyhands.launch.join import join, leave, refuse
 
     ranks = join(name="prepare_data", device="cpu", timeout_s=24 * 3600.0)  # rank 0 learns while others wait
-    limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
-    config = PrepareConfig(
-        given.tokenizer, given.vocab_size or PrepareConfig.vocab_size, given.validation, given.blank_lines,
-        given.text_field, given.near, limits,
-    )  # fmt: skip
     try:
-        report = prepare_text(given.files, given.to, config, ranks, given.replace)
+        report = prepare_text(given.files, given.to, config_of(given), ranks, given.replace)
     except shakespeare.DataError as error:
         refuse(str(error))
     if ranks.rank == 0:
@@ -131,16 +126,12 @@ def main():
         _refuse(sentence)
     if given.files:
         return prepare(given)
-    try:
-        if given.verify:
-            from manyhands.data.corpus import verify_text
+    if given.verify:
+        from manyhands.data.corpus import verify_text
 
-            print(f"{given.verify}: {verify_text(given.verify):,} bytes of tokens are as they were written")
-            return 0
-        return fetch_shakespeare(given.require)
-    except shakespeare.DataError as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(f"{given.verify}: {verify_text(given.verify):,} bytes of tokens are as they were written")
+        return 0
+    return fetch_shakespeare(given.require)
 
 
 def _refuse(sentence):

@@ -11,7 +11,6 @@ where a new one begins); on stderr what was read: the file, its step and validat
 text on the same machine. Status 2: there is nothing to read, or a value makes no sense, with the cure.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +18,12 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
-    from manyhands.launch import entry
-
-    entry.begin()
-
+import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 import tyro
 from manyhands.align.chat import END, encode
-from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.bounds import Count, Positive, Rate, Seed
 from manyhands.config.command_line import parsed
+from manyhands.launch.program import Refused, write
 
 SMALL = 20e6  # parameters
 LEAST = 1e-6  # temperature: what divides by less leaves the range of numbers
@@ -40,10 +36,10 @@ class Options:
     prompt: str | None = None  # where the text starts; none: at a new line, where the model knows lines
     chat: bool = False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
     system: str | None = None  # with --chat: the system's message before it
-    length: int = 300  # tokens to write, >= 0
-    temperature: float = 0.8  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
-    top_k: int | None = None  # draw among the so many likeliest only, >= 1; none: among all
-    seed: int = 1  # of the draws
+    length: Count = 300  # tokens to write
+    temperature: Rate = 0.8  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
+    top_k: Positive | None = None  # draw among the so many likeliest only; none: among all
+    seed: Seed = 1  # of the draws
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
@@ -66,28 +62,13 @@ def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
 
 
 def refuse_senseless(options):
-    """Raises ValueError for a value that no model can make sense of."""
-    length, temperature, top_k = options.length, options.temperature, options.top_k
-    faults = {
-        f"--length {length} is negative; use 0 or more": length < 0,
-        f"--temperature {temperature} is negative; use 0 for the likeliest token": temperature < 0,
-        f"--temperature {temperature} is too small; use 0 for the likeliest token": 0 < temperature < LEAST,
-        f"--top-k {top_k} leaves nothing to draw; use 1 or more": top_k is not None and top_k < 1,
-        f"--temperature {temperature} is not a finite number; use 0 or more": not math.isfinite(temperature),
-        "--system is for --chat; add it, or leave it out": options.system is not None and not options.chat,
-        "--prompt is empty; give the text at least one character to start from": options.prompt == "",
-    }
-    for sentence, wrong in faults.items():
-        if wrong:
-            raise ValueError(sentence)
-
-
-def encoded(prompt, tokenizer):
-    """The ids of a prompt. Raises ValueError for a character that the model was not trained on."""
-    try:
-        return tokenizer.encode(prompt).tolist()
-    except ValueError as error:
-        raise ValueError(f"--prompt: {error}") from None
+    """Raises Refused for values that no model can make sense of."""
+    if 0 < options.temperature < LEAST:
+        raise Refused(f"--temperature {options.temperature} is too small; use 0 for the likeliest token")
+    if options.system is not None and not options.chat:
+        raise Refused("--system is for --chat; add it, or leave it out")
+    if options.prompt == "":
+        raise Refused("--prompt is empty; give the text at least one character to start from")
 
 
 def asked(prompt, system, vocab):
@@ -104,30 +85,23 @@ def shown(text):
 
 
 def write_text(options):
-    """Read the model, say on stderr what it is, and write on stdout. Raises CheckpointError or ValueError."""
+    """Read the model, say on stderr what it is, and write on stdout. Raises Refused."""
     refuse_senseless(options)
     import torch
-    from manyhands.checkpoint.export import load_model, tokenizer_of
-    from manyhands.launch.devices import gpus_here
-    from manyhands.launch.program import write
+    from manyhands.checkpoint.export import described, load_model, tokenizer_of
+    from manyhands.launch.devices import device_named
 
-    kind = options.device
-    if kind == "auto":
-        kind, _ = gpus_here()
-    elif kind != "cpu" and gpus_here({"MANYHANDS_DEVICE": kind})[0] != kind:
-        raise ValueError(f"--device {kind}: torch sees no GPU of that kind here; use --device cpu")
+    kind = device_named(options.device)
     model, metadata = load_model(options.source, options.step, lambda text: print(text, file=sys.stderr, flush=True))
     tokenizer = tokenizer_of(metadata)
     vocab = tokenizer.vocab
     first = "\n" if tokenizer.kind == "bpe" or "\n" in vocab else min(vocab, key=len)  # a separator is longer
     prompt = options.prompt or first
-    ids = asked(prompt, options.system, vocab) if options.chat else encoded(prompt, tokenizer)
-    loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
-    print(
-        f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters",
-        file=sys.stderr,
-        flush=True,
-    )
+    try:
+        ids = asked(prompt, options.system, vocab) if options.chat else tokenizer.encode(prompt).tolist()
+    except ValueError as error:
+        raise Refused(f"--prompt: {error}") from None
+    print(described(model, metadata), file=sys.stderr, flush=True)
     generator = torch.Generator().manual_seed(options.seed)
     model = model.to(kind)
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains, by far on busy cores
@@ -143,15 +117,7 @@ def write_text(options):
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        options = parsed(Options, words, "sample.py", __doc__)
-        if "" in words and options.source == Path():  # to a Path "" is the current folder
-            raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
-        write_text(options)
-    except (CheckpointError, ValueError) as error:
-        print(f"sample.py: {error}", file=sys.stderr)
-        return 2
+    write_text(parsed(Options, sys.argv[1:] if argv is None else argv, "sample.py", __doc__))
     return 0
 
 

@@ -26,19 +26,16 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
-    from manyhands.launch import entry
-
-    entry.begin()
-
+import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 import tyro
-from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.bounds import Count, Rate
 from manyhands.config.command_line import parsed
 from manyhands.serve.schema import Limits
+from pydantic import Field
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
 TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:
@@ -54,32 +51,16 @@ class Options:
     # a folder of checkpoints, a run's, one step's, or a .safetensors file; none: what lesson 13 or align.py made last
     source: tyro.conf.Positional[Path | None] = None
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
-    name: str = "manyhands"  # what clients call the model
+    name: Annotated[str, Field(min_length=1)] = "manyhands"  # what clients call the model
     host: str = "127.0.0.1"  # where to listen; 0.0.0.0: for everybody who reaches this machine
-    port: int | None = None  # none: 8000, or another one where that is taken
+    port: Annotated[int, Field(ge=0, lt=65536)] | None = None  # none: 8000, or another one where that is taken
     gate_text: Path | None = None  # the text that new checkpoints are judged on; none: the end of the course's corpus
-    gate_tolerance: float = 0.02  # nats per token by which a new one may be worse
-    watch_s: float | None = None  # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
-    drain_s: int = 30  # after SIGTERM, for what is being written
+    gate_tolerance: Rate = 0.02  # nats per token by which a new one may be worse
+    # look for a newer checkpoint so often; none: only when POST /admin/checkpoint asks
+    watch_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    drain_s: Count = 30  # after SIGTERM, for what is being written
     cap: Limits = Limits()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
-
-
-def refuse_senseless(options):
-    """Raises ValueError for a value that no server can make sense of."""
-    if options.port is not None and not 0 <= options.port < 65536:
-        raise ValueError(f"invalid port {options.port} (1 to 65535)")
-    if options.watch_s is not None and not options.watch_s >= 1:
-        raise ValueError(f"invalid --watch-s {options.watch_s} (1 or more)")
-    if options.drain_s < 0:
-        raise ValueError(f"invalid --drain-s {options.drain_s} (0 or more)")
-    if not options.gate_tolerance >= 0:
-        raise ValueError(f"invalid --gate-tolerance {options.gate_tolerance} (0 or more)")
-    if not options.name:
-        raise ValueError("--name is empty; give the model a name")
-    for name, value in vars(options.cap).items():
-        if value is not None and not value > 0:
-            raise ValueError(f"invalid --cap.{name.replace('_', '-')} {value} (more than 0)")
 
 
 def aligned():
@@ -95,20 +76,10 @@ def aligned():
     return max(there, key=lambda path: path.stat().st_mtime)
 
 
-def device_of(options):
-    """Where to compute. Raises ValueError for a GPU that is not there."""
-    from manyhands.launch.devices import gpus_here
-
-    if options.device == "auto":
-        return gpus_here()[0]
-    if options.device != "cpu" and gpus_here({"MANYHANDS_DEVICE": options.device})[0] != options.device:
-        raise ValueError(f"--device {options.device}: torch sees no GPU of that kind here; use --device cpu")
-    return options.device
-
-
 def make_service(options, load, token):
     """The Service of the model that `load(step)` returns. Raises CheckpointError or ValueError."""
     import torch
+    from manyhands.checkpoint.export import described
     from manyhands.serve import gate
     from manyhands.serve.service import Service
     from manyhands.serve.vocabulary import Vocabulary
@@ -118,10 +89,9 @@ def make_service(options, load, token):
         torch.set_num_threads(1)
     held_out_ids = gate.held_out(Vocabulary(metadata), options.gate_text)
     service = Service(model, metadata, token, held_out_ids, load, options.name, options.cap, options.gate_tolerance)
-    loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     print(
-        f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters, "
-        f"context {service.context}; cache {service.engine.cache.num_bytes() / 2**20:.1f} MiB; "
+        f"{described(model, metadata)}, context {service.context}; "
+        f"cache {service.engine.cache.num_bytes() / 2**20:.1f} MiB; "
         f"{'chat template' if service.words.speaks_template else 'base model'}",
         flush=True,
     )
@@ -143,12 +113,12 @@ def tell_address(options, address, token, path):
 
 def serve(options):
     """Run until a signal. Raises CheckpointError, ValueError or OSError if it cannot start."""
-    refuse_senseless(options)
     from manyhands.checkpoint.export import load_model
+    from manyhands.launch.devices import device_named
     from manyhands.launch.run_folder import outputs_folder
     from manyhands.serve import http
 
-    token, device = http.make_token(os.environ), device_of(options)
+    token, device = http.make_token(os.environ), device_named(options.device)
 
     def load(step):
         model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
@@ -166,14 +136,11 @@ def serve(options):
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
     try:
-        options = parsed(Options, words, "serve.py", __doc__)
-        if "" in words and options.source == Path():  # to a Path "" is the current folder
-            raise ValueError("the folder to read is empty (is a variable of the shell unset?)")
+        options = parsed(Options, sys.argv[1:] if argv is None else argv, "serve.py", __doc__)
         serve(replace(options, source=options.source or aligned()))
         return 0
-    except (CheckpointError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"serve.py: {error}", file=sys.stderr)
         return 2
 

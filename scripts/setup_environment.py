@@ -94,9 +94,6 @@ def main():
     write_stamp(venv, wanted)
 
 
-# ------------------------------------------------------------------ what is there already
-
-
 def read_stamp(venv):
     """What the environment was built from; {} if no course built it. Its "from" is None until it is complete."""
     try:
@@ -152,9 +149,6 @@ def why_not(venv, built, wanted, rebuild):
     return "" if rebuild else f"{why}; the same command with REBUILD=yes removes it and builds it anew"
 
 
-# ------------------------------------------------------------------ what to build
-
-
 def requirements():
     """{name: line} of requirements.txt."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text("utf-8").splitlines()]
@@ -187,9 +181,6 @@ def what_it_is_built_from(copy):
         files.update((path.relative_to(package).as_posix(), path) for path in copied)
     named = (name.encode() + files[name].read_bytes() for name in sorted(files))
     return hashlib.sha256(b"".join(named)).hexdigest()
-
-
-# ------------------------------------------------------------------ the site
 
 
 def ask_site(python):
@@ -235,9 +226,6 @@ def install_beside(venv, site, compiled):
             "warning: the site's torch is not to be seen, or its mpi4py finds no MPI library; load the site's MPI "
             "module and run this again, else ranks start without MPI (MANYHANDS_MPI=off)"
         )
-
-
-# ------------------------------------------------------------------ building
 
 
 def check_python(version, variable):

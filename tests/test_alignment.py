@@ -16,9 +16,10 @@ from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
 from manyhands.align.options import read_options
 from manyhands.align.stage import complete, rows, shifted, start_from, widened
 from manyhands.checkpoint.export import load_model
-from manyhands.config.options import OptionError, Options, TrainOptions
+from manyhands.config.options import Options, TrainOptions
 from manyhands.gpt.lora import add_lora, folded
 from manyhands.gpt.model import GPT
+from manyhands.launch.program import Refused
 
 ASKED = [{"role": "user", "content": "sort cab"}]
 TOLD = [*ASKED, {"role": "assistant", "content": "abc"}]
@@ -468,12 +469,12 @@ def test_a_method_has_defaults_and_flags_win(tmp_path):
         ("sft --parallel.pipeline 2", "alignment needs whole logits"),
         ("dpo --lora.rank 2 --parallel.strategy tp", "lora.rank=2: adapters are not split over tensor ranks"),
         ("sft --data.length 13", "data: words of 13 different letters out of 12"),
-        ("sft --data.speeches 1", "data.speeches=1 is a share of a batch"),
+        ("sft --data.speeches 1", "data.speeches=1.0 is too large; use less than 1"),
         ("grpo --grpo.group 1", "grpo.group=1 is too small; use at least 2"),
-        ("dpo --dpo.beta 0", "dpo.beta=0 makes no sense"),
+        ("dpo --dpo.beta 0", "dpo.beta=0.0 is too small; use at least 1e-06"),
         ("sft --log.prompt x", "log.prompt is train.py's"),
     ],
 )
 def test_options_that_make_no_run_are_refused_with_the_cure(flags, sentence):
-    with pytest.raises(OptionError, match=sentence):
+    with pytest.raises(Refused, match=sentence):
         read_options([*flags.split(), "--from", "x"])

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from manyhands.data.corpus import get_batch, open_text
 from manyhands.data.documents import Quality
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from rank_pool import _server
@@ -99,9 +101,6 @@ def refused(argv, environ, tmp_path, words, ranks=1):
     return sentences[0]
 
 
-# ------------------------------------------------------------------ options
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -130,14 +129,9 @@ def test_two_ranks_refuse_with_one_sentence(corpus, tmp_path, flags, words):
 
 
 def test_a_gpu_that_is_not_there_is_refused(corpus, tmp_path):
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     refused([*TINY, "--train.device", "cuda"], corpus, tmp_path, ("cuda", "device=cpu"))
-
-
-# ------------------------------------------------------------------ data and folders
 
 
 def test_unreadable_data_is_refused_by_name(tmp_path, corpus):
@@ -180,7 +174,24 @@ def test_a_token_that_the_vocabulary_lacks_ends_a_run_in_one_sentence(pool, corp
     assert "validation-00000.bin is 65535, and the vocabulary has 2: it has changed; copy it again" in said[0]
 
 
-# ------------------------------------------------------------------ checkpoints
+@pytest.mark.parametrize(("starter", "knows"), [("torchrun", 0), ("torchrun", 1), ("mpiexec", 1)])
+def test_where_one_rank_alone_reads_a_bad_token_it_says_so_and_the_others_say_nothing(
+    pool, corpus, root, tmp_path, starter, knows
+):
+    """What the others know is that a connection broke."""
+    flags = [*broken_text(pool, tmp_path, lambda shard: None), "--train.global-batch=2"]
+    number = len(open_text(tmp_path / "text").train_ids)
+    places = [torch.cat(get_batch(torch.arange(number), 0, 2, 8, rank, 2, 1337)).flatten().tolist() for rank in (0, 1)]
+    with open(tmp_path / "text" / "train-00000.bin", "r+b") as shard:
+        shard.seek(2 * min(set(places[knows]) - set(places[1 - knows])))
+        shard.write(b"\xff\xff")
+    ran = subprocess.run(
+        [sys.executable, "scripts/launch.py", "--nproc", "2", "--starter", starter, "--", *flags], cwd=root, text=True,
+        env=os.environ | corpus, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=250,
+    )  # fmt: skip
+    assert ran.returncode == 2 or (starter == "mpiexec" and ran.returncode), ran.stdout
+    assert ran.stdout.count("train.py: token ") == 1, ran.stdout
+    assert "Traceback" not in ran.stdout and "gloo/" not in ran.stdout, ran.stdout
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +242,6 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_half(tmp_path, corpus):
     assert left == []
 
 
-# ------------------------------------------------------------------ whole commands
-
-
 def test_the_command_itself_ends_with_status_2_and_one_sentence(root, tmp_path):
     environ = os.environ | {"MANYHANDS_OUTPUTS": str(tmp_path)}
     ran = subprocess.run(
@@ -257,8 +265,8 @@ REFUSED = {
     "train.py --checkpoint.folder ~nosuchuser/x": "checkpoint.folder: ~nosuchuser/x cannot be used: there is no user",
     "train.py --config {folder}/pipe.toml": "pipe.toml cannot be used: it is a pipe; name a file",
     "align.py": "name {sft,dpo,grpo} and --from",
-    "align.py sft --from x --data.held-out 99999999999": "data.held_out=99,999,999,999 is too large; use at most 1,000",
-    "align.py grpo --from x --grpo.temperature 1e-320": "use 1e-6 or more",
+    "align.py sft --from x --data.held-out 99999999999": "data.held_out=99999999999 is too large; use at most 1000000",
+    "align.py grpo --from x --grpo.temperature 1e-320": "grpo.temperature=1e-320 is too small; use at least 1e-06",
     "serve.py --port abc": "--port abc is not a whole number",
     "launch.py --nprocs=2": "unrecognized arguments: --nprocs=2; did you mean --nproc?",
     "launch.py -- --train.stps 3": "there is no flag --train.stps; did you mean --train.steps?",
@@ -278,8 +286,7 @@ def test_a_value_that_cannot_be_is_one_line_with_what_is_allowed(root, tmp_path,
     program, *flags = words.format(folder=tmp_path).split()
     command = [sys.executable, f"scripts/{program}", *flags]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, stdin=subprocess.DEVNULL)
-    name = "train.py" if "--train.stps" in words else program
-    assert ran.stderr.startswith(f"{name}: ") and REFUSED[words] in ran.stderr
+    assert ran.stderr.startswith(f"{program}: ") and REFUSED[words] in ran.stderr
     assert ran.stderr.count("\n") == 1 and (ran.returncode, ran.stdout) == (2, "")
 
 

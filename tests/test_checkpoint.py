@@ -90,9 +90,6 @@ def names_in(folder):
     return sorted(path.name for path in Path(folder).iterdir() if not path.name.startswith("."))
 
 
-# ---------------------------------------------------------------- n ranks write, m ranks read
-
-
 def _save_each_way(ranks, folder):
     for way in WAYS:
         saved(ranks, folder / f"{ranks.world_size}-{way}", way=way)
@@ -158,9 +155,6 @@ def test_fsdp_over_tensor_parallel_comes_back_whole_in_one_process(tmp_path):
     assert all(torch.equal(found[name.removeprefix("model.")], right[name]) for name in right)
 
 
-# ---------------------------------------------------------------- in the background
-
-
 def _save_in_the_background(ranks, folder):
     value = held(ranks, "sharded", whole)
     now, later = Checkpoints(folder / "now", ranks), Checkpoints(folder / "later", ranks, asynchronous=True)
@@ -208,9 +202,6 @@ def test_a_save_that_failed_in_the_background_is_told_to_all_ranks_at_the_next_c
     assert names_in(tmp_path) == ["step-00000001"], "the partial one is removed"
 
 
-# ---------------------------------------------------------------- what belongs to one rank
-
-
 def _save_rank_state(ranks, folder):
     checkpoints = Checkpoints(folder, ranks)
     checkpoints.save(1, held(ranks, "plain", whole), about(ranks, 1), {"cpu": torch.tensor([10 + ranks.rank, 7])})
@@ -229,9 +220,6 @@ def test_random_state_returns_to_its_rank_and_only_to_the_same_layout(tmp_path):
     assert run_on_ranks(2, _load_rank_state, tmp_path, None) == [([10, 7], True), ([11, 7], True)]
     assert run_on_ranks(2, _load_rank_state, tmp_path, "tensor 2") == [([0, 0], False)] * 2
     assert run_on_ranks(1, _load_rank_state, tmp_path, None) == [([0, 0], False)]
-
-
-# ---------------------------------------------------------------- what is damaged is refused
 
 
 def _save_steps(ranks, folder, *steps):
@@ -284,8 +272,8 @@ def _rename_a_step(path):
 DAMAGES = {
     _flip_a_byte: "shard-00002-model-00001-of-00001.safetensors has changed since it was written (other sha256)",
     _cut: r"shard-00001-model-00001-of-00001.safetensors has \d+ bytes, but was written with \d+: it is cut or changed",
-    _lose_a_file: "shard-00002-model-00001-of-00001.safetensors is missing",
-    _lose_the_manifest: "manifest.json is missing; .*step-00000020 is not a complete checkpoint",
+    _lose_a_file: "shard-00002-model-00001-of-00001.safetensors cannot be read (No such file or directory)",
+    _lose_the_manifest: "manifest.json cannot be read (No such file or directory); .*step-00000020 is not a complete",
     _edit_the_manifest: "manifest.json cannot be used",
     _cut_the_manifest: "manifest.json cannot be used",
     _rename_a_step: "manifest.json is of step 10, but its folder says step 20",
@@ -372,9 +360,6 @@ def test_foreign_and_missing_names_other_shapes_and_other_types_are_named(two_st
     ]
     for sentence, part in zip(first, parts, strict=True):
         assert "step-00000020 does not fit this run: " + part in sentence
-
-
-# ---------------------------------------------------------------- left-overs, retention, replacement
 
 
 def _after_a_kill(ranks, folder):
@@ -477,9 +462,6 @@ def test_a_later_step_is_put_aside_if_it_was_found_broken_and_else_it_is_another
     assert names_in(tmp_path) == ["step-00000010", "step-00000015", "step-00000020.broken"]
 
 
-# ---------------------------------------------------------------- one rank fails, the disk is full, another run
-
-
 def _one_rank_fails(ranks, folder):
     saved(ranks, folder, 1)
     checkpoints, sentences = Checkpoints(folder, ranks), []
@@ -518,7 +500,7 @@ def _save_beside_another_run(ranks, folder):
 
 def test_a_folder_into_which_another_run_writes_is_refused_until_that_run_ends(tmp_path):
     ours = folders.lock(tmp_path, "process 123 on host7")
-    told = f"another run (process 123 on host7) writes its checkpoints into {tmp_path}; wait until it ends"
+    told = f"{tmp_path} cannot be written (another program writes there until it ends: process 123 on host7); name"
     assert all(told in sentence for sentence in run_on_ranks(2, _save_beside_another_run, tmp_path))
     assert names_in(tmp_path) == []
     ours.close()
@@ -567,7 +549,7 @@ def _save_in_odd_places(ranks, folder):
 def test_a_folder_that_cannot_be_made_or_is_not_shared_is_refused_on_all_ranks(tmp_path):
     first, second = run_on_ranks(2, _save_in_odd_places, tmp_path)
     assert first == second
-    assert f"{tmp_path}/file cannot be written: File exists; name another folder" in first[0]
+    assert f"{tmp_path}/file cannot be written (File exists); name another folder" in first[0]
     assert "rank 1 on here does not see " in first[1] and "of-rank-0/step-00000001.partial" in first[1]
     assert first[2] == f"{tmp_path}/of-rank-0", "rank 0's counts"
     assert not (tmp_path / "of-rank-1").exists()

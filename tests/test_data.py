@@ -256,7 +256,7 @@ def test_a_web_that_failed_is_asked_once_per_process(web, elsewhere):
 
 def test_an_error_of_rank_0_is_every_ranks_error(elsewhere):
     errors = run_on_ranks(3, _error_of_load, environ={"MANYHANDS_SHAKESPEARE": "/nowhere"})
-    assert len(set(errors)) == 1 and "MANYHANDS_SHAKESPEARE=/nowhere cannot be read" in errors[0]
+    assert len(set(errors)) == 1 and "/nowhere cannot be read" in errors[0]
 
 
 LESSON = """
@@ -288,8 +288,8 @@ def test_a_script_ends_with_status_2_and_one_sentence(launcher, elsewhere, tmp_p
     assert done.returncode == (1 if launcher == "torchrun" else 2)
     sentences = [line for line in done.stderr.splitlines() if "MANYHANDS_SHAKESPEARE" in line]
     assert len(sentences) == 1
-    assert sentences[0].startswith("05_lesson.py: MANYHANDS_SHAKESPEARE=/nowhere cannot be read (No such file")
-    assert sentences[0].endswith("name the file or unset the variable")
+    assert sentences[0].startswith("05_lesson.py: /nowhere cannot be read (No such file")
+    assert sentences[0].endswith("unset the variable MANYHANDS_SHAKESPEARE")
     assert "data.py" not in done.stderr  # no traceback of ours
 
 

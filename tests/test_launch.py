@@ -22,8 +22,6 @@ RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 MPIEXEC = str(Path(sys.prefix) / "bin" / "mpiexec")
 
-# ---------------------------------------------------------------- who am I?
-
 
 @pytest.mark.parametrize("name", sorted(name for name in RECORDS if "place" in RECORDS[name]))
 def test_a_recorded_environment_names_its_place(name):
@@ -117,9 +115,6 @@ def test_an_idle_time_that_is_none_is_refused(monkeypatch, said):
     monkeypatch.setenv("MANYHANDS_IDLE_S", said)
     with pytest.raises(LaunchError, match=f"invalid MANYHANDS_IDLE_S '{said}'"):
         settings.idle_s()
-
-
-# ---------------------------------------------------------------- on what do I compute?
 
 
 def offer(local_rank=0, host="n1", cuda=(), xpu=(), cpus=(0, 1), quota=math.inf, omp=""):
@@ -295,8 +290,6 @@ def test_a_launcher_that_names_no_size_and_an_mpi_of_one_contradict_each_other_o
     with pytest.raises(rendezvous.Unreachable, match=f"as rank {rank} and does not say of how many"):
         rendezvous.ask_mpi(resolve(environ))
 
-
-# ---------------------------------------------------------------- on real ranks
 
 SCRIPT = """\
 # %% tags=["parameters"]

@@ -394,7 +394,7 @@ def test_torchrun_dies_of_a_signal_that_it_passes_on_and_the_status_is_the_progr
 
 def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
     status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--train.steps", 0))
-    assert (status, said) == (2, "train.py: train.steps=0 is too small; use at least 1\n")
+    assert (status, said) == (2, "launch.py: train.steps=0 is too small; use at least 1\n")
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,6 @@ def degrees(layout):
     return {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
 
 
-# ------------------------------------------------------------------ what resolves
-
-
 @pytest.mark.parametrize(
     "flags, world_size, expected",
     [
@@ -95,9 +92,6 @@ def test_a_schedule_has_the_stages_per_rank_that_it_needs(schedule, stages):
     assert layout.stages_per_rank == stages
 
 
-# ------------------------------------------------------------------ whatever resolves is whole
-
-
 @st.composite
 def wishes(draw):
     """(parallel options, world size, global batch, micro-batch): mostly what fits together, now and then not."""
@@ -163,9 +157,6 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
     assert layout.micro_batches % layout.pipeline == 0
     assert layout.pipeline * layout.stages_per_rank <= 4 or layout.pipeline == 1  # layers of nano
     assert 4 % layout.tensor == 0  # heads of nano
-
-
-# ------------------------------------------------------------------ what is refused
 
 
 @pytest.mark.parametrize(

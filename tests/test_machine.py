@@ -61,8 +61,6 @@ def test_available_processes_are_what_ulimit_and_the_group_leave(monkeypatch, gr
     assert machine.available_processes() == available
 
 
-# ---------------------------------------------------------------- login nodes
-
 SINFO = "node1 node1\nnode2 node2\n"
 PBSNODES = "Name=x3004c0s1b0n0|Mom=x3004c0s1b0n0.hsn|state=free\n"
 

@@ -29,12 +29,9 @@ def write(tmp_path):
 
 
 def refused(argv):
-    with pytest.raises(OptionError) as error:
+    with pytest.raises(Refused) as error:
         read_options(argv)
     return str(error.value)
-
-
-# ------------------------------------------------------------------ which one wins
 
 
 def test_without_flags_the_preset_is_nano_and_nano_is_the_lessons_model():
@@ -91,9 +88,6 @@ def test_what_a_checkpoint_writes_down_of_the_options_is_read_back():
     assert merged(Options(), json.loads(json.dumps(to_dict(options))), "manifest.json") == options
 
 
-# ------------------------------------------------------------------ presets
-
-
 @pytest.mark.parametrize(
     "preset, num_params",
     [
@@ -122,9 +116,6 @@ def test_these_are_all_presets_and_each_is_valid():
         validate(from_preset(preset))
 
 
-# ------------------------------------------------------------------ what is refused
-
-
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     sentence = refused(["--preset", "gpt5"])
     assert "'gpt5' is unknown" in sentence and all(preset in sentence for preset in PRESETS)
@@ -148,7 +139,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones():
         ("preset = 'gpt5'\n", ("preset 'gpt5' is unknown", "nano")),
         ("preset = 5\n", ("preset 5 is unknown", "nano")),
         ("preset = []\n", ("preset [] is unknown", "nano")),
-        ("[train\n", ("run.toml is not valid",)),
+        ("[train\n", ("run.toml cannot be used (",)),
     ],
 )
 def test_a_file_with_a_wrong_key_or_type_is_refused_with_its_place(write, text, words):
@@ -164,9 +155,9 @@ def test_a_file_of_another_kind_is_refused(write, name):
 def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_path):
     assert f"{tmp_path}/none.toml cannot be read" in refused(["--config", f"{tmp_path}/none.toml"])
     (tmp_path / "folder.toml").mkdir()
-    assert "folder.toml cannot be read: Is a directory" in refused(["--config", f"{tmp_path}/folder.toml"])
+    assert "folder.toml cannot be read (Is a directory)" in refused(["--config", f"{tmp_path}/folder.toml"])
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
-    assert "x.toml is not valid" in refused(["--config", f"{tmp_path}/x.toml"])
+    assert "x.toml cannot be used (" in refused(["--config", f"{tmp_path}/x.toml"])
 
 
 @pytest.mark.parametrize(
@@ -178,15 +169,15 @@ def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_pat
         ("--log.eval-every -1", ("log.eval_every=-1", "at least 0")),
         ("--checkpoint.keep 0", ("checkpoint.keep=0",)),
         ("--optimizer.clip -1", ("optimizer.clip=-1.0",)),
-        ("--optimizer.lr nan", ("optimizer.lr=nan",)),
+        ("--optimizer.lr nan", ("optimizer.lr=nan is not finite",)),
         ("--optimizer.lr inf", ("optimizer.lr=inf is not finite",)),
         ("--optimizer.weight-decay nan", ("optimizer.weight_decay=nan",)),
         ("--optimizer.weight-decay 2000", ("weight_decay=2000", "lr=0.001", "is 2", "a smaller weight_decay")),
         ("--optimizer.min-lr 1", ("optimizer.min_lr=1, for the end of the run, is more than optimizer.lr=0.001",)),
-        ("--optimizer.beta1 1.0", ("optimizer.beta1=1.0",)),
+        ("--optimizer.beta1 1.0", ("optimizer.beta1=1.0 is too large; use less than 1",)),
         ("--optimizer.beta2 -0.1", ("optimizer.beta2=-0.1",)),
-        ("--train.timeout-s 0", ("invalid train.timeout_s=0;",)),
-        ("--train.stall-s inf", ("invalid train.stall_s=inf; use more than 0 seconds, and at most 1e",)),
+        ("--train.timeout-s 0", ("train.timeout_s=0.0 is too small; use more than 0",)),
+        ("--train.stall-s inf", ("train.stall_s=inf is not finite",)),
         ("--train.seed -1", ("train.seed=-1",)),
         ("--train.seed 9223372036854775808", ("train.seed=9223372036854775808 is too large; use at most 92",)),
         ("--parallel.tensor 0", ("parallel.tensor=0", "at least 1")),
@@ -243,9 +234,6 @@ def test_help_lists_every_group_with_its_defaults(capsys):
     shown = capsys.readouterr().out
     assert all(f"--{flag}" in shown for flag in ("model.n-layer", "train.steps", "parallel.strategy", "preset"))
     assert all(f"{name:<11}{one.help}" in shown for name, one in STRATEGIES.items())
-
-
-# ------------------------------------------------------------------ what a slip of the shell or of the hand makes
 
 
 @pytest.mark.parametrize("flag", ["--checkpoint.folder=", "--config=", "--log.wandb=", "--checkpoint.folder= "])

@@ -33,9 +33,6 @@ SEPARATOR = 3
 CONFIG = GPTConfig(vocab_size=13, block_size=16, n_layer=4, n_head=4, n_embd=32, separator=SEPARATOR)
 
 
-# --- packing
-
-
 @pytest.fixture(scope="module")
 def gpt():
     torch.manual_seed(1)
@@ -82,9 +79,6 @@ def test_without_a_separator_the_model_is_the_one_it_was(gpt):
     assert seen[0] == {"allowed_B1TT": None}  # causal attention, by whichever kernel is best at that
 
 
-# --- strategies
-
-
 @pytest.fixture(scope="module")
 def reference():
     return one_process(options_of(), CONFIG)
@@ -115,9 +109,6 @@ def test_a_compiled_model_that_masks_is_one_graph(pool):
     ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config)
     assert_equal([result], one_process(options_of(), config))
     assert num_graphs == 1
-
-
-# --- a run
 
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "ée", "ll", "ck")]
@@ -241,9 +232,6 @@ def test_a_text_of_any_alphabet_prepares_and_trains(pool, tmp_path, text):
     assert pool.run(1, train, tmp_path / "text", tmp_path / "run")[0][0] == 0
 
 
-# --- what the trainer says before it starts
-
-
 def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     from manyhands.train.dry_run import describe
 
@@ -260,7 +248,7 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--data.folder", "nowhere"], r"data.folder: nowhere is not a prepared text \(it has no manifest.json\)"),
+        (["--data.folder", "nowhere"], r"nowhere is not a prepared text \(it has no manifest.json\)"),
         (["--data.folder", ""], r"data.folder is empty \(is a variable of the shell unset\?\)"),
         (
             ["--data.folder", "~nobody-here/x"],
@@ -269,9 +257,10 @@ def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
     ],
 )
 def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
+    from manyhands.launch.program import Refused
     from manyhands.train.start import corpus_of
 
-    with pytest.raises(OptionError, match=sentence):
+    with pytest.raises(Refused, match=sentence):
         corpus_of(read_options(flags))
 
 

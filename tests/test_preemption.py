@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from manyhands.checkpoint.manifest import step_of, steps_in, verify
 from manyhands.launch.processes import MARK, Family
 from manyhands.train import preemption
 from manyhands.train.preemption import REQUEUE, PreemptionHandler, clear_requeue, write_requeue
@@ -183,9 +184,9 @@ def launched(root, tmp_path):
     """start(number, line, to, *flags): signal `number` once launch.py's run of train.py has printed `line`."""
     family = Family(secrets.token_hex(8))
 
-    def start(number, line, to="launch.py", flags=()):
+    def start(number, line, to="launch.py", flags=(), program=()):
         run = subprocess.Popen(
-            [sys.executable, root / "scripts" / "launch.py", "--nproc", "2", "--", *RUN, *flags,
+            [sys.executable, root / "scripts" / "launch.py", "--nproc", "2", *program, "--", *RUN, *flags,
              "--checkpoint.folder", tmp_path / "run"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=os.environ | {MARK: family.mark},
@@ -229,6 +230,36 @@ def test_ctrl_c_as_soon_as_the_ranks_have_met_saves_too_but_nobody_asks_to_go_on
     status, said = launched(signal.SIGINT, "2 ranks, launcher torchrun")
     assert status == 0 and "stopped by SIGINT and saved at step" in said
     assert not (tmp_path / "run" / REQUEUE).exists()
+
+
+HELD_SAVE = """
+import runpy, sys, time
+from manyhands.checkpoint import checkpoints
+from manyhands.train.preemption import PreemptionHandler
+heard, hear, write = [], PreemptionHandler._hear, checkpoints.write_tensors
+PreemptionHandler._hear = lambda self, *about: (heard.append(about), hear(self, *about))
+def held(*about):
+    print("a save is under way", flush=True)
+    while not heard:
+        time.sleep(0.01)
+    write(*about)
+checkpoints.write_tensors = held
+runpy.run_path(sys.argv[0].replace("held.py", "train.py"), run_name="__main__")
+"""
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("how", [[], ["--checkpoint.asynchronous"]])
+def test_a_signal_that_comes_while_a_checkpoint_is_written_lets_it_be_written(launched, root, tmp_path, how):
+    """Each rank is within its save until it has heard the signal."""
+    (tmp_path / "held.py").write_text(HELD_SAVE)
+    (tmp_path / "train.py").symlink_to(root / "scripts" / "train.py")
+    flags = ["--log.eval-every", "0", "--log.eval-batches", "1", *EVERY_STEP, *how]
+    status, said = launched(signal.SIGTERM, "a save is under way", flags=flags, program=[tmp_path / "held.py"])
+    assert (status, said.count("stopped by SIGTERM and saved at step")) == (0, 1), said
+    newest = steps_in(tmp_path / "run")[0]
+    verify(newest)
+    assert json.loads((tmp_path / "run" / REQUEUE).read_text())["step"] == step_of(newest)
 
 
 LIBRARY = "print('importing', flush=True); import time; time.sleep(600)"

@@ -57,9 +57,6 @@ def bpe():
     return train_bpe(TEXTS, 400)
 
 
-# --- reading
-
-
 def documents(path, **config):
     return [(raw.line, text_of(raw)) for raw in raw_documents([path], **config)]
 
@@ -154,19 +151,16 @@ def test_a_text_is_cut_alike_whatever_ends_its_lines(tmp_path, end):
 
 
 def test_a_name_that_is_not_there_and_a_folder_without_text_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere.txt is not there; check the name"):
+    with pytest.raises(DataError, match=r"nowhere.txt cannot be read \(No such file or directory\); check the name"):
         find_files([tmp_path / "nowhere.txt"])
-    with pytest.raises(DataError, match=r"~nobody-here/a.txt is not there; check the name"):
+    with pytest.raises(DataError, match=r"~nobody-here/a.txt cannot be read \(No such file or directory\)"):
         find_files(["~nobody-here/a.txt"])
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"file/below cannot be read \(Not a directory\); leave it out"):
+    with pytest.raises(DataError, match=r"file/below cannot be read \(Not a directory\); check the name"):
         find_files([tmp_path / "file" / "below"])
     (tmp_path / "file").unlink()
     with pytest.raises(DataError, match=r"is a folder without text files \(.txt, .*name the files themselves"):
         find_files([tmp_path])
-
-
-# --- what is no text to learn from
 
 
 @pytest.mark.parametrize(
@@ -191,9 +185,6 @@ def test_each_rule_drops_what_it_is_for_and_nothing_else(why, text):
 @given(st.text(max_size=300))
 def test_any_text_is_judged(text):
     assert Quality(min_characters=0).why_dropped(text) in (*REASONS, None)
-
-
-# --- copies
 
 
 def changed(text, count, seed):
@@ -237,9 +228,6 @@ def test_a_signature_is_the_same_on_every_machine():
 @given(st.text(max_size=200))
 def test_any_text_has_a_signature_that_agrees_with_itself(text):
     assert similarity(minhash(normalised(text)), minhash(normalised(f" {text}\n"))) == 1
-
-
-# --- tokenizers
 
 
 @given(st.text())
@@ -308,9 +296,6 @@ def test_what_is_no_tokenizer_is_refused():
             tokenizer_from(content)
     with pytest.raises(ValueError, match=r"vocab_size=256 has no room for 256 bytes and the separator; use 257"):
         train_bpe(["text"], 256)
-
-
-# --- the folder
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +384,6 @@ def damaged(prepared, tmp_path, name, change):
         ("train-00001.bin", lambda b: b[:-2], r"train-00001.bin has \d+ bytes, but .* copy it again"),
         ("tokenizer.json", lambda b: b + b" ", r"tokenizer.json cannot be used \(it has changed since it was"),
         ("manifest.json", lambda b: b[:-9], r"manifest.json cannot be used"),
-        ("manifest.json", lambda b: b.replace(b"train-00000", b"../rain-000"), r"cannot be used|cannot be read"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_is_refused_when_it_is_opened(prepared, tmp_path, name, change, sentence):
@@ -448,28 +432,10 @@ def test_a_text_that_is_written_anew_under_a_run_does_not_change_what_the_run_re
 
 
 CONTRADICTIONS = {  # a change of manifest.json, whose sha256 fits, and what is said
-    "train: tokens is 1, and its shards have": (1, "splits", "train", "tokens"),
-    r"train-00001.bin is missing, and 'train-00000.bin' stands": (
-        "train-00000.bin",
-        "splits",
-        "train",
-        "shards",
-        1,
-        "file",
-    ),
-    r"train-00000.bin is missing, and '../train-00000.bin' st": (
-        "../train-00000.bin",
-        "splits",
-        "train",
-        "shards",
-        0,
-        "file",
-    ),
-    "shards: list should have at least 1 item": ([], "splits", "validation", "shards"),
-    "validation: field required|validation: input": (None, "splits", "validation"),
-    "tokenizer.json cannot be used .it is not the one": (299, "tokenizer", "symbols"),
-    "documents: input should be greater than or equal to 0": (-1, "splits", "train", "documents"),
-    "characters: input should be less than": (10**30, "splits", "train", "characters"),
+    "train: tokens is 1, and its shards have": (1, "splits train tokens"),
+    "shards: list should have at least 1 item": ([], "splits validation shards"),
+    "tokenizer.json cannot be used .it is not the one": (299, "tokenizer symbols"),
+    "characters: input should be less than": (10**30, "splits train characters"),
 }
 
 
@@ -477,9 +443,10 @@ CONTRADICTIONS = {  # a change of manifest.json, whose sha256 fits, and what is 
 def test_a_manifest_that_contradicts_itself_is_refused(prepared, tmp_path, said):
     def change(content):
         values = inside = json.loads(content)
-        new, *names, last = CONTRADICTIONS[said]
+        new, place = CONTRADICTIONS[said]
+        *names, last = place.split()
         for name in names:
-            inside = inside[name]
+            inside = inside[int(name) if name.isdigit() else name]
         inside[last] = new
         return json_of(signed(values))
 
@@ -564,7 +531,9 @@ def test_two_preparations_do_not_write_into_one_folder(files, prepared, tmp_path
     folder = shutil.copytree(prepared[0], tmp_path / "copy")
     with folders.lock(folder, "process 7 on host7"):
         for sentence in run_on_ranks(2, refused_beside_another, files, folder):
-            assert sentence.startswith(f"another program (process 7 on host7) prepares a text in {folder}; wait until")
+            assert sentence.startswith(
+                f"{folder} cannot be written (another program writes there until it ends: process"
+            )
     assert all_bytes(folder) == all_bytes(prepared[0])
 
 
@@ -579,12 +548,9 @@ def test_a_disk_that_takes_no_more_is_a_sentence_on_all_ranks(files, tmp_path):
     said = run_on_ranks(2, no_room, files, tmp_path / "mine")
     assert (
         said
-        == [f"{tmp_path}/mine cannot be written: No space left on device; mend that, or name another folder with --to"]
+        == [f"{tmp_path}/mine cannot be written (No space left on device); mend that, or name another folder with --to"]
         * 2
     )
-
-
-# --- the program
 
 
 @pytest.mark.parametrize(
@@ -592,14 +558,14 @@ def test_a_disk_that_takes_no_more_is_a_sentence_on_all_ranks(files, tmp_path):
     [
         ("a.txt", "--to FOLDER says where"),
         ("--to data/mine", "--to needs files"),
-        ("a.txt --to x --vocab-size 200", "--vocab-size 200 has no room for 256 bytes"),
+        ("a.txt --to x --vocab-size 200", "vocab_size=200 is too small; use at least 257"),
         ("a.txt --to x --vocab-size 500 --tokenizer char", "--vocab-size is for bpe"),
-        ("a.txt --to x --validation 1", "--validation 1.0 is not a share"),
-        ("a.txt --to x --blank-lines 9999999999", "--blank-lines 9999999999 ends no document"),
-        ("a.txt --to x --vocab-size 99999999999", "--vocab-size 99999999999 is too large"),
-        ("a.txt --to x --near 0.2", "--near 0.2 finds everything alike"),
-        ("a.txt --to x --near nan", "--near nan finds everything alike"),
-        ("a.txt --to x --max-runs 2", "--max-runs 2.0 is not a share"),
+        ("a.txt --to x --validation 1", "validation=1.0 is too large; use less than 1"),
+        ("a.txt --to x --blank-lines 9999999999", "blank_lines=9999999999 is too large; use at most 1000"),
+        ("a.txt --to x --vocab-size 99999999999", "vocab_size=99999999999 is too large"),
+        ("a.txt --to x --near 0.2", "near=0.2 is too small; use at least 0.5"),
+        ("a.txt --to x --near nan", "near=nan is not finite"),
+        ("a.txt --to x --max-runs 2", "quality.max_runs=2.0 is too large; use at most 1"),
         ("a.txt --verify x", "--verify reads a prepared text"),
         ("a.txt --to x", None),
         ("", None),

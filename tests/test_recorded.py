@@ -41,9 +41,6 @@ def metrics(device="cuda", world_size=4, **changes):
     } | changes  # fmt: skip
 
 
-# ---- the command ----
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """command(content, *words): (status, what it said) of the command for a run of lesson 03 with this metrics.json."""
@@ -124,9 +121,6 @@ def test_a_name_is_made_of_the_hardware_and_the_number_of_ranks(hardware, name):
     assert recorded_runs.default_name(content) == name
 
 
-# ---- beside one's own ----
-
-
 def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
     recorded_runs.record(metrics(), tmp_path)
     recorded_runs.record(metrics(world_size=8, measured={"step_s": 4321.5}), tmp_path, name="other")
@@ -170,9 +164,6 @@ def test_every_recorded_run_that_the_course_has_is_complete():
             assert tuple(run) == recorded_runs.FIELDS
             assert run["lesson"] == lesson.name
             assert recorded_runs.describe(run)
-
-
-# ---- conditions ----
 
 
 def ranks(**changes):
@@ -220,9 +211,6 @@ def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypa
     assert len(clean) >= 7 and " " not in clean
     (tmp_path / "file").touch()
     assert metrics_module.commit(tmp_path) == f"{clean} with uncommitted changes"
-
-
-# ---- preflight ----
 
 
 def test_preflight_exports_the_run_on_most_gpus_of_each_lesson_that_went_well(tmp_path):

@@ -113,9 +113,6 @@ def site_with(folder, *packages):
     return folder / "bin" / "python"
 
 
-# ------------------------------------------------------------------ the environment
-
-
 def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(course, commands, venv, monkeypatch):
     build(monkeypatch, venv)
     pins = ["jupyterlab==4.6.6", "mpi4py==4.1.2", "mpich==5.0.2", "not_at_the_site==1.0", "numpy==2.4.6"]
@@ -210,9 +207,6 @@ def test_a_command_that_fails_ends_with_its_status_in_a_sentence(capsys):
         setup_environment.run(sys.executable, "-c", "raise SystemExit(3)")
     assert ending.value.code == 2
     assert "failed with status 3" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------ an environment that is there already
 
 
 def contents(folder):
@@ -312,9 +306,6 @@ def test_an_environment_that_is_named_to_be_used_is_never_built(course, commands
     assert commands == []
 
 
-# ------------------------------------------------------------------ a Python that is too old
-
-
 def test_an_old_python_is_told_so(capsys):
     with pytest.raises(SystemExit):
         setup_environment.check_python((3, 6, 8), "PYTHON")
@@ -330,9 +321,6 @@ def test_every_pin_accepts_the_oldest_python_that_is_accepted():
     for name in setup_environment.requirements():
         wanted = importlib.metadata.metadata(name).get("Requires-Python") or ""
         assert oldest in SpecifierSet(wanted), f"{name} needs Python {wanted}"
-
-
-# ------------------------------------------------------------------ on a site's Python
 
 
 def test_pip_runs_out_of_the_wheel_that_comes_with_python(tmp_path):
@@ -427,9 +415,6 @@ def test_a_site_whose_torch_is_too_old_is_refused_with_both_versions(
     assert sentence.endswith("has torch 2.5.1a0+gitdeadbee; the course needs 2.6 or newer")
 
 
-# ------------------------------------------------------------------ the Makefile
-
-
 @pytest.fixture
 def make(root, tmp_path):
     """make(*words): runs make in a folder of its own for a user with an empty home; `venv` is where it would build."""
@@ -496,9 +481,6 @@ def test_make_refuses_with_a_sentence_and_status_2(make, words, sentence):
     done = make(*words)
     assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
-
-
-# ------------------------------------------------------------------ data, kernel, lab
 
 
 def test_the_kernel_of_a_shared_environment_knows_its_data(tmp_path, monkeypatch):

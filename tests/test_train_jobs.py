@@ -32,7 +32,7 @@ def course(tmp_path_factory):
     shutil.copy(copy / "scripts" / "train.py", copy / "scripts" / "real_train.py")
     shutil.copy(os.path.join(os.path.dirname(__file__), "fake_train.py"), copy / "scripts" / "train.py")
     launch = copy / "scripts" / "launch.py"  # fake_train takes flags that the trainer would refuse
-    launch.write_text(launch.read_text().replace(", refuse_flags=refuse_flags", ""))
+    launch.write_text(launch.read_text().replace(", refuse_flags=read_options", ""))
     return copy
 
 
@@ -133,9 +133,6 @@ def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
     assert run.returncode == 5
     psutil.wait_procs(family.members(), timeout=60)
     assert family.members() == []
-
-
-# --- on two nodes
 
 
 @pytest.fixture(scope="module")

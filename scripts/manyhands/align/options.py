@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from pydantic import Field
 
 from manyhands.align.chat import LetterTask
 from manyhands.config import options as trainer
+from manyhands.config.bounds import Rate, Share
 from manyhands.config.command_line import named_value, parsed
 from manyhands.config.options import OptionError, from_file, validate
 from manyhands.config.strategies import STRATEGIES
+
+MOST = 10**6  # words, questions, answers: more take days to draw
+Drawn = Annotated[int, Field(ge=1, le=MOST)]
+Scale = Annotated[float, Field(ge=1e-6, lt=1e6)]  # outside of it numbers leave their range
 
 
 @dataclass(frozen=True)
@@ -27,9 +33,9 @@ class DataOptions:
     task: Literal["sort", "reverse"] = "sort"  # what to do with the letters of a word
     letters: int = 12  # how many letters of the alphabet the words are made of
     length: int = 4  # different letters per word
-    held_out: int = 256  # words on which accuracy is measured; no stage learns from such words
-    demos: int = 96  # sft: words with their answers
-    speeches: float = 0.2  # sft: share of each batch that is speeches from the corpus
+    held_out: Drawn = 256  # words on which accuracy is measured; no stage learns from such words
+    demos: Drawn = 96  # sft: words with their answers
+    speeches: Share = 0.2  # sft: share of each batch that is speeches from the corpus
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,19 @@ class DpoOptions:
     """Pairs: the right answer, and a wrong one that the reference has given."""
 
     # what a nat of margin is worth: the smaller, the further the policy moves from the reference
-    beta: float = 1.0
-    questions: int = 2048  # asked of the reference before the first step; each wrong answer makes a pair
+    beta: Scale = 1.0
+    # asked of the reference before the first step; each wrong answer makes a pair
+    questions: Annotated[int, Field(ge=10, le=MOST)] = 2048
 
 
 @dataclass(frozen=True)
 class GrpoOptions:
     """Answers drawn from the policy, and judged."""
 
-    group: int = 8  # answers to each question; train.global_batch counts answers
-    kl: float = 0.01  # weight of the divergence from the reference; 0: no reference is held
-    clip: float = 0.2  # how far the ratio may leave 1; with one update per draw, as here, it is 1
-    temperature: float = 1.0  # at which answers are drawn
+    group: Annotated[int, Field(ge=2, le=MOST)] = 8  # answers to each question; train.global_batch counts answers
+    kl: Rate = 0.01  # weight of the divergence from the reference; 0: no reference is held
+    clip: Rate = 0.2  # how far the ratio may leave 1; with one update per draw, as here, it is 1
+    temperature: Scale = 1.0  # at which answers are drawn
     scale: bool = True  # divide advantages by the group's standard deviation
     reward: Literal["right", "in_order"] = "right"  # in_order: one that can be had without solving the task
 
@@ -57,8 +64,8 @@ class GrpoOptions:
 class LoraOptions:
     """Thin matrices learn beside frozen ones: see `manyhands.gpt.lora`."""
 
-    rank: int = 0  # 0: all weights learn
-    alpha: float = 8.0  # the adapters' output is multiplied by alpha / rank
+    rank: Annotated[int, Field(ge=0, le=MOST)] = 0  # 0: all weights learn
+    alpha: Scale = 8.0  # the adapters' output is multiplied by alpha / rank
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,6 @@ class AlignOptions:
         return LetterTask(self.data.task, self.data.letters, self.data.length)
 
 
-MOST = 10**6  # words, questions, answers: more take days to draw
 # steps, global batch (sft: examples, dpo: pairs, grpo: answers), learning rate
 DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-3)}
 
@@ -116,26 +122,12 @@ def read_options(argv, prog="align.py", description=None):
 
 def refuse_senseless(wanted):
     """Raises OptionError for values that make no sense, or belong to pre-training."""
-    data, dpo, grpo, parallel = wanted.data, wanted.dpo, wanted.grpo, wanted.parallel
+    grpo, parallel = wanted.grpo, wanted.parallel
     partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
     whole = ", ".join(name for name in STRATEGIES if name not in partial)
-    at_least = {
-        "data.demos": (data.demos, 1), "data.held_out": (data.held_out, 1), "dpo.questions": (dpo.questions, 10),
-        "grpo.group": (grpo.group, 2), "grpo.kl": (grpo.kl, 0), "grpo.clip": (grpo.clip, 0),
-        "lora.rank": (wanted.lora.rank, 0),
-    }  # fmt: skip
-    positive = {"dpo.beta": dpo.beta, "grpo.temperature": grpo.temperature, "lora.alpha": wanted.lora.alpha}
     faults = [
-        *((f"{name}={value} is too small; use at least {least}", not value >= least)
-          for name, (value, least) in at_least.items()),
-        *((f"{name}={value:,} is too large; use at most {MOST:,}", value > MOST)
-          for name, (value, _) in at_least.items()),
-        *((f"{name}={value:g} makes no sense; use 1e-6 or more, and less than 1e6", not 1e-6 <= value < 1e6)
-          for name, value in positive.items()),
-        (f"data.speeches={data.speeches:g} is a share of a batch; use 0 or more and less than 1",
-         not 0 <= data.speeches < 1),
         (f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={grpo.group}; use a"
-         " multiple of it", wanted.method == "grpo" and wanted.train.global_batch % max(1, grpo.group)),
+         " multiple of it", wanted.method == "grpo" and wanted.train.global_batch % grpo.group),
         (f"alignment needs whole logits on a rank: not {', '.join(partial)} or parallel.loss_parallel; use {whole}",
          parallel.strategy in partial or (parallel.pipeline or 1) > 1 or parallel.loss_parallel),
         (f"lora.rank={wanted.lora.rank}: adapters are not split over tensor ranks here; use ddp, zero1 or fsdp",

@@ -19,6 +19,7 @@ from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
+from manyhands.launch.program import Refused
 from manyhands.launch.ranks import Agreement
 from manyhands.parallel.strategy import parallelize
 from manyhands.train.preemption import PreemptionHandler
@@ -133,6 +134,6 @@ def align(wanted):
             if wanted.lora.rank > config.n_embd:
                 raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
             run = Alignment(wanted, base, config, layout, corpus, ranks, preemption)
-        except (OptionError, CheckpointError) as error:
+        except Refused as error:
             refuse(str(error))
         return carry_out(run, "align.py", refuse_other_method)

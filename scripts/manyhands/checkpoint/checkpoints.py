@@ -36,7 +36,7 @@ from manyhands.checkpoint import manifest
 from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
 from manyhands.course.folders import lock
 from manyhands.data.schema import visible
-from manyhands.launch.program import say
+from manyhands.launch.program import explained, say
 from manyhands.launch.ranks import Agreement, said
 
 WHOLE_NAMES = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # of DCP's planners
@@ -68,7 +68,8 @@ class Checkpoints:
         """
         self.wait()
         json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
-        partial = self._agreement.on_rank_0(lambda: self._begin(step))
+        self.claim()
+        partial = self._agreement.on_rank_0(lambda: manifest.make_partial(self.folder, step, self._broken))
         self._broken.clear()
         self._agreement.all(lambda: self._see(partial))
         tensors = dict(tensors) | self._own(rank_state)
@@ -146,21 +147,11 @@ class Checkpoints:
             raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
         return metadata | {"rank_state_restored": restored}
 
-    def _begin(self, step):
-        self._hold()
-        return manifest.make_partial(self.folder, step, self._broken)
-
     def _hold(self):
         """The folder's lock; anew where somebody has removed the folder since."""
         if self._lock is None or not os.path.exists(self._lock.name):
-            try:
+            with explained(CheckpointError, "name another folder", self.folder, "written"):
                 self._lock = lock(self.folder, f"process {os.getpid()} on {self.ranks.host}")
-            except BlockingIOError as other:
-                why = f"another run ({other.strerror}) writes its checkpoints into {self.folder}"
-                raise CheckpointError(f"{why}; wait until it ends, or name another folder") from None
-            except OSError as error:
-                why = f"{self.folder} cannot be written: {error.strerror}"
-                raise CheckpointError(f"{why}; name another folder") from None
 
     def _write(self, tensors, partial, step, metadata, val_loss):
         """All ranks write and describe what they wrote, then rank 0 makes it count."""
@@ -290,5 +281,5 @@ def whole_tensors(folder, prefix=""):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             read_tensors(folder, tensors, None, no_dist=True)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read: {_failures(error)[0]}") from None
+        raise CheckpointError(f"{folder} cannot be read: {said(None, _failures(error)[0])}") from None
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

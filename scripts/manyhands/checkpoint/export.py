@@ -12,15 +12,12 @@ checkpoint that can be trusted, or no room for the file.
 import math
 import os
 import sys
-import textwrap
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
     from manyhands.launch import entry
-
-    entry.begin()
 
 import torch
 from safetensors import SafetensorError
@@ -30,21 +27,13 @@ from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import whole_tensors
 from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
 from manyhands.course.folders import write_whole
+from manyhands.data.schema import visible
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.gpt.lora import A, folded
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch.program import explained, reason
 
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
-
-
-@contextmanager
-def _readable():
-    """A sentence where the system refuses."""
-    try:
-        yield
-    except OSError as error:
-        why = f"{error.filename} cannot be read ({error.strerror})"
-        raise CheckpointError(f"{why}; mend that, or name another place") from None
 
 
 def find_checkpoint(source, step="best", tell=print):
@@ -84,7 +73,7 @@ def _loss(path):
     return math.inf
 
 
-@_readable()
+@explained(CheckpointError, "mend that, or name another place")
 def newest_in(source: Path | str) -> list[tuple]:
     """What changes when `source`, as of `load_model`, has something newer, or more of it: names, sizes and times."""
     source = Path(source)
@@ -99,7 +88,7 @@ def _checkpoints_of(source):
     return source / "checkpoints" if (source / "checkpoints").is_dir() else source
 
 
-@_readable()
+@explained(CheckpointError, "mend that, or name another place")
 def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT, dict[str, Any]]:
     """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints: see `find_checkpoint`.
 
@@ -124,7 +113,7 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
             raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
         return build(weights, metadata), metadata | {"source": str(source)}
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = textwrap.shorten(str(error), 300)  # torch names every weight that is missing
+        why = visible(" ".join(str(error).split()), 300)  # torch lists every tensor
         raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
 
 
@@ -135,6 +124,12 @@ def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
     """
     corpus = metadata["corpus"]
     return tokenizer_from(corpus["vocabulary"]) if "vocabulary" in corpus else CharTokenizer(corpus["alphabet"])
+
+
+def described(model: GPT, metadata: dict[str, Any]) -> str:
+    """What was read, in a phrase: "outputs/x/step-00000300: step 300, validation loss 1.4321, 810,000 parameters"."""
+    loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
+    return f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters"
 
 
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
@@ -174,7 +169,7 @@ def write_export(weights, metadata, target):
         os.replace(partial, target)
         write_whole(target.with_suffix(".json"), about.content())
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror}; name another place") from None
+        raise CheckpointError(f"{target} cannot be written: {reason(error)}; name another place") from None
     except SafetensorError as error:  # its own for a full disk
         raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
     finally:
@@ -186,7 +181,8 @@ def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """({name: tensor}, metadata) of what `write_export` wrote. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
-    about = manifest.read_beside(Export, path.with_suffix(".json"), f"it says what {path.name} holds: export it again")
+    with explained(CheckpointError, f"it says what {path.name} holds: export it again", path.with_suffix(".json")):
+        about = Export.read(path.with_suffix(".json"))
     manifest.verify_file(path, about.file)
     try:
         return load_file(path), about.metadata
@@ -198,13 +194,8 @@ def main(argv):
     if len(argv) not in (2, 3):
         print(__doc__, file=sys.stderr)
         return 2
-    try:
-        tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-        model, metadata = load_model(argv[0], *argv[2:] or ["best"], tell)
-        write_export(dict(model.named_parameters()), metadata, argv[1])
-    except CheckpointError as error:
-        print(f"export: {error}", file=sys.stderr)
-        return 2
+    model, metadata = load_model(argv[0], *argv[2:] or ["best"], lambda text: print(text, file=sys.stderr))
+    write_export(dict(model.named_parameters()), metadata, argv[1])
     print(f"{argv[1]}: {model.num_params():,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0
 

@@ -22,22 +22,22 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, create_model, model_validator
 
 from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular
 from manyhands.data.tokenizer import Tokens
 from manyhands.gpt.model import GPTConfig
+from manyhands.launch.program import Refused, explained
 
 MANIFEST = "manifest.json"
 FORMAT = "manyhands checkpoint 2"
 COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")  # .replaced: its successor of the same step is being moved in
-S = TypeVar("S", bound=Schema)
 Scalar = str | int | float | bool | None
 
 
-class CheckpointError(ValueError):
+class CheckpointError(Refused):
     """A checkpoint that cannot be written, found or trusted: one sentence with the file's name and the cure."""
 
 
@@ -171,24 +171,14 @@ def read_manifest(path: Path | str) -> Manifest:
     """The manifest of the checkpoint in `path`, its own sha256 checked. Raises CheckpointError."""
     path = Path(path)
     file = path / MANIFEST
-    manifest = read_beside(Manifest, file, f"{path} is not a complete checkpoint, use another step")
+    with explained(CheckpointError, f"{path} is not a complete checkpoint, use another step", file):
+        manifest = Manifest.read(file)
     if step_of(path) not in (None, manifest.step):
         why = f"{file} is of step {manifest.step}, but its folder says step {step_of(path)}"
         raise CheckpointError(f"{why}; give the folder its old name")
     if foreign := {file.name for file in path.glob("*.safetensors")} - manifest.files.keys():  # they would be read, too
         raise CheckpointError(f"{path / min(foreign)} is not in the manifest; remove it, or use another step")
     return manifest
-
-
-def read_beside(kind: type[S], file: Path, cure: str) -> S:
-    """The JSON file that says what lies beside it. Raises CheckpointError, with `cure`."""
-    try:
-        return kind.read(file)
-    except OSError as error:
-        why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
-        raise CheckpointError(f"{file} is {why}; {cure}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be used ({error}); {cure}") from None
 
 
 def verify(path: Path | str) -> None:
@@ -199,13 +189,10 @@ def verify(path: Path | str) -> None:
 
 def verify_file(path: Path, expected: File) -> None:
     """Compare one file with its description. Raises CheckpointError naming it."""
-    try:
+    with explained(CheckpointError, "use another step", path):
         with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size
         same = found != expected.bytes or describe_file(path) == expected  # of another size it is not read
-    except OSError as error:
-        why = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
-        raise CheckpointError(f"{path} is {why}; use another step") from None
     if found != expected.bytes:
         cut = f"{path} has {found} bytes, but was written with {expected.bytes}: it is cut or changed"
         raise CheckpointError(f"{cut}; use another step")

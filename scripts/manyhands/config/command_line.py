@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 from tyro import _errors  # tyro's own words fill a box of 5 to 26 lines; the versions that have this are in pyproject
 
+from manyhands.config.bounds import refuse_bounds
 from manyhands.launch.flags import HINT, meant
 from manyhands.launch.program import Refused
 
@@ -28,9 +29,11 @@ def parsed(kind: Any, argv: Sequence[str], prog: str, description: str | None = 
         if sentence := _sentence(event, kind, argv):
             raise Refused(f"{sentence} {HINT}")
 
+    rest = {} if default is None else {"default": default}
     with _errors.on_parse_error(refuse):
-        rest = {} if default is None else {"default": default}
-        return tyro.cli(kind, prog=prog, description=description, args=list(argv), **rest)
+        options = tyro.cli(kind, prog=prog, description=description, args=list(argv), **rest)
+    refuse_bounds(options)
+    return options
 
 
 def named_value(argv: Sequence[str], flag: str) -> str | None:

@@ -18,9 +18,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from manyhands.config.bounds import Count, Positive, Rate, Seconds, Seed, Share
 from manyhands.config.strategies import STRATEGIES, strategies_help
 from manyhands.course.folders import named
-from manyhands.launch.program import Refused
+from manyhands.launch.program import Refused, explained
 
 if TYPE_CHECKING:
     from manyhands.gpt.model import GPTConfig
@@ -33,14 +34,6 @@ Schedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 PRESETS = tomllib.loads(files("manyhands.config").joinpath("presets.toml").read_text("utf-8"))
-AT_LEAST = {
-    1: "train.steps train.global_batch train.micro_batch log.every log.eval_batches checkpoint.keep model.vocab_size"
-    " parallel.stages_per_rank parallel.replicate parallel.shard parallel.tensor parallel.pipeline ranks",
-    0: "train.seed log.eval_every log.sample checkpoint.every optimizer.warmup optimizer.weight_decay optimizer.clip"
-    " optimizer.lr optimizer.min_lr",
-}
-LONGEST_S = 1e8  # three years: what is longer overflows in some clock
-LARGEST_SEED = 2**63 - 1  # a generator's seed is a signed number of 64 bits
 UNSET = "is empty (is a variable of the shell unset?)"
 
 
@@ -56,7 +49,7 @@ class ModelOptions:
     n_head: int = 4  # attention heads per layer
     n_embd: int = 128  # width
     block_size: int = 64  # positions: the longest sequence
-    vocab_size: int | None = None  # none: as the corpus has
+    vocab_size: Positive | None = None  # none: as the corpus has
     dropout: float = 0.0  # share of the numbers that training sets to zero
     tie: bool = False  # one matrix for token embedding and head, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
@@ -74,16 +67,16 @@ class DataOptions:
 class TrainOptions:
     """How long, on how much, in which arithmetic."""
 
-    steps: int = 300  # optimizer steps
-    global_batch: int = 24  # sequences per step, over all ranks
+    steps: Positive = 300  # optimizer steps
+    global_batch: Positive = 24  # sequences per step, over all ranks
     # sequences per forward on one rank; none: its whole share (a pipeline: half a stage's)
-    micro_batch: int | None = None
+    micro_batch: Positive | None = None
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # bf16 and fp16: autocast over fp32 weights
     compile: bool = False  # torch.compile
-    seed: int = 1337  # of the weights, the batches and dropout
+    seed: Seed = 1337  # of the weights, the batches and dropout
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # auto: GPUs, where every rank has one
-    timeout_s: float = 600.0  # a collective that takes longer has failed
-    stall_s: float = 120.0  # a rank that makes no progress for so long is named
+    timeout_s: Seconds = 600.0  # a collective that takes longer has failed
+    stall_s: Seconds = 120.0  # a rank that makes no progress for so long is named
 
 
 @dataclass(frozen=True)
@@ -91,13 +84,13 @@ class OptimizerOptions:
     """AdamW with decay on matrices only; warm-up, then cosine down to `min_lr` at the last step."""
 
     name: Literal["adamw", "sgd"] = "adamw"  # sgd: without momentum
-    lr: float = 1e-3  # at its peak
-    min_lr: float | None = None  # at the end; none: a tenth of lr
-    warmup: int | None = None  # steps; none: a twentieth of the run, at most 100
-    weight_decay: float = 0.1  # of matrices, per step and times lr
-    beta1: float = 0.9  # how much of adamw's mean gradient stays from step to step
-    beta2: float = 0.99  # how much of adamw's mean squared gradient stays
-    clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    lr: Rate = 1e-3  # at its peak
+    min_lr: Rate | None = None  # at the end; none: a tenth of lr
+    warmup: Count | None = None  # steps; none: a twentieth of the run, at most 100
+    weight_decay: Rate = 0.1  # of matrices, per step and times lr
+    beta1: Share = 0.9  # how much of adamw's mean gradient stays from step to step
+    beta2: Share = 0.99  # how much of adamw's mean squared gradient stays
+    clip: Rate = 1.0  # largest global gradient norm; 0: no clipping
 
 
 @dataclass(frozen=True)
@@ -105,10 +98,10 @@ class ParallelOptions:
     """How the ranks share the work. An axis that is none takes what the others leave, where the strategy uses it."""
 
     strategy: Strategy = "ddp"  # what the ranks that no axis below claims are used for
-    replicate: int | None = None  # ranks that hold replicas
-    shard: int | None = None  # ranks that share parameters, gradients and optimizer (fsdp)
-    tensor: int | None = None  # ranks that share each layer
-    pipeline: int | None = None  # ranks that share the depth
+    replicate: Positive | None = None  # ranks that hold replicas
+    shard: Positive | None = None  # ranks that share parameters, gradients and optimizer (fsdp)
+    tensor: Positive | None = None  # ranks that share each layer
+    pipeline: Positive | None = None  # ranks that share the depth
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"  # fsdp: what is sharded, and for how long
     wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
     # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)
@@ -119,7 +112,7 @@ class ParallelOptions:
     sequence_parallel: bool = False  # tp: norms and dropout work on a share of the positions
     loss_parallel: bool = False  # tp: the logits stay split over the vocabulary
     schedule: Schedule = "1F1B"  # pp: in which order a rank goes through its micro-batches
-    stages_per_rank: int | None = None  # pp: none: what the schedule needs, 1 or 2
+    stages_per_rank: Positive | None = None  # pp: none: what the schedule needs, 1 or 2
     zero_stage: Literal[1, 2, 3] = 3  # deepspeed: shards the optimizer, and gradients, and parameters
 
 
@@ -128,8 +121,8 @@ class CheckpointOptions:
     """Where checkpoints go and come from. It is one folder: a run resumes from where it saves."""
 
     folder: str | None = None  # none: in the run's own new folder; name one to resume from it later
-    every: int = 0  # steps between checkpoints; 0: only at the end and on a signal
-    keep: int = 2  # the last so many are kept, and the best
+    every: Count = 0  # steps between checkpoints; 0: only at the end and on a signal
+    keep: Positive = 2  # the last so many are kept, and the best
     resume: Literal["auto", "never", "must"] = "auto"  # auto: from the folder's newest, if it has one
     asynchronous: bool = False  # write while training goes on
 
@@ -138,10 +131,10 @@ class CheckpointOptions:
 class LogOptions:
     """What is shown and written."""
 
-    every: int = 10  # steps per line
-    eval_every: int = 100  # steps between evaluations; 0: only at the end
-    eval_batches: int = 8  # validation batches (of the global batch's size) per evaluation
-    sample: int = 200  # tokens generated at each evaluation; 0: none
+    every: Positive = 10  # steps per line
+    eval_every: Count = 100  # steps between evaluations; 0: only at the end
+    eval_batches: Positive = 8  # validation batches (of the global batch's size) per evaluation
+    sample: Count = 200  # tokens generated at each evaluation; 0: none
     prompt: str = "\n"  # what the sample goes on from, in the corpus's characters
     plots: bool = True  # curves at the end, in the terminal and as PNG
     progress: bool = True  # a bar, where the output is a terminal
@@ -158,7 +151,7 @@ class Options:
     preset: str = "nano"
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end
-    ranks: int | None = None  # with --dry-run: as if on so many ranks
+    ranks: Positive | None = None  # with --dry-run: as if on so many ranks
     gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -204,12 +197,8 @@ def from_file(path: str | Path, options: Options | None = None) -> Options:
     file = _named(path, "config")
     if file.suffix != ".toml":
         raise OptionError(f"{file} does not end in .toml; write the options in TOML")
-    try:
+    with explained(OptionError, "mend it, or name another file", file):
         content = tomllib.loads(file.read_text("utf-8-sig"))  # editors of Windows put a mark in front
-    except OSError as error:
-        raise OptionError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise OptionError(f"{file} is not valid: {error}") from None
     if "config" in content:
         raise OptionError(f"{file}: config={content['config']} is not read from a file; name one file as --config")
     named = content.pop("preset", None)
@@ -270,28 +259,12 @@ def validate(options: Options) -> None:
 
 
 def _faults(options):
-    """A sentence for each value that makes no sense."""
+    """A sentence for each value that makes no sense beside the others."""
     train, optimizer, log = options.train, options.optimizer, options.log
-    for least, names in AT_LEAST.items():
-        for name in names.split():
-            value = attrgetter(name)(options)
-            if value is not None and not value >= least:
-                yield f"{name}={value} is too small; use at least {least}"
     for name in ("data.folder", "checkpoint.folder", "log.wandb"):
         text = attrgetter(name)(options)
         if text is not None and not text.strip():
             yield f"{name} {UNSET}; name one, or leave it out"
-    if train.seed > LARGEST_SEED:
-        yield f"train.seed={train.seed} is too large; use at most {LARGEST_SEED}"
-    for name in ("lr", "min_lr", "weight_decay", "clip"):
-        if not math.isfinite(value := getattr(optimizer, name) or 0):
-            yield f"optimizer.{name}={value} is not finite; use a finite number"
-    for name in ("timeout_s", "stall_s"):
-        if not 0 < (value := getattr(train, name)) <= LONGEST_S:
-            yield f"invalid train.{name}={value:g}; use more than 0 seconds, and at most {LONGEST_S:g}"
-    for name in ("beta1", "beta2"):
-        if not 0 <= (value := getattr(optimizer, name)) < 1:
-            yield f"optimizer.{name}={value} is not a decay rate; use 0 or more and less than 1"
     if (shrink := optimizer.lr * optimizer.weight_decay) > 1:
         why = f"optimizer.weight_decay={optimizer.weight_decay:g} times optimizer.lr={optimizer.lr:g} is {shrink:g}"
         yield f"{why}: each step would take more from a weight than it has; use a smaller weight_decay"

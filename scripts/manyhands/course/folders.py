@@ -65,7 +65,7 @@ def lock(folder, owner):
     """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
 
     The system lets go of it however the process ends. On a file system without locks nobody can be asked, and two
-    writers are not noticed. Raises OSError; a BlockingIOError's strerror is the `owner` who holds it.
+    writers are not noticed. Raises OSError; a BlockingIOError's strerror names the `owner` who holds it.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     file = open(Path(folder) / WRITER, "a+")  # noqa: SIM115 - it is held while the writer lives
@@ -79,7 +79,8 @@ def lock(folder, owner):
                 break
             if time.monotonic() > deadline:
                 file.seek(0)
-                raise BlockingIOError(errno.EAGAIN, file.read(200).strip() or "unknown", str(folder)) from None
+                why = f"another program writes there until it ends: {file.read(200).strip() or 'unknown'}"
+                raise BlockingIOError(errno.EAGAIN, why, str(folder)) from None
             time.sleep(0.2)
     file.truncate(0)
     file.write(f"{owner}\n")

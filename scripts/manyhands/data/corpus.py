@@ -35,12 +35,12 @@ import torch.distributed as dist
 from pydantic import Field, model_validator
 
 from manyhands.data import shakespeare
-from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular, read_regular, visible
+from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular, read_regular
 from manyhands.data.shakespeare import DataError
-from manyhands.data.token_files import describe_tokens, verify_tokens
+from manyhands.data.token_files import Tokens
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.launch.join import refuse
-from manyhands.launch.program import say
+from manyhands.launch.program import explained, say
 from manyhands.launch.ranks import Agreement
 
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a text of one's own
@@ -147,23 +147,16 @@ def _find():
     return "offline", shakespeare.offline_text(), shakespeare.offline_notice(why_not)
 
 
-class Shard(Schema):
-    file: str  # its split and its number
-    tokens: Count
-    dtype: Literal["uint16", "uint32"]
-    sha256: Sha256
-
-
 class Split(Schema):
     documents: Count
     characters: Count
     bytes: Count
     tokens: Count
-    shards: list[Shard] = Field(min_length=1)
+    shards: list[Tokens] = Field(min_length=1)  # of train-00000.bin and so on
 
     @model_validator(mode="after")
     def _agrees(self):
-        if self.tokens != (total := sum(shard.tokens for shard in self.shards)):
+        if self.tokens != (total := sum(shard.count for shard in self.shards)):
             raise ValueError(f"tokens is {self.tokens}, and its shards have {total}")
         return self
 
@@ -171,14 +164,6 @@ class Split(Schema):
 class Splits(Schema):
     train: Split
     validation: Split
-
-    @model_validator(mode="after")
-    def _names(self):
-        for name in SPLITS:
-            for i, shard in enumerate(getattr(self, name).shards):
-                if shard.file != f"{name}-{i:05d}.bin":
-                    raise ValueError(f"{name}-{i:05d}.bin is missing, and {visible(shard.file)!r} stands there")
-        return self
 
 
 class TokenizerFile(Schema):
@@ -191,7 +176,7 @@ class TokenizerFile(Schema):
 class Manifest(Signed):
     """manifest.json of a prepared text. Two texts with the same sha256 give the same batches."""
 
-    format: Literal["manyhands text 2"]
+    format: Literal["manyhands text 3"]
     tokenizer: TokenizerFile
     splits: Splits
 
@@ -205,7 +190,7 @@ class ShardedTokens:
     def __init__(self, files, num_tokens, device="cpu"):
         """`files`: their `Tokens`; an id of `num_tokens` or more is refused. What is picked goes to `device`."""
         self.device = torch.device(device)
-        self._files, self._num_tokens = files, num_tokens
+        self.files, self._num_tokens = files, num_tokens
         self._ends = np.cumsum([0, *(file.count for file in files)])
         self._opened = functools.lru_cache(OPEN_FILES)(lambda i: open_regular(files[i].path))
 
@@ -214,7 +199,7 @@ class ShardedTokens:
 
     def to(self, device):
         """The same tokens, which stay where they are, for another device."""
-        return ShardedTokens(self._files, self._num_tokens, device)
+        return ShardedTokens(self.files, self._num_tokens, device)
 
     def __getitem__(self, index):
         """Raises IndexError for a place behind the last, DataError for a file that has changed."""
@@ -231,11 +216,9 @@ class ShardedTokens:
         return torch.from_numpy(found.reshape(places.shape)).to(self.device)
 
     def _read(self, i, place, count):
-        tokens = self._files[i]
-        try:
+        tokens = self.files[i]
+        with explained(DataError, "copy it again", tokens.path):
             content = os.pread(self._opened(i).fileno(), count * tokens.itemsize, place * tokens.itemsize)
-        except OSError as error:
-            raise DataError(f"{tokens.path} cannot be read ({error.strerror}); copy it again") from None
         if len(content) != count * tokens.itemsize:
             why = f"{tokens.path} ends before token {place + count:,} of {tokens.count:,}: it was cut"
             raise DataError(f"{why} since this run opened it; copy it again")
@@ -264,23 +247,22 @@ def _open(folder):
     folder = Path(os.path.expanduser(folder))
     manifest = read_manifest(folder)
     tokenizer = _tokenizer_in(folder, manifest.tokenizer)
-    splits, rows = [getattr(manifest.splits, name) for name in SPLITS], []
-    for split in splits:
-        files = [describe_tokens(folder / shard.file) for shard in split.shards]
-        for found, shard in zip(files, split.shards, strict=True):
-            if (found.sha256, found.count, found.dtype) != (shard.sha256, shard.tokens, shard.dtype):
-                raise DataError(f"{found.path} is not the file that {MANIFEST} names; copy the folder again")
-            if found.largest >= manifest.tokenizer.symbols:
-                why = f"{found.path} holds token {found.largest}, and the vocabulary has {manifest.tokenizer.symbols:,}"
+    splits, rows = dict(manifest.splits), []
+    for name, split in splits.items():
+        files = [shard.at(folder / f"{name}-{i:05d}.bin") for i, shard in enumerate(split.shards)]
+        for file in files:
+            if file.largest >= manifest.tokenizer.symbols:
+                why = f"{file.path} holds token {file.largest}, and the vocabulary has {manifest.tokenizer.symbols:,}"
                 raise DataError(f"{why}; prepare the text again")
         rows.append(ShardedTokens(files, manifest.tokenizer.symbols))
-    counts = {name: sum(getattr(one, name) for one in splits) for name in ("characters", "documents", "tokens")}
+    counted = ("characters", "documents", "tokens")
+    counts = {name: sum(getattr(split, name) for split in splits.values()) for name in counted}
     return Corpus(folder.resolve().name, manifest.sha256, tokenizer, *rows, counts)
 
 
 def _tokenizer_in(folder, about):
     path = folder / TOKENIZER
-    try:
+    with explained(DataError, "prepare the text again, or copy the folder again", path):
         content = read_regular(path)
         if hashlib.sha256(content).hexdigest() != about.sha256:
             raise ValueError("it has changed since it was written")
@@ -288,32 +270,22 @@ def _tokenizer_in(folder, about):
         found = tokenizer.kind, len(tokenizer.vocab), tokenizer.separator
         if found != (about.kind, about.symbols, about.mark):
             raise ValueError(f"it is not the one that {MANIFEST} describes")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); copy the folder again") from None
-    except ValueError as error:
-        raise DataError(f"{path} cannot be used ({error}); prepare the text again") from None
     return tokenizer
 
 
 def read_manifest(folder):
     """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
     path = Path(os.path.expanduser(folder)) / MANIFEST
-    try:
-        return Manifest.read(path)
-    except (FileNotFoundError, NotADirectoryError):
-        why = f"{folder} is not a prepared text (it has no {MANIFEST})"
-        raise DataError(f"{why}; make one: python scripts/prepare_data.py FILES --to data/mine") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); mend that, or copy the folder again") from None
-    except ValueError as error:
-        raise DataError(f"{path} cannot be used ({error}); prepare the text again") from None
+    with explained(DataError, "prepare the text again, or copy the folder again", path):
+        try:
+            return Manifest.read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            why = f"{folder} is not a prepared text (it has no {MANIFEST})"
+            raise DataError(f"{why}; make one: python scripts/prepare_data.py FILES --to data/mine") from None
 
 
 def verify_text(folder):
     """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
-    _open(folder)
-    folder = Path(os.path.expanduser(folder))
-    splits = read_manifest(folder).splits
-    shards = [*splits.train.shards, *splits.validation.shards]
-    read = [verify_tokens(folder / shard.file) for shard in shards]
+    text = _open(folder)
+    read = [tokens.verify() for tokens in (*text.train_ids.files, *text.val_ids.files)]
     return sum(tokens.count * tokens.itemsize for tokens in read)

@@ -34,11 +34,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
+from manyhands.config.bounds import Count
 from manyhands.data.schema import open_regular
 from manyhands.data.shakespeare import DataError
+from manyhands.launch.program import explained
 
 TEXTS, RECORDS = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
 UTF_8_MARK = b"\xef\xbb\xbf"
@@ -75,16 +79,12 @@ def find_files(names: Iterable[str | Path]) -> list[Path]:
     """The files that `names` (files and folders) stand for, a folder's in order. Raises DataError."""
     found, endings = [], (*TEXTS, *RECORDS)
     for path in (Path(os.path.expanduser(name)) for name in names):
-        try:
+        with explained(DataError, "check the name, or leave it out", path):
             path.stat()
             inside = [path]
             if path.is_dir():
                 os.listdir(path)  # `rglob` says nothing of what it may not read
                 inside = sorted(p for p in path.rglob("*") if _kind(p) in endings and p.is_file())
-        except FileNotFoundError:
-            raise DataError(f"{path} is not there; check the name") from None
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); leave it out") from None
         if not inside:
             why = f"{path} is a folder without text files ({', '.join(endings)}, each also with .gz)"
             raise DataError(f"{why}; name the files themselves")
@@ -124,15 +124,13 @@ def _kind(path):
 
 def _content(path):
     """What is in a file, unpacked. What is not packed is read where it is looked at, once for all ranks of a node."""
-    try:
-        with open_regular(path) as file:
-            if path.suffix == ".gz":
-                return gzip.decompress(file.read())
+    with explained(DataError, "leave it out", path), open_regular(path) as file:
+        if path.suffix != ".gz":
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be unpacked ({error}); copy or pack it again") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); leave it out") from None
+        try:
+            return gzip.decompress(file.read())
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} cannot be unpacked ({error}); copy or pack it again") from None
 
 
 def text_of(raw: RawDocument) -> str:
@@ -169,14 +167,17 @@ def _text_in(line, raw):
     return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True)
 class Quality:
     """The limits. A share of 0 (least) or 1 (most) turns its rule off."""
 
-    min_characters: int = 100
-    min_letters: float = 0.5  # of the characters that are not blank; letters of any script
-    max_repeated: float = 0.3  # of the characters stand in lines that the document has had before
-    max_runs: float = 0.2  # of the characters that are not blank stand in runs of RUN equal ones or more
+    min_characters: Count = 100
+    min_letters: Part = 0.5  # of the characters that are not blank; letters of any script
+    max_repeated: Part = 0.3  # of the characters stand in lines that the document has had before
+    max_runs: Part = 0.2  # of the characters that are not blank stand in runs of RUN equal ones or more
 
     def why_dropped(self, text: str) -> str | None:
         """The first of REASONS that holds for `text`, or None."""

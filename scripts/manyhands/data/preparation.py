@@ -16,19 +16,22 @@ import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import Field
 
 from manyhands.course.folders import WRITER, lock, write_whole
 from manyhands.data import documents
 from manyhands.data.corpus import MANIFEST, SPLITS, TOKENIZER, Manifest, TokenizerFile
 from manyhands.data.documents import REASONS, Quality, copies_among
+from manyhands.data.schema import visible
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import write_tokens
 from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
+from manyhands.launch.program import explained
 from manyhands.launch.ranks import Agreement
 
 # what we write into the folder, also where writing it was interrupted: see `write_whole`
@@ -41,12 +44,12 @@ FATES = ("kept", *REASONS, "exact copy", "near copy")
 class PrepareConfig:
     """How a text is to be prepared."""
 
-    tokenizer: str = "bpe"  # or "char"
-    vocab_size: int = 4096  # of bpe
-    validation: float = 0.1  # share of the documents
-    blank_lines: int = 2  # that end a document of plain text; 0: a file is one
+    tokenizer: Literal["bpe", "char"] = "bpe"
+    vocab_size: Annotated[int, Field(ge=257, le=10**6)] = 4096  # of bpe: the separator, 256 bytes, and merges
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share of the documents
+    blank_lines: Annotated[int, Field(ge=0, le=1000)] = 2  # that end a document of plain text; 0: a file is one
     text_field: str = "text"  # of JSON lines
-    near: float = 0.8  # documents as similar as this are copies; above 1, only equal ones are
+    near: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 0.8  # so similar ones are copies; 2: only equal ones
     quality: Quality = field(default_factory=Quality)
     shard_bytes: int = 8 * 2**20  # of text: enough shards for many ranks, and few files
     sample_bytes: int = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
@@ -113,14 +116,8 @@ def _ours(folder, replace):
 
 def _written(folder, action, *about):
     """`action(folder, *about)`. Raises DataError for what the disk says, or for another who writes there."""
-    try:
+    with explained(DataError, "mend that, or name another folder with --to", folder, "written"):
         return action(folder, *about)
-    except BlockingIOError as other:
-        why = f"another program ({other.strerror}) prepares a text in {folder}"
-        raise DataError(f"{why}; wait until it ends, or name another folder with --to") from None
-    except OSError as error:
-        why = f"{error.filename or folder} cannot be written: {error.strerror}"
-        raise DataError(f"{why}; mend that, or name another folder with --to") from None
 
 
 def _look(paths, config, ranks):
@@ -225,7 +222,7 @@ def _learn(paths, config, kept, shown):
 
 
 def _write_shards(folder, paths, config, plan, content, ranks):
-    """Encode this rank's shards and write them: [(split, {"file", "tokens", "dtype", "sha256"})]."""
+    """Encode this rank's shards and write them: [((split, number), what their Tokens hold)]."""
     tokenizer = tokenizer_from(content)
     mine = set(sorted(set(plan.values()))[ranks.rank :: ranks.world_size])
     last = {where: n for n, where in plan.items() if where in mine}
@@ -236,10 +233,8 @@ def _write_shards(folder, paths, config, plan, content, ranks):
         held[where] += [separator, tokenizer.encode(documents.text_of(raw))]
         if raw.number == last[where]:
             split, shard = where
-            name = f"{split}-{shard:05d}.bin"
-            tokens = write_tokens(folder / name, torch.cat(held.pop(where)))
-            about = {"file": name, "tokens": tokens.count, "dtype": tokens.dtype, "sha256": tokens.sha256}
-            written.append((split, about))
+            tokens = write_tokens(folder / f"{split}-{shard:05d}.bin", torch.cat(held.pop(where)))
+            written.append((where, tokens.model_dump()))
     return written
 
 
@@ -255,10 +250,10 @@ def _finish(folder, shards, report, content):
     described = TokenizerFile(kind=tokenizer.kind, **about, sha256=hashlib.sha256(text.encode()).hexdigest())
     splits = {}
     for split, counts in report["splits"].items():
-        own = sorted((about for name, about in shards if name == split), key=lambda about: about["file"])
-        counts["tokens"] = sum(about["tokens"] for about in own)
+        own = [about for (name, _), about in sorted(shards, key=lambda one: one[0]) if name == split]
+        counts["tokens"] = sum(about["count"] for about in own)
         splits[split] = counts | {"shards": own}
-    manifest = Manifest.signed(format="manyhands text 2", tokenizer=described.model_dump(), splits=splits)
+    manifest = Manifest.signed(format="manyhands text 3", tokenizer=described.model_dump(), splits=splits)
     report["tokenizer"] = described.model_dump()
     figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
     FigureCanvasAgg(figure)
@@ -273,14 +268,14 @@ def shown_report(report):
     """The table that people see, a str: what was dropped and why, with an example of each."""
 
     def place(example):
-        return f"{_visible(example['file'])} line {example['line']:,}"
+        return f"{visible(example['file'])} line {example['line']:,}"
 
     lines = [f"{'':<16}{'documents':>10}{'characters':>14}"]
     for name, count in report["documents"].items():
         if count or name == "kept":
             lines.append(f"{name:<16}{count:>10,}{report['characters'][name]:>14,}")
         if example := report["examples"].get(name):
-            lines.append(f"  such as {place(example)}: {_visible(example['begins'])!r}")
+            lines.append(f"  such as {place(example)}: {visible(example['begins'])!r}")
             if "like" in example:
                 lines.append(f"  which is like {place(example['like'])}")
     tokenizer = report["tokenizer"]
@@ -290,7 +285,3 @@ def shown_report(report):
         several = "s" * (about["documents"] != 1)
         lines.append(f"{split + ':':<12}{about['documents']:,} document{several}, {each}")
     return "\n".join(lines)
-
-
-def _visible(text):
-    return "".join(c if c.isprintable() else "." for c in text)

@@ -18,6 +18,7 @@ from urllib.request import urlopen
 from manyhands.course.folders import DATA, write_whole
 from manyhands.data.schema import read_regular
 from manyhands.launch import settings
+from manyhands.launch.program import Refused, explained, reason
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -28,7 +29,7 @@ CONNECT_S = 3  # for the connection, and 2 s more to find the address: the wait 
 DOWNLOAD_S = 30  # for the whole file, well below the time-out of a process group
 
 
-class DataError(ValueError):
+class DataError(Refused):
     """The corpus cannot be had as asked for; the message is one sentence with the cure."""
 
 
@@ -38,12 +39,9 @@ def find():
     Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
     if named := settings.path("MANYHANDS_SHAKESPEARE"):
-        try:
-            content = read_regular(named)
-        except OSError as error:
-            why = f"MANYHANDS_SHAKESPEARE={named} cannot be read ({error.strerror})"
-            raise DataError(f"{why}; name the file or unset the variable") from None
         cure = "name the file that data/README.md describes or unset the variable"
+        with explained(DataError, "name the file or unset the variable MANYHANDS_SHAKESPEARE"):
+            content = read_regular(named)
         return checked(content, f"MANYHANDS_SHAKESPEARE={named}", cure), None
     if (cached := from_cache()) is not None:
         return cached[1], None
@@ -98,7 +96,7 @@ def store(content):
             folder.mkdir(parents=True, exist_ok=True)
             return write_whole(folder / FILE_NAME, content, mode=0o644)  # a class may share it
         except OSError as error:
-            refused.append(f"{folder}: {error.strerror}")
+            refused.append(f"{folder}: {reason(error)}")
     why = f"Shakespeare cannot be stored ({'; '.join(refused)}); set MANYHANDS_DATA to a folder that you can write"
     raise DataError(why)
 
@@ -127,7 +125,7 @@ def download(url):
     except queue.Empty:
         return None, f"no answer from {url}"
     if not isinstance(content, bytes):
-        return None, f"no answer from {url}: {content}"
+        return None, f"no answer from {url}: {reason(content)}"
     otherwise = "set MANYHANDS_SHAKESPEARE to it, or set MANYHANDS_SHAKESPEARE_URL= to do without"
     return checked(content, f"what {url} sent", f"get the file in another way and {otherwise}"), None
 

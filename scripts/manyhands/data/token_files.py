@@ -34,6 +34,7 @@ from pydantic import Field, model_validator
 from manyhands.course.folders import write_whole
 from manyhands.data.schema import Count, Schema, Sha256, open_regular
 from manyhands.data.shakespeare import DataError
+from manyhands.launch.program import explained
 from manyhands.launch.ranks import Agreement
 
 DTYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
@@ -41,7 +42,7 @@ END = object()  # what reading gives behind the last batch
 
 
 class Tokens(Schema):
-    """What a file of tokens holds; all but `path` stands in its .json."""
+    """What a file of tokens holds; all but `path` stands in its .json, or in the manifest of a prepared text."""
 
     format: Literal["manyhands tokens 1"] = "manyhands tokens 1"
     count: Count  # tokens
@@ -62,6 +63,21 @@ class Tokens(Schema):
     def itemsize(self):
         """Bytes per token."""
         return DTYPES[self.dtype].itemsize
+
+    def at(self, path):
+        """These tokens as they lie in the file `path`: its size is checked. Raises DataError."""
+        with explained(DataError, "write both files anew with write_tokens()"), open_regular(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes != self.count * self.itemsize:
+            why = f"{path} has {num_bytes} bytes, but {self.count} tokens of {self.itemsize} bytes were written"
+            raise DataError(f"{why}; it is cut or changed: copy it again")
+        return self.model_copy(update={"path": str(path)})
+
+    def verify(self):
+        """Read all of the file and compare it with its sha256: these tokens. Raises DataError."""
+        with open_regular(self.path) as file:
+            _compare(self, hashlib.file_digest(file, "sha256").hexdigest())
+        return self
 
 
 def write_tokens(path, ids):
@@ -89,20 +105,9 @@ def write_tokens(path, ids):
 def describe_tokens(path):
     """The Tokens in `path`, by its .json and its size; their bytes are not read. Raises DataError naming the file."""
     beside = Path(f"{path}.json")
-    try:
-        tokens = Tokens.read(beside).model_copy(update={"path": str(path)})
-        with open_regular(path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        why = f"{error.filename} cannot be read ({error.strerror}); write both files with write_tokens()"
-        raise DataError(why) from None
-    except ValueError as error:
-        why = f"{beside} does not describe a file of tokens ({error}); write both files anew with write_tokens()"
-        raise DataError(why) from None
-    if num_bytes != tokens.count * tokens.itemsize:
-        why = f"{path} has {num_bytes} bytes, but {tokens.count} tokens of {tokens.itemsize} bytes were written"
-        raise DataError(f"{why}; it is cut or changed: copy it again")
-    return tokens
+    with explained(DataError, "write both files anew with write_tokens()", beside):
+        tokens = Tokens.read(beside)
+    return tokens.at(path)
 
 
 def memory_map(path):
@@ -117,10 +122,7 @@ def memory_map(path):
 
 def verify_tokens(path):
     """Read all of `path` and compare it with its sha256: Tokens. Raises DataError naming the file."""
-    tokens = describe_tokens(path)
-    with open_regular(path) as file:
-        _compare(tokens, hashlib.file_digest(file, "sha256").hexdigest())
-    return tokens
+    return describe_tokens(path).verify()
 
 
 def _compare(tokens, sha256):

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from manyhands.launch.launchers import expand_counts, expand_hosts
 from manyhands.launch.machine import cores_here
+from manyhands.launch.program import explained
 from manyhands.launch.ranks import wrapped
 from manyhands.launch.settings import environment, value
 
@@ -81,12 +82,8 @@ class Allocation:
 
 def _node_file(path):
     """The words of PBS's node file."""
-    try:
+    with explained(RanksError, "unset PBS_NODEFILE, or start the notebook inside the job"):
         words = Path(path).read_text().split()
-    except OSError as error:
-        raise RanksError(
-            f"PBS_NODEFILE names a file that cannot be read ({error}); unset it, or start the notebook inside the job"
-        ) from None
     if not words:
         raise RanksError(f"PBS_NODEFILE names {path}, which is empty; unset it, or start inside the job")
     return words

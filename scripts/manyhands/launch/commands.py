@@ -52,7 +52,8 @@ def command_for(
     environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)
     nodes = where.num_nodes
-    starter = starter or _usual_starter(where)
+    slurm = where.kind.startswith("slurm")
+    starter = starter or ("srun" if slurm else "mpiexec" if nodes > 1 else "torchrun")
     nproc = nproc or _ranks_per_node(where, environ)
     torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
     if starter == "torchrun" and nodes == 1:
@@ -62,7 +63,7 @@ def command_for(
         meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
-        if not where.kind.startswith("slurm"):
+        if not slurm:
             cure = "use salloc or sbatch, or another --starter"
             raise RanksError(f"srun starts ranks inside a Slurm job, and this is none; {cure}")
         return [*_srun(where, nproc, environ), sys.executable, *program]
@@ -76,12 +77,6 @@ def _torchrun_flags():
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
     wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
     return [f"{flag}={value}" for flag, value in wanted.items() if f'"{flag}"' in known]
-
-
-def _usual_starter(where):
-    if where.kind.startswith("slurm"):
-        return "srun"
-    return "mpiexec" if where.num_nodes > 1 else "torchrun"
 
 
 def _one_per_node(where, environ):
@@ -142,7 +137,7 @@ def main(
 ) -> int:
     """The program behind `scripts/launch.py`; returns its exit status.
 
-    `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and leaves with SystemExit.
+    `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and raises Refused.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     at = argv.index("--") if "--" in argv else len(argv)
@@ -189,11 +184,6 @@ def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
     return status
 
 
-# ------------------------------------------------------------------ torchrun, quietly
-# What ranks say is left alone. A failure ends with one sentence, which names the rank, and with the status of the rank
-# that caused it; a signal that was passed on ends without a traceback, and with 0 where the program left in good order.
-
-
 def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
     """(exit status, one sentence) on [(rank, exit status, negative for a signal, second in which it was seen)].
 
@@ -220,7 +210,11 @@ def after_signal(number: int, own: int | None) -> tuple[int, str]:
 
 
 def quiet_torchrun() -> int:
-    """torchrun's exit status; the flags, torchrun's own, are those of this process."""
+    """torchrun's exit status; the flags, torchrun's own, are those of this process.
+
+    What ranks say is left alone. A failure ends with one sentence, which names the rank, and with the status of the
+    rank that caused it; a signal that was passed on without a traceback, and with 0 where the program left in order.
+    """
     for number in (getattr(signal, name) for name in SIGNALS if name != "SIGINT"):
         if signal.getsignal(number) == signal.SIG_DFL:  # until torchrun hears it: torch takes seconds to import
             signal.signal(number, lambda number, frame: end_by(number))

@@ -56,6 +56,15 @@ def gpus_here(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
     return "cpu", 0
 
 
+def device_named(name: str) -> str:
+    """What a `--device` means: "cuda", "xpu" or "cpu". Raises LaunchError for a GPU that is not there."""
+    if name == "auto":
+        return gpus_here()[0]
+    if name != "cpu" and gpus_here({"MANYHANDS_DEVICE": name})[0] != name:
+        raise LaunchError(f"--device {name}: torch sees no GPU of that kind here; use --device cpu")
+    return name
+
+
 def choose(wanted: str, offers: list[dict]) -> dict:
     """What `wanted` means for ranks that said `offers`: {"kind", "indices" (one per rank), "reason"}.
 

@@ -158,9 +158,6 @@ class Supervised:
         self.end()
 
 
-# ------------------------------------------------------------------ under a time-out
-
-
 @dataclass(frozen=True)
 class Ended:
     """How a supervised command ended."""
@@ -239,9 +236,6 @@ def _describe(process):
     return ""
 
 
-# ------------------------------------------------------------------ in the place of this program
-
-
 def keep(
     command: Sequence[str], environ: Mapping[str, str] | None = None, idle_s: float | None = None, grace_s: float = 10.0
 ) -> tuple[int, int | None]:
@@ -299,9 +293,6 @@ def _translated(number, command):
     """mpiexec and srun end their ranks on SIGTERM and SIGHUP without letting them save; SIGUSR1 they pass on."""
     through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
     return signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) and through else number
-
-
-# ------------------------------------------------------------------ beside the program that runs
 
 
 class ChildError(RuntimeError):

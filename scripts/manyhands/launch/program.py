@@ -2,7 +2,8 @@
 import of a program is `entry`, which calls `run`.
 
 torchrun turns the status of its ranks into 1. Whoever starts torchrun names a file in the environment
-(`scripts/launch.py` does); rank 0 says there how the program ends, and why. Without the variable nothing is written.
+(`scripts/launch.py` does); rank 0, or a rank that fails, says there how the program ends, and why. Without the variable
+nothing is written.
 In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
 """
 
@@ -13,16 +14,17 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
 from manyhands.launch import settings
-from manyhands.launch.launchers import claimed
+from manyhands.launch.launchers import LaunchError, claimed
 from manyhands.launch.ranks import joined
 
 STATUS_FILE = "MANYHANDS_STATUS_FILE"
@@ -31,6 +33,7 @@ REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
 NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end again as it ended
 LATE_S = 0.5  # between ranks that hear the same Ctrl-C
+LOST_S = 10.0  # a launcher ends the others within this time of the first rank's end
 INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C ended
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
@@ -96,37 +99,47 @@ def run(name: str, main: Callable[[], int | None]) -> NoReturn:
         _say_ended_by(signal.SIGINT)
         status = INTERRUPTED
     except Exception as error:
-        if not is_alone():
-            _let_others_speak()
-        if said := _trouble(error):
+        status, said = 1 if isinstance(error, OSError | MemoryError) else REFUSED, _trouble(error)
+        if said:
+            say_status(status, f"{name}: {said}")
             print(f"{name}: {said}", file=sys.stderr)
         elif is_alone():
             raise
         else:
-            sys.excepthook(*sys.exc_info())
-        status = REFUSED if isinstance(error, Refused) else 1
-        if is_alone():
-            sys.exit(status)
-        flush()
-        os._exit(status)  # without MPI's goodbye, for which the others would be waited for: the launcher ends them
+            status = _let_others_speak(error) or 1
+        end_process(status, failed=True)
     end_process(status or 0)
 
 
-def _let_others_speak():
-    """A rank whose connection broke may be about to hear of Ctrl-C itself: then there is nothing to report."""
+def _let_others_speak(error):
+    """The status that another rank has said, or None once this one has shown its traceback.
+
+    A rank whose connection broke knows nothing: the one that broke it says why, and the launcher ends the others. Or
+    all are about to hear of the same Ctrl-C.
+    """
+    deadline = time.monotonic() + (LOST_S if re.search("gloo|NCCL", str(error)) else LATE_S)
     try:
-        time.sleep(LATE_S)
+        while time.monotonic() < deadline:
+            time.sleep(LATE_S / 10)
+            if status := read_status():
+                return status
     except KeyboardInterrupt:
         end_by(signal.SIGINT)
+    sys.excepthook(type(error), error, error.__traceback__)
+    return None
 
 
 def _trouble(error):
     """What is wrong with what was asked for, or with this machine, not with the program: a sentence, or ""."""
-    if isinstance(error, Refused):
+    if isinstance(error, Refused | LaunchError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason(error)}"
     return f"there is not enough memory: {error}".rstrip(": ") if isinstance(error, MemoryError) else ""
+
+
+class Refused(ValueError):
+    """What was asked for cannot be: a sentence with the cure. A program that raises it ends with status 2."""
 
 
 def reason(error: Exception) -> str:
@@ -134,19 +147,29 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-class Refused(ValueError):
-    """What was asked for cannot be: a sentence with the cure. A program that raises it ends with status 2."""
+@contextmanager
+def explained(kind: type[Exception], cure: str, path: object = "", verb: str = "read") -> Iterator[None]:
+    """What the system or a schema says of a file becomes a `kind`: a sentence that names the file, with `cure`."""
+    try:
+        yield
+    except kind:
+        raise
+    except OSError as error:
+        raise kind(f"{error.filename or path} cannot be {verb} ({reason(error)}); {cure}") from None
+    except ValueError as error:
+        raise kind(f"{path} cannot be used ({error}); {cure}") from None
 
 
-def end_process(status: int) -> NoReturn:
-    """End this process with `status`; a rank has left its group before.
+def end_process(status: int, failed: bool = False) -> NoReturn:
+    """End this process with `status`; a rank has left its group before, or it `failed`.
 
     One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds
     the last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13).
     """
     if is_alone():
         sys.exit(status)
-    mpi = sys.modules.get("mpi4py.MPI")
+    # a rank that failed says no goodbye to MPI, for which the others would be waited for: the launcher ends them
+    mpi = None if failed else sys.modules.get("mpi4py.MPI")
     if mpi and status != INTERRUPTED and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
     flush()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manyhands.course.folders import ROOT
 from manyhands.launch import settings
-from manyhands.launch.program import say
+from manyhands.launch.program import Refused, say
 from manyhands.launch.ranks import Ranks, joined
 
 # of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
@@ -23,7 +23,7 @@ def run_folder(ranks: Ranks, latest: bool = True) -> Path:
     One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
     another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's
     outputs/, else (a course that cannot be written) in ~/.local/share/manyhands/outputs, which is said once. Raises
-    ValueError if MANYHANDS_OUTPUTS, or none of the other places, can be written.
+    Refused if MANYHANDS_OUTPUTS, or none of the other places, can be written.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
@@ -55,7 +55,7 @@ def outputs_folder() -> Path:
     """Where all runs leave their folders, made if need be: see `run_folder`."""
     if named := settings.path("MANYHANDS_OUTPUTS"):
         if not can_be_written(named):
-            raise ValueError(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
+            raise Refused(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
         return named
     course = ROOT / "outputs"
     # a package that was installed without the course around it has no place of its own
@@ -63,7 +63,7 @@ def outputs_folder() -> Path:
         return course
     users = Path("~/.local/share/manyhands/outputs").expanduser()
     if not can_be_written(users):
-        raise ValueError(f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/a/folder/of/yours")
+        raise Refused(f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/a/folder/of/yours")
     say(f"{course} cannot be written: the outputs of this run go to {users}")
     return users
 

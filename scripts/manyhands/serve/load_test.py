@@ -27,8 +27,6 @@ from typing import NamedTuple
 if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
     from manyhands.launch import entry
 
-    entry.begin()
-
 import torch
 
 from manyhands.checkpoint.export import write_export

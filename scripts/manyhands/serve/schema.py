@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from manyhands.config.bounds import Positive, Seconds
 from manyhands.gpt.sampling import Sampling
 
 # what changes no answer here
@@ -41,17 +42,17 @@ TEXTS = 64  # that one request can ask for
 class Limits:
     """Of one server. Lengths beyond the model's context are refused in any case: its positions are learned."""
 
-    running: int = 32  # requests that are computed at once
-    queue: int = 256  # requests that wait for them; one more gets 429
-    request_s: float = 120.0  # seconds for a whole request, its wait included
-    connections: int = 1024  # open at once
-    strangers: int = 50  # answers a second to all requests without the token; what is more gets a bare 429
-    head_s: float = 10.0  # seconds for a request's head, and how long nothing may be asked on a connection
-    body_bytes: int = 1_000_000  # of a request's body
-    body_s: float = 10.0  # seconds that the server waits for a request's body
-    blocks: int | None = None  # of the cache; none: for all that run, at full length
-    block_size: int = 16  # positions in a block
-    prefill_tokens: int = 256  # of prompts in one step
+    running: Positive = 32  # requests that are computed at once
+    queue: Positive = 256  # requests that wait for them; one more gets 429
+    request_s: Seconds = 120.0  # seconds for a whole request, its wait included
+    connections: Positive = 1024  # open at once
+    strangers: Positive = 50  # answers a second to all requests without the token; what is more gets a bare 429
+    head_s: Seconds = 10.0  # seconds for a request's head, and how long nothing may be asked on a connection
+    body_bytes: Positive = 1_000_000  # of a request's body
+    body_s: Seconds = 10.0  # seconds that the server waits for a request's body
+    blocks: Positive | None = None  # of the cache; none: for all that run, at full length
+    block_size: Positive = 16  # positions in a block
+    prefill_tokens: Positive = 256  # of prompts in one step
 
 
 class Refusal(HTTPException):

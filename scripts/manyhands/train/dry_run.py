@@ -61,7 +61,10 @@ def describe(options, world_size, per_node=None):
     `per_node` of them stand on a node; none: as the nodes here have it, or as is usual.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
-        corpus = _corpus_at_hand(options)
+        # where it is needed for nothing but a check, it is not fetched
+        needed = options.model.vocab_size is None or options.data.folder
+        at_hand = needed or settings.path("MANYHANDS_SHAKESPEARE") or from_cache()
+        corpus = corpus_of(options) if at_hand else None
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
     per_node = per_node or _usual_per_node(world_size)
     layout = resolve_layout(options, config, world_size, per_node)
@@ -107,12 +110,6 @@ def held_lines(held, options, layout, dropout):
     peak = f"  {'at its peak':<22}{gib(held.on_gpu):>14}"
     between = [lines[kind] for kind in memory.AT_REST]
     return ["a rank keeps between two steps (the fullest rank):", *between, total, "and within a step", *within, peak]
-
-
-def _corpus_at_hand(options):
-    """The corpus, or None where it is needed for nothing but a check and would have to be fetched."""
-    needed = options.model.vocab_size is None or options.data.folder
-    return corpus_of(options) if needed or settings.path("MANYHANDS_SHAKESPEARE") or from_cache() else None
 
 
 def _usual_per_node(world_size):

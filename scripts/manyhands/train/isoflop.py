@@ -116,9 +116,6 @@ def look(parallel: Strategy, corpus: Corpus, device: torch.device) -> dict[str, 
     return {"val_loss": loss / y_BT.numel(), "accuracy": right_BT.double().mean().item(), "in_a_row": in_a_row}
 
 
-# ------------------------------------------------------------------ what the grid says
-
-
 @dataclass(frozen=True)
 class Optimum:
     """The lowest point of a budget's parabola: loss = c[0] x^2 + c[1] x + c[2] with x = ln(params)."""

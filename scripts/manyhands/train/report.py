@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import write
+from manyhands.launch.ranks import said
 from manyhands.measure.timing import peak_memory_gib
 from manyhands.predict.machines import dense_peak, device_name
 from manyhands.predict.models import flops_per_token
@@ -239,7 +240,7 @@ class Report:
         try:
             return call()
         except Exception as error:  # noqa: BLE001
-            self.bar.write(f"report: {type(error).__name__}: {error}; training goes on")
+            self.bar.write(f"report: {said(None, error)}; training goes on")
 
 
 class Bar:
@@ -273,9 +274,6 @@ class Bar:
             self.progress.console.print(Text.from_ansi(text), soft_wrap=True, highlight=False)
         else:
             write(f"{text}\n")
-
-
-# --- the columns of a line: what each is called, means, and looks like
 
 
 @dataclass(frozen=True)

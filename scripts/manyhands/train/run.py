@@ -16,13 +16,12 @@ import torch.distributed as dist
 from manyhands.checkpoint.checkpoints import Checkpoints
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import OptionError, model_config, to_dict
+from manyhands.config.options import model_config, to_dict
 from manyhands.data.corpus import get_batch
-from manyhands.data.shakespeare import DataError
 from manyhands.gpt.sampling import continued, drawing
 from manyhands.launch.join import end, join, leave, refuse
 from manyhands.launch.metrics import Metrics
-from manyhands.launch.program import DIVERGED, INTERRUPTED, REFUSED, say_status
+from manyhands.launch.program import DIVERGED, INTERRUPTED, Refused, reason, say_status
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
@@ -54,7 +53,7 @@ class Run:
     def __init__(self, options, config, layout, corpus, ranks, preemption):
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
-        self.folder = Path(Agreement(ranks, None, OptionError).on_rank_0(lambda: _new_folder(ranks)))
+        self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
         self.train_ids = corpus.train_ids.to(ranks.device)
         self.val_ids = corpus.val_ids.to(ranks.device)
         self.parallel = self.spread()
@@ -218,8 +217,6 @@ class Run:
         """Whether what happens each `every` steps (0: never) happens now; the end has its own turn."""
         return every and self.step % every == 0 and self.step < self.options.train.steps
 
-    # --- what survives it
-
     def metadata(self):
         """What stands beside the tensors of a checkpoint, as JSON holds it."""
         return {
@@ -249,8 +246,6 @@ class Run:
             self.step, tensors, metadata, random_state(self.ranks.device), val_loss=metadata["val_loss"]
         )
         self.saved = self.step
-
-    # --- abort on NaN or Inf before saving
 
     def abort_on_nan(self, norm):
         """Raises Diverged where the global gradient norm, 0-dim, is NaN or Inf: on all ranks, which have the same."""
@@ -283,7 +278,7 @@ class Run:
             metrics.write()
         except OSError as error:
             # the training is over and saved: it has not failed, and starting it again would not help
-            self.report.note(f"metrics.json could not be written ({error}); the training itself is complete")
+            self.report.note(f"metrics.json could not be written ({reason(error)}); the training itself is complete")
 
     def close(self):
         """Before a run that was refused ends."""
@@ -305,7 +300,7 @@ def train(options):
             refuse_text(options, config, corpus)
             refuse_size(config, ranks)
             run = Run(options, config, layout, corpus, ranks, preemption)
-        except (OptionError, CheckpointError) as error:
+        except Refused as error:
             refuse(str(error))
         return carry_out(run, "train.py")
 
@@ -319,8 +314,6 @@ def carry_out(run, prog, look=lambda run: None):
     except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
         run.close()
         refuse(str(error))
-    except DataError as error:  # on the ranks that read it: a shard was cut or changed
-        end(f"{prog}: {error}", REFUSED, everybody=True)
     except Diverged as error:  # on all ranks too: what it looks at is global
         run.close()
         end(f"{prog}: {error}", DIVERGED)
@@ -328,10 +321,3 @@ def carry_out(run, prog, look=lambda run: None):
     if status and run.ranks.rank == 0:
         say_status(status)
     return status
-
-
-def _new_folder(ranks):
-    try:
-        return str(run_folder(ranks, latest=False))
-    except (OSError, ValueError) as error:
-        raise OptionError(str(error)) from None

@@ -118,8 +118,6 @@ class StallWatch:
         ats, step, phase, _, patience_s = self._at
         self._at = (ats + 1, step, phase, time.monotonic(), patience_s)
 
-    # --- the threads
-
     def _converse(self):
         """Tell the others where this rank is, and ask whether somebody has found a stall, or find it."""
         with suppress(RuntimeError):  # the store has ended: `_guard` notices, if the run has not
@@ -189,9 +187,6 @@ class StallWatch:
         os._exit(1)
 
 
-# --- heartbeats, over the store
-
-
 class HeartbeatStore:
     """One rank's end of it. Used by one thread at a time; a call may wait for ever if the store is gone."""
 
@@ -255,9 +250,6 @@ class HeartbeatStore:
         time.sleep(0.2)  # others still ask this
 
 
-# --- who stopped, and who only waits: rules over the last heartbeats
-
-
 def judged(heard, stall_s):
     """(sentence, the silent ranks) if the run has stalled, else (None, []). `heard` are all ranks.
 
@@ -315,9 +307,6 @@ def place_of(frame):
     if not waiting and frame is innermost:
         waiting = bool(WAITING_LINES.search(linecache.getline(file, line)))
     return f"{Path(file).name} line {line}, {frame.f_code.co_name}", not waiting
-
-
-# --- at the end of a run that stalled
 
 
 def _show(process):

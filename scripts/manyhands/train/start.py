@@ -14,7 +14,6 @@ import torch.distributed as dist
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
-from manyhands.data.shakespeare import DataError
 from manyhands.launch.machine import available_memory_bytes
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
@@ -23,14 +22,10 @@ WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run i
 def corpus_of(options, ranks=None):
     """The corpus that `options.data` names, the same on all ranks. All ranks must call it.
 
-    Raises OptionError, on all of them, for a folder that is no prepared text.
+    Raises DataError, on all of them, for a folder that is no prepared text.
     """
-    if options.data.folder is None:
-        return load_corpus(ranks)
-    try:
-        return open_text(options.data.folder, ranks)
-    except DataError as error:
-        raise OptionError(f"data.folder: {error}") from None
+    folder = options.data.folder
+    return load_corpus(ranks) if folder is None else open_text(folder, ranks)
 
 
 def refuse_text(options, config, corpus):
@@ -73,9 +68,6 @@ def refuse_size(config, ranks):
             f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
             " (--dry-run computes what training adds)"
         )
-
-
-# --- a checkpoint to go on from
 
 
 def resume(run):
@@ -141,9 +133,6 @@ def _changed(before, now):
         for name, value in now[group].items()
         if name not in WAITS and before.get(group, {}).get(name, value) != value
     ]
-
-
-# --- random numbers: a seed per rank that none shares by accident, and states that a checkpoint keeps
 
 
 def seed_dropout(seed, layout, ranks, step=0):

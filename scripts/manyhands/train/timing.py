@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.launch.ranks import said
 from manyhands.launch.settings import set_default
 
 LATER, WARM_UP, TRACED = 4, 2, 3  # steps let pass (compilation, first allocations), warmed up, traced
@@ -103,7 +104,7 @@ def profiled(ranks, options, folder, say, steps):
         try:
             trace.export_chrome_trace(str(folder / f"rank-{ranks.rank}.json"))
         except (OSError, RuntimeError) as error:  # a full disk must not end a training
-            say(f"profile: {type(error).__name__}: {error}. Training goes on")
+            say(f"profile: {said(None, error)}. Training goes on")
 
     active = max(1, min(TRACED, steps))  # a short run is traced from its start
     warmup = min(WARM_UP, steps - active)
