@@ -30,7 +30,7 @@ PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "qsub", "generate_pbs_nod
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 
 # MPI sees through two names of one machine and shares memory between them, which at times fails; nodes do not share any
-APART = {"UCX_TLS": "^sysv"}
+APART = {"UCX_TLS": "tcp,self"}
 
 SLURM_CONF = """\
 ClusterName=hands
