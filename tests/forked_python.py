@@ -8,7 +8,8 @@ to a server, which has imported torch and forks; then it passes signals on, and 
 `sys.executable` is that program again, so that torchrun, mpiexec and ipyparallel start their ranks in the same way. The
 launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command
 line and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the
-fork. What a fork leaves in its group of processes is killed when it ends.
+fork. What a fork leaves in its group of processes is killed when it ends. On a node of tests/slurm_nodes.py it has that
+node's name and addresses.
 """
 
 import array
@@ -38,7 +39,7 @@ files = [int(name) for name in os.listdir("/proc/self/fd")]
 files = [fd for fd in files if fd != server.fileno() and os.path.exists(f"/proc/self/fd/{{fd}}")]
 umask = os.umask(0); os.umask(umask)
 job = json.dumps({{"arguments": sys.argv[1:], "folder": os.getcwd(), "environ": dict(os.environ), "files": files,
-                  "umask": umask, "cores": sorted(os.sched_getaffinity(0)),
+                  "pid": os.getpid(), "umask": umask, "cores": sorted(os.sched_getaffinity(0)),
                   "limits": [[kind, resource.getrlimit(kind)] for kind in range(16)]}}, ensure_ascii=True).encode()
 child = None
 def passed_on(number, frame):
@@ -76,6 +77,9 @@ class ForkedPython:
                 (Path(folder) / "bin" / program.name).symlink_to(program)
         Path(self.executable).write_text(textwrap.dedent(CLIENT).format(python=sys.executable, address=self.address))
         os.chmod(self.executable, 0o700)
+        activate = Path(folder) / "bin" / "activate"  # of the job files
+        activate.unlink(missing_ok=True)
+        activate.write_text(f"PATH={folder}/bin:$PATH\n")
 
     def __enter__(self):
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -195,6 +199,7 @@ def become(job, files, executable):
     for fd, number in zip(high, job["files"], strict=True):
         os.dup2(fd, number, inheritable=True)
     os.closerange(1000, 2000)
+    enter_namespaces_of(job["pid"])
     os.environ.clear()
     os.environ.update(job["environ"])
     os.umask(job["umask"])
@@ -211,6 +216,20 @@ def become(job, files, executable):
     sys.executable = executable
     sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     return list(job["arguments"])
+
+
+def enter_namespaces_of(pid):
+    """Those of its files and names: a node's."""
+    import ctypes
+    import platform
+
+    platform._uname_cache = None
+    for kind in ("mnt", "uts"):
+        its = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(its) != os.readlink(f"/proc/self/ns/{kind}"):
+            with open(its) as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"{its} cannot be entered")
 
 
 def opened(number, mode):

@@ -37,10 +37,14 @@ def course(tmp_path_factory):
     return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def environ(tmp_path_factory, course):
     """What every run gets: this Python, and outputs in one place. Caches of the user's own home serve the corpus."""
-    return {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")), "NPROC_PER_NODE": "2"}
+    return {
+        "VENV": str(Path(sys.executable).parents[1]),
+        "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")),
+        "NPROC_PER_NODE": "2",
+    }
 
 
 def flags(name):
@@ -136,7 +140,7 @@ del kept[::8]
 
 
 def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path):
-    """MPICH sends what lies behind its address too, and Slurm's lines are short: `import_mpi`."""
+    """MPICH sends what lies behind its address too, and Slurm's lines are short: `launch.pmi_lines`."""
     script = tmp_path / "hello.py"
     script.write_text(HELLO.replace("ranks = join", MUCH_TEXT + "ranks = join"))
     step = ["srun", "-N2", "-n4", "--mpi=pmi2", "--time=1", sys.executable, script]

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -38,7 +39,11 @@ def course(tmp_path_factory):
 
 def start_job(course, name, *arguments, **environ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
-    clean |= {"VENV": sys.prefix, "NPROC_PER_NODE": "2", **{k: str(v) for k, v in environ.items()}}
+    clean |= {
+        "VENV": str(Path(sys.executable).parents[1]),
+        "NPROC_PER_NODE": "2",
+        **{k: str(v) for k, v in environ.items()},
+    }
     return subprocess.Popen(
         ["bash", f"jobs/{name}", *arguments], cwd=course, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
@@ -145,7 +150,11 @@ def slurm():
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory):
-    return {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")), "NPROC_PER_NODE": "1"}
+    return {
+        "VENV": str(Path(sys.executable).parents[1]),
+        "MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs")),
+        "NPROC_PER_NODE": "1",
+    }
 
 
 class Submitted:

@@ -6,19 +6,17 @@ interface, so rank 0 binds the socket itself and hands it to the store.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import socket
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.launch import settings
+from manyhands.launch import pmi_lines, settings
 from manyhands.launch.allocation import LOOPBACK, loopback_mpi, own_address
 from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 
@@ -124,26 +122,23 @@ def ask_mpi(info: RankInfo) -> RankInfo:
 def import_mpi(info: RankInfo):
     """mpi4py's MPI. On one node the MPICH of the PyPI wheel is told to stay on loopback before it starts.
 
-    It starts in a thread of its own, whose memory holds nothing else: MPICH 5.0 tells the other nodes its address and
-    whatever lies behind it, 4 kB together, run-length coded in nine pieces. Behind text a piece hardly gets shorter,
-    and Slurm reads lines of PMI up to 1,024 bytes: the ranks would wait for each other forever.
-
     Raises LaunchError where mpi4py or its MPI library is missing.
     """
     if info.single_node and launcher_named(info.launcher).mpi == "wheel":
         settings.set_default(**loopback_mpi())
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; ours carries what lies on the host alone.
     settings.set_variables(MPICH_GPU_SUPPORT_ENABLED="0")
+    pmi_lines.shorten()
     try:
-        # mpi4py warns of a foreign launcher on each rank; `ask_mpi` says it once
-        with warnings.catch_warnings(), ThreadPoolExecutor(1) as thread:
+        with warnings.catch_warnings():  # mpi4py warns of a foreign launcher on each rank; `ask_mpi` says it once
             warnings.simplefilter("ignore", RuntimeWarning)
-            return thread.submit(importlib.import_module, "mpi4py.MPI").result()
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"{info.launcher} started this process but MPI does not load ({error}); `pip install mpi4py mpich`,"
             " or start with `python -m torch.distributed.run --standalone --nproc-per-node 4`"
         ) from error
+    return MPI
 
 
 def _bound(address, port):

@@ -19,6 +19,7 @@ Programs set for the processes that they start:
     MANYHANDS_MPI                           a row of `launchers`: who a notebook's rank is
     MANYHANDS_LESSON, MANYHANDS_STORE       what lesson a notebook's rank is of, and where the ranks meet
     MANYHANDS_RUN, MANYHANDS_CLUSTER        the marks by which `processes` and the watchdog find what belongs together
+    MANYHANDS_PMI_FD                        the socket that `pmi_lines` has dealt with
     MANYHANDS_STATUS_FILE                   where rank 0 says how its program ends: `program`
 A batch job's variables (SLURM_*, PBS_*, MPIEXEC, SRUN_FLAGS ...) are `allocation`'s and `commands`'.
 """

@@ -28,7 +28,7 @@ from pathlib import Path
 import psutil
 
 from manyhands.course.folders import SCRIPTS, write_whole
-from manyhands.launch import settings
+from manyhands.launch import pmi_lines, settings
 from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
 from manyhands.launch.processes import Family
 
@@ -127,6 +127,8 @@ class Processes:
         ]  # fmt: skip
         if self.launcher is not None:
             quiet = ["/bin/sh", "-c", KEEP_QUIET, str(self.folder / DIED)]
+            if self.allocation.kind == "slurm step":
+                quiet += [sys.executable, pmi_lines.__file__, "run"]
             self._spawn("engines", [*engine, "--mpi"], environ, [*self.launcher, *quiet])
         else:
             for rank in range(self.n):
