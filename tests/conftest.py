@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import re
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +12,10 @@ from pathlib import Path
 # threads that wait for work without spinning: ranks, and tests that run beside each other, share the cores; set before
 # torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# in the background of a shell Ctrl-C is ignored, also by what is started there
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings
