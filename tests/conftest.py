@@ -150,7 +150,9 @@ FORKED = [
     "test_stalls.py", "test_preemption.py", "test_sweep.py", "test_launch_program.py", "test_programs.py",
     "test_deepspeed.py", "test_new_strategy.py", "test_launch.py", "test_reading.py", "test_data.py",
     "test_checkpoint.py", "test_same_science.py", "test_data_parallel.py", "test_screen.py", "test_recorded.py",
-    "test_plan_program.py", "test_slurm.py", "test_train_jobs.py",
+    "test_plan_program.py", "test_slurm.py", "test_train_jobs.py", "test_cluster.py", "test_ranks.py",
+    "test_side_by_side.py", "test_jobs.py", "test_pairs.py", "test_bench.py", "test_chat_page.py",
+    "test_contributing.py",
 ]  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_pa
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize(
     ("mpi", "end", "said"),
     [
@@ -142,7 +143,8 @@ def test_ranks_start_anew_where_another_process_took_a_port_of_their_controller(
 @pytest.fixture
 def load_of_20():
     """Twenty processes that compute; they yield to ours, or the test would take twice as long."""
-    burners = [subprocess.Popen(["nice", "sh", "-c", "while :; do :; done"]) for _ in range(20)]
+    while_we_live = f"while kill -0 {os.getpid()}; do :; done"
+    burners = [subprocess.Popen(["nice", "sh", "-c", while_we_live], stderr=subprocess.DEVNULL) for _ in range(20)]
     yield
     for burner in burners:
         burner.kill()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import jupytext
@@ -324,7 +325,7 @@ def short_flags():
 def run_job(course, name, *arguments, cwd=None, **environ):
     """bash jobs/<name>, as on a laptop: no scheduler's variables, this Python's environment."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
-    clean |= {"VENV": sys.prefix, "NPROC_PER_NODE": "2", **environ}
+    clean |= {"VENV": str(Path(sys.executable).parents[1]), "NPROC_PER_NODE": "2", **environ}
     return subprocess.run(
         ["bash", course / "jobs" / name, *arguments], cwd=cwd or course, env=clean, capture_output=True, text=True,
         timeout=200, check=False,
@@ -398,7 +399,7 @@ def test_a_job_refuses_to_run_yesterdays_code(course, name):
 def in_the_course(course, tmp_path, monkeypatch):
     """A notebook's process: it lies in the course's notebooks/ and sees no scheduler."""
     monkeypatch.chdir(course / "notebooks")
-    monkeypatch.setenv("VENV", sys.prefix)
+    monkeypatch.setenv("VENV", str(Path(sys.executable).parents[1]))
     monkeypatch.setenv("NPROC_PER_NODE", "1")
     return course
 
@@ -619,7 +620,7 @@ def qstat(monkeypatch, folder, live, past):
 def test_a_cell_follows_a_job_of_pbs(in_the_course, monkeypatch, tmp_path, capsys, live, past, state, remark):
     job = pbs_job(monkeypatch, tmp_path)
     said = capsys.readouterr().out
-    assert f"VENV={sys.prefix}" in said and "LESSON_ARGS=--steps 20 --repeats 1" in said
+    assert f"VENV={Path(sys.executable).parents[1]}" in said and "LESSON_ARGS=--steps 20 --repeats 1" in said
     assert job.number == "123" and job.output == in_the_course / "ddp_shakespeare.o123"
     qstat(monkeypatch, tmp_path, live, past)
     found = job.state()

@@ -19,7 +19,7 @@ from manyhands.launch import allocation, commands, devices, join, rendezvous, se
 from manyhands.launch.launchers import LAUNCHERS, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 MPIEXEC = str(Path(sys.prefix) / "bin" / "mpiexec")
 
 
@@ -340,8 +340,8 @@ def script(tmp_path):
 def run(*command, timeout_s=250, **environ):
     """(exit status, output, errors) of a command in a process group of its own, which does not outlive it."""
     process = subprocess.Popen(
-        [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | environ, start_new_session=True,
+        [sys.executable if word == "python" else str(word) for word in command], stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=os.environ | environ, start_new_session=True,
     )  # fmt: skip
     try:
         output, errors = process.communicate(timeout=timeout_s)
@@ -360,7 +360,7 @@ def free_port():
 
 STARTS = {
     "torchrun": ([*TORCHRUN, "2"], "torchrun", False),
-    "mpiexec": ([MPIEXEC, "-n", "2", sys.executable], "mpich", True),
+    "mpiexec": ([MPIEXEC, "-n", "2", "python"], "mpich", True),
 }
 
 

@@ -182,6 +182,23 @@ def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_co
         assert program.aligned() == later
 
 
+def test_whoever_finds_the_address_file_finds_all_of_it_and_nobody_else_can_read_it(tmp_path):
+    """A client waits until the file is there, and reads it at once; so here, at each opening of a file."""
+    path, texts, modes = tmp_path / "serving-8000.json", [], set()
+
+    def look(event, arguments):
+        if event in ("open", "os.rename") and str(arguments[0]).startswith(str(tmp_path)) and texts[-1:] != [None]:
+            texts.append(None)  # what is opened to look is not looked at
+            texts[-1] = path.read_text() if path.exists() else "{}"
+            modes.update(stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir())
+
+    sys.addaudithook(look)
+    write_address(path, "http://127.0.0.1:8000", "t" * 20)
+    texts.append(None)  # the hook stays, and looks no more
+    assert len(texts) > 1 and {json.dumps(json.loads(text)) for text in texts[:-1]} == {"{}"}
+    assert modes == {0o600} and json.loads(path.read_text())["token"] == "t" * 20
+
+
 def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
     path = tmp_path / "serve" / "serving-8000.json"
     path.parent.mkdir()

@@ -15,7 +15,7 @@ from conftest import ROOT
 from manyhands.course.lessons import find_lessons
 from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
 
-PROGRAM = [sys.executable, str(ROOT / "tests" / "stand_in_device.py")]
+PROGRAM = str(ROOT / "tests" / "stand_in_device.py")
 EACH_SECTION = str(ROOT / "tests" / "each_section.py")
 WHOLE = ("04",)  # lessons in which one thing leads to the next
 # shorter than the short runs of other tests: here all that counts is that each line runs
@@ -65,7 +65,7 @@ def run(command, outputs, timeout_s=360):
 def test_each_section_runs_after_the_start_cells_alone_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
     """A world of one. Whatever a section needs from above it catches up with."""
     script = [EACH_SECTION, str(lesson.script)] if lesson.number not in WHOLE else [str(lesson.script)]
-    done = run([*PROGRAM, *script, *SHORTEST[lesson.name].split()], tmp_path)
+    done = run([sys.executable, PROGRAM, *script, *SHORTEST[lesson.name].split()], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
     first, *spoken = done.stdout.splitlines()
     assert "cpu:gloo,cuda:nccl" in first
@@ -81,7 +81,7 @@ def test_the_trainers_strategies_run_on_gpus_and_agree(tmp_path):
     words = []
     for flags in STRATEGIES.values():
         words += ["THEN", str(ROOT / "scripts" / "train.py"), *TRAIN.split(), *flags.split()]
-    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *PROGRAM[1:]]
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PROGRAM]
     done = run([*two, *words], tmp_path, timeout_s=360)
     assert done.returncode == 0, done.stdout[-3000:]
     losses = re.findall(r"lowest val_loss (\S+) after step 2", done.stdout)

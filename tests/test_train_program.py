@@ -16,16 +16,17 @@ FLAGS = [
     *("--log.every", "4", "--log.eval-every", "6", "--log.eval-batches", "1", "--log.sample", "20"),
 ]
 LAUNCHERS = {
-    "alone": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    "mpich": [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable],
+    "alone": ["python"],
+    "torchrun": ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "mpich": [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", "python"],
 }
 
 
 def run(launcher, outputs, *flags):
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(outputs)}
+    command = [sys.executable if word == "python" else word for word in LAUNCHERS[launcher]]
     return subprocess.run(
-        [*LAUNCHERS[launcher], "scripts/train.py", *FLAGS, *flags],
+        [*command, "scripts/train.py", *FLAGS, *flags],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
 

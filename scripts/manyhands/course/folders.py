@@ -49,6 +49,7 @@ def write_whole(path, content, mode=None):
     # a name of its own: two users, two nodes or two lessons may do this at once
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
+        beside.touch(0o666 if mode is None else mode)
         beside.write_bytes(content.encode() if isinstance(content, str) else content)
         if mode is not None:
             beside.chmod(mode)

@@ -164,6 +164,9 @@ class Processes:
                 died = self._died() if child.name == "engines" else ""
                 if died or child.poll() is not None:
                     why = died or f"{child.name} ended with status {child.returncode}"
+                    patience = TimeLimit(1)
+                    while not self._printed(child) and not patience.over():
+                        time.sleep(0.02)  # mpiexec tells of a rank's end before it hands on what that has printed
                     raise RanksError(f"the ranks did not start; {why}: {self._printed(child) or 'no output'}")
             if self.port_taken():
                 raise RanksError("the ranks did not start: another process took a port of their controller")

@@ -49,6 +49,7 @@ from starlette.routing import Route
 
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.course.folders import write_whole
 from manyhands.serve import schema
 from manyhands.serve.connections import SPARE, Connection, OnceAMinute, allowed
 from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
@@ -351,10 +352,8 @@ def write_address(path: Path, address: str, token: str) -> None:
             about = json.loads(other.read_text())
             if about["host"] == socket.gethostname() and not psutil.pid_exists(about["pid"]):
                 other.unlink()
-    path.unlink(missing_ok=True)  # of an earlier server, perhaps with another mode
-    path.touch(0o600, exist_ok=False)
     about = {"address": address, "token": token, "pid": os.getpid(), "host": socket.gethostname()}
-    path.write_text(json.dumps(about))
+    write_whole(path, json.dumps(about), 0o600)
 
 
 class Server(uvicorn.Server):
