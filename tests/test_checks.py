@@ -18,6 +18,7 @@ from manyhands.checks.expect import (
     expect_traffic,
     told_apart,
 )
+from manyhands.checks.stop import NeverEnds, stopped_after
 from manyhands.measure.wire import Call, Seen
 
 
@@ -103,6 +104,19 @@ def by_the_first(key):
 )
 def test_what_an_answer_keeps_from_one_call_to_the_next_is_found(answer, sentence):
     assert twice_as_much(answer).startswith(sentence)
+
+
+def test_an_answer_is_stopped_but_not_within_an_import_whose_time_does_not_count(tmp_path, monkeypatch):
+    """Half a module would stay behind: each later import of it fails."""
+    slow = "import time\nend = time.process_time() + 1.6\nwhile time.process_time() < end: pass\nwhole = True\n"
+    (tmp_path / "slow_module.py").write_text(slow)
+    monkeypatch.syspath_prepend(tmp_path)
+    with stopped_after(0.4):
+        import slow_module
+    assert slow_module.whole
+    with pytest.raises(NeverEnds), stopped_after(0.4):
+        while True:
+            pass
 
 
 def test_a_check_draws_what_it_asks_from_its_seed_and_its_turn():

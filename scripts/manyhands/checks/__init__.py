@@ -27,6 +27,7 @@ Each answer is judged twice, with other numbers of the same sizes: so what it ke
 """
 
 import functools
+import importlib
 import re
 from contextvars import ContextVar
 
@@ -112,6 +113,7 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
     if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
+    importlib.import_module("torch._dynamo")  # which an optimizer imports at its first use: not on the answer's clock
     trial = functools.partial(witness.body, witness.watched(answer), ranks, **given)
     if group is None:
         return _verdict(trial, witness, timeout_s)

@@ -24,14 +24,18 @@ class LeftRunning(Exception):
 def stopped_after(patience_s):
     """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads have ended.
 
-    It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns. os._exit raises
-    SystemExit, but in children that were forked. Raises LeftRunning where a thread had to be ended.
+    It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns, in an import never: half
+    a module would stay behind, and its time does not count. os._exit raises SystemExit, but in children that were
+    forked. Raises LeftRunning where a thread had to be ended.
     """
     before, here, leave = set(threading.enumerate()), os.getpid(), os._exit
     began, began_cpu = time.monotonic(), time.process_time()
 
-    def look(*_):
-        if time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
+    def look(_, frame):
+        nonlocal began, began_cpu
+        if _imports(frame):
+            began, began_cpu = time.monotonic(), time.process_time()
+        elif time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
             raise NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
 
     def stays(status):
@@ -53,6 +57,15 @@ def stopped_after(patience_s):
         left = _ended(set(threading.enumerate()) - before, patience_s)
     if left:
         raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
+
+
+def _imports(frame):
+    """Whether what runs now, since the block began, is an import."""
+    while frame and frame.f_code.co_filename != __file__:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _ended(threads, patience_s):
