@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import pty
 import re
@@ -234,6 +235,10 @@ def test_a_server_that_cannot_start_says_so_ends_with_status_2_and_leaves_no_add
 
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
     monkeypatch.setattr(Service, "start", broken)
+    for name in ("manyhands.serve", "manyhands.serve.strangers", "uvicorn.error"):  # as they are now, for later tests
+        for of_a_logger in ("handlers", "filters", "propagate", "level"):
+            logger = logging.getLogger(name)
+            monkeypatch.setattr(logger, of_a_logger, getattr(logger, of_a_logger))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     assert program.main([str(exported[0]), "--port", "0"]) == 2
     for number, handler in handlers.items():

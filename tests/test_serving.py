@@ -860,8 +860,10 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
         one(live, f"/{TOKEN}/x", {"prompt": secret})
         one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
         one(live, TEXT, b"{" + TOKEN.encode())
-        time.sleep(0.1)
-    assert len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) >= 5
+        deadline = time.monotonic() + 20  # a line is written when its answer has gone
+        while len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) < 5:
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
     metrics = live.service.metrics.content().decode()
     for text in (caplog.text, metrics):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")
