@@ -1,5 +1,7 @@
 """Where the ranks of a notebook start, who may talk to them, and what killed ones leave on a node."""
 
+import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -10,13 +12,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
-from ipyparallel.serialize import canning
+from manyhands.launch import processes
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.metrics import compare
 from manyhands.launch.processes import Family
-from manyhands.notebook import engine_processes, magic
+from manyhands.notebook import engine_processes
 from manyhands.notebook.engine_processes import engine_launcher
 from manyhands.notebook.rank_pool import ControlLines, RankPool
+from manyhands.tools.lesson_run import Run
 
 TWO = ("n1", "n2")
 
@@ -68,6 +73,13 @@ def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_
     monkeypatch.setenv("MANYHANDS_MPIEXEC", "mpiexec --ppn 2 --cpu-bind depth")
     assert engine_launcher(Allocation("pbs", TWO, 4), 4, mpi=True)[-2:] == ["-n", "4"]
     assert find_mpiexec() == ["mpiexec", "--ppn", "2", "--cpu-bind", "depth"]
+
+
+def test_a_notebook_in_a_job_of_several_nodes_has_as_many_ranks_on_each(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", "mpiexec")
+    command = engine_launcher(Allocation("pbs", TWO, 2), 4, mpi=True)
+    assert command[:3] == ["mpiexec", "-n", "4"] and command[-1] in ("2", "ppr:2:node")
+    assert engine_launcher(Allocation("pbs", TWO, 2), 3, mpi=True) == ["mpiexec", "-n", "3"]
 
 
 def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch):
@@ -151,48 +163,47 @@ def load_of_20():
         burner.wait()
 
 
-LESSON = (
-    "from manyhands import join; ranks = join(globals(), quiet=True); rank = ranks.rank",
-    "import torch, torch.distributed as dist; x = torch.ones(3) * rank; dist.all_reduce(x)",
-    "for i in range(40_000): print(i)",
-    "assert rank == 0, 'an error that everybody makes'; dist.barrier()",
-    "dist.barrier(); print(x.sum().item())",
-)
+ROW = re.compile(r"--ports=(\d+)-")
 
 
-def attend(attendee):
-    """What an attendee with two ranks sees, cell by cell: [(what rank 1 said or raised, whether ranks were lost)]."""
-    hands = RankPool("02_collectives", {"n_ranks": 2}, mpi=attendee % 2 == 0)
-    hands.start(quiet=True)
+def rows_of_ports(folder):
+    """{an attendee's outputs: the first port of their controller}, of those that run below `folder` now."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            row = ROW.search(" ".join(process.cmdline()))
+            if row and (outputs := process.environ().get("MANYHANDS_OUTPUTS", "")).startswith(str(folder)):
+                found[outputs] = int(row[1])
+    return found
+
+
+@pytest.mark.lesson
+@pytest.mark.timeout(1800)
+def test_ten_attendees_who_run_lesson_02_at_once_on_two_busy_cores_all_finish_it(
+    load_of_20, attendees, tmp_path, monkeypatch
+):
+    """Ten kernels with two ranks each, under a load of twenty: no ports of two, nothing left, and the same numbers."""
+    monkeypatch.setattr(processes, "SAMPLE_S", 30)  # ten times a look at all processes would be a load of its own
+    lesson, cores = attendees["02_collectives"], os.sched_getaffinity(0)
+    runs = [Run(lesson, "notebook", 2, tmp_path / "class" / f"{n}", lesson.short, "cpu") for n in range(10)]
+    os.sched_setaffinity(0, sorted(cores)[:2])  # inherited by the threads below, and by what they start
     try:
-        cells = [hands.run(source, magic.CELL_S if hands.joined else magic.START_CELL_S) for source in LESSON]
-        assert hands.joined
-        return [
-            (
-                c.done[1]["error"]["name"] if 1 in c.errors else "".join(i[1] for i in c.items(1)),
-                c.restarted or bool(c.dead),
-            )
-            for c in cells
-        ]
+        with ThreadPoolExecutor(10) as room:
+            futures, rows, at_once = [room.submit(run.carry_out, 1500) for run in runs], {}, 0
+            while not all(future.done() for future in futures):
+                rows |= (now := rows_of_ports(tmp_path / "class"))  # who lost a port to another has a new row by now
+                at_once = max(at_once, len(now))
+                time.sleep(2)
+            outcomes = [future.result() for future in futures]
     finally:
-        hands.stop()
-
-
-@pytest.mark.ranks
-@pytest.mark.timeout(900)
-def test_ten_attendees_who_start_at_once_under_a_load_of_20_all_finish_their_lesson(load_of_20):
-    """They start and meet, compute, print, fail and go on, with the time limits that a class has."""
-    # fills tables of ipyparallel's: each attendee has a process of their own, not a thread
-    canning.uncan(canning.can(1))
-    with ThreadPoolExecutor(10) as room:
-        seen = list(room.map(attend, range(10)))
-    for joined, computed, printed, failed, went_on in seen:
-        assert (joined, computed, failed, went_on) == (
-            ("", False), ("", False), ("AssertionError", False), ("3.0\n", False),
-        )  # fmt: skip
-        assert (
-            printed[0].startswith("0\n1\n") and printed[0].endswith("\n39999\n") and "characters left out" in printed[0]
-        )
+        os.sched_setaffinity(0, cores)
+    assert [str(outcome.error or "") for outcome in outcomes] == [""] * 10
+    firsts = sorted(rows.values())
+    assert all(later - first >= engine_processes.PORTS for first, later in itertools.pairwise(firsts))
+    assert len(firsts) == 10 and at_once > 5
+    assert [compare(outcomes[0].metrics, outcome.metrics) for outcome in outcomes] == [[]] * 10
+    left = [p for p in psutil.process_iter(["environ"]) if str(tmp_path / "class") in str(p.info["environ"])]
+    assert left == []
 
 
 def talk(lines, **hello):

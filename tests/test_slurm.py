@@ -8,15 +8,17 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import jupytext
 import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
+from fake_course import assert_named, remember_an_event, take_the_place_of_the_lessons
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import compare
-from slurm_nodes import slurm_of_this_machine, wait_until_gone
+from slurm_nodes import ENDED, slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
@@ -184,20 +186,38 @@ def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, shor
     assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
 
 
-@pytest.mark.lesson
-def test_a_preflight_inside_a_job_runs_scripts_on_all_its_nodes(slurm, course, environ, tmp_path):
-    """Under both launchers; MPI on loopback would hang here."""
-    words = f"scripts/preflight.py --lesson 02 --ranks 2 --short --output {tmp_path}/report"
-    job = slurm.submit(
-        "sbatch", f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={tmp_path}/out",
-        f"--wrap={sys.executable} {words}", environ=environ | {"MANYHANDS_LOGIN_NODE": "0"}, cwd=course,
-    )  # fmt: skip
-    state = slurm.wait(job, timeout_s=PATIENCE_S)
-    assert state == "COMPLETED", (tmp_path / "out").read_text()
-    assert f"{job} of slurm on node1, node2" in (tmp_path / "report" / "report.html").read_text()
-    for way in ("torchrun", "mpiexec"):
-        log = tmp_path / "report" / "runs" / "02_collectives" / f"{way}-2" / "log.txt"
-        assert "node1: rank 0" in log.read_text() and "node2: rank 1" in log.read_text(), log.read_text()
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory):
+    return take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands"))
+
+
+@pytest.mark.ranks
+def test_a_preflight_is_a_job_on_all_nodes_that_goes_on_where_it_was_killed(slurm, made_up, environ):
+    """A broken, a hanging and a slow lesson are named, the others are well, and the figures are proposed."""
+    output, command = made_up / "outputs" / "preflight", ["sbatch", "jobs/preflight.slurm"]
+    environ = environ | {"MANYHANDS_DEVICE": ""}
+    first = slurm.submit(*command, environ=environ, cwd=made_up)
+    log, deadline = made_up / f"preflight.o{first}", time.monotonic() + PATIENCE_S
+    while not log.exists() or "03_hangs notebook" not in log.read_text():
+        assert time.monotonic() < deadline and slurm.state(first) not in ENDED, log.read_text()
+        time.sleep(0.5)
+    slurm.run("scancel", first)
+    assert slurm.wait(first) == "CANCELLED"
+    slurm.drain()
+    again = "python scripts/preflight.py --lesson 0{} --notebooks --ranks 4 --device cuda"
+    remember_an_event(output, [again.format(2), again.format(4)])
+    second = slurm.submit(*command, "--timeout=100", environ=environ, cwd=made_up)
+    assert slurm.wait(second, timeout_s=800) == "FAILED"
+    said = (made_up / f"preflight.o{second}").read_text()
+    assert "1 run of 15 went well before: kept" in said, said
+    assert_named(output, "notebook on 4 ranks", ["torchrun on 4 ranks", "mpiexec on 4 ranks"])
+    assert f"{second} of slurm on node1, node2" in (output / "report.html").read_text()
+    for way in ("notebook-4", "torchrun-4", "mpiexec-4"):
+        (found,) = (output / "runs" / "05_nodes" / way / "outputs").glob("05_nodes/[!l]*/metrics.json")
+        assert json.loads(found.read_text())["exact"]["hosts"] == ["node1", "node1", "node2", "node2"]
+    recorded = sorted(path.name.split(".")[0] for path in (output / "recorded").iterdir())
+    assert recorded == ["01_good", "03_hangs", "04_slow", "05_nodes"]
+    assert (output / "recorded.patch").read_text().count("\n+++ b/assets/recorded/") == 4
 
 
 def test_a_batch_script_is_no_rank(slurm, environ, hello):

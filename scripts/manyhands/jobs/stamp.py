@@ -76,6 +76,11 @@ class Site:
         text = "".join(f"{directives.PREFIX[scheduler]} {line}\n" for line in lines)
         return {directive.key: directive.value for directive in directives.read(text, scheduler)}
 
+    def usual_walltime(self, name, queue):
+        """What a job file asks for where nobody says. A preflight has many runs: an hour, if its queue has it."""
+        longest = self.queues.get(queue or self.queue, {}).get("walltime", "01:00:00")
+        return min("01:00:00", longest, key=directives.duration_s) if name == "preflight" else self.walltime
+
     def over_limits(self, queue, nodes, walltime_s):
         """Sentences on what `queue` does not allow; none for a queue whose limits are not known."""
         if queue not in self.queues:
@@ -150,7 +155,7 @@ def stamp(
     for path, scheduler in job_files(folder):
         if getattr(site, scheduler):
             text = path.read_text(encoding="utf-8")
-            new[path] = _stamped(text, scheduler, site, wishes)
+            new[path] = _stamped(text, scheduler, site, wishes | {"usual": site.usual_walltime(path.stem, queue)})
             if wrong := directives.complaints(new[path], scheduler, site):
                 raise JobError(f"{path.name} for {site.title}: " + "; ".join(wrong))
     for path, text in new.items():
@@ -165,7 +170,7 @@ def stamp(
 def _stamped(text, scheduler, site, wishes):
     """The text of a job file, written for `site`."""
     old = {directive.key: directive.value for directive in directives.read(text, scheduler)}
-    undo = site.name == "generic" and not any(wish is not None for wish in wishes.values())
+    undo = site.name == "generic" and not any(wishes[name] is not None for name in WISHES)
     same = stamped_site(text) == site.name and not undo
     usual = 1 if ARRAY[scheduler] in old else 2  # a row of a sweep is small
     nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
@@ -195,7 +200,7 @@ def _pbs(site, wishes, nodes, kept):
         "-q": wishes["reservation"] or wishes["queue"] or kept.get("-q") or site.queue,
         "-l select": ":".join([str(nodes), *(f"{name}={value}" for name, value in chunk.items() if value)]),
         **{key: kept.get(key) or value for key, value in site.fixed("pbs").items()},
-        "-l walltime": wishes["walltime"] or kept.get("-l walltime") or site.walltime,
+        "-l walltime": wishes["walltime"] or kept.get("-l walltime") or wishes["usual"],
     }
 
 
@@ -213,7 +218,7 @@ def _slurm(site, wishes, nodes, kept):
         "--mem": wishes["mem"] or kept.get("--mem") or usual.get("--mem"),
         site.queue_option: wishes["queue"] or kept.get(site.queue_option) or site.queue,
         "--reservation": wishes["reservation"] or kept.get("--reservation"),
-        "--time": wishes["walltime"] or kept.get("--time") or site.walltime,
+        "--time": wishes["walltime"] or kept.get("--time") or wishes["usual"],
     }
 
 

@@ -54,7 +54,7 @@ def command_for(
     nodes = where.num_nodes
     slurm = where.kind.startswith("slurm")
     starter = starter or ("srun" if slurm else "mpiexec" if nodes > 1 else "torchrun")
-    nproc = nproc or _ranks_per_node(where, environ)
+    nproc = nproc or ranks_on_a_node(where, environ)
     torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
     if starter == "torchrun" and nodes == 1:
         return [*torchrun, "--standalone", *program]
@@ -67,7 +67,7 @@ def command_for(
             cure = "use salloc or sbatch, or another --starter"
             raise RanksError(f"srun starts ranks inside a Slurm job, and this is none; {cure}")
         return [*_srun(where, nproc, environ), sys.executable, *program]
-    return [*_mpiexec(where, nproc, environ), sys.executable, *program]
+    return [*mpiexec_over(where, nproc, environ), sys.executable, *program]
 
 
 def _torchrun_flags():
@@ -87,7 +87,7 @@ def _one_per_node(where, environ):
     mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
     if mpiexec is None and (tmrsh := shutil.which("pbs_tmrsh", path=environ.get("PATH"))):
         return ["bash", str(ON_NODES), tmrsh, " ".join(where.hosts)]
-    return _mpiexec(where, 1, environ, mpiexec)
+    return mpiexec_over(where, 1, environ, mpiexec)
 
 
 def _port(where):
@@ -108,18 +108,25 @@ def _srun(where, ranks_per_node, environ):
     return where.srun(where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
 
 
-def _mpiexec(where, ranks_per_node, environ, mpiexec=None):
+def mpiexec_over(
+    where: Allocation, ranks_per_node: int, environ: Mapping[str, str], mpiexec: list[str] | None = None
+) -> list[str]:
+    """The mpiexec that starts so many ranks on each node, block by block. Raises RanksError where there is none.
+
+    `mpiexec`: a command, maybe with flags; None: MPIEXEC of `environ`, else what is here.
+    """
     mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
     if not mpiexec:
         raise RanksError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
     flags = words_of(environ, "MPIEXEC_FLAGS")
     per_node = ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
-    if any(flag.partition("=")[0] in PER_NODE for flag in flags):  # the site says it in its own way
+    if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # the site says it in its own way
         per_node = []
     return [*mpiexec, "-n", str(where.num_nodes * ranks_per_node), *per_node, *flags]
 
 
-def _ranks_per_node(where, environ):
+def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:
+    """As many as NPROC_PER_NODE says, else one per GPU, else what the scheduler made room for, else one per core."""
     asked = environ.get("NPROC_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or ""
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)

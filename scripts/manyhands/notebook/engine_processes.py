@@ -30,6 +30,7 @@ import psutil
 from manyhands.course.folders import SCRIPTS, write_whole
 from manyhands.launch import pmi_lines, settings
 from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
+from manyhands.launch.commands import mpiexec_over
 from manyhands.launch.processes import Family
 
 MARK = "MANYHANDS_CLUSTER"
@@ -38,6 +39,7 @@ OLD_S = 3600  # by then all ranks have opened a segment: it may go although proc
 LAST_LINES = 10  # of what a process printed, in an error
 START_S = 300  # a cold environment on a parallel file system is read slowly
 NEVER_S = 86_400  # the kernel ends what it no longer waits for
+PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they are: below those of connections
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 DIED = "died"  # a file in the folder: engines that failed, a line for each
@@ -76,6 +78,9 @@ def engine_launcher(allocation, n, mpi):
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None
+    nodes = allocation.num_nodes
+    if nodes > 1 and n % nodes == 0:  # as many ranks on each, as scripts have them
+        return mpiexec_over(allocation, n // nodes, {}, mpiexec)
     return [*mpiexec, "-n", str(n)]
 
 
@@ -198,10 +203,10 @@ class Processes:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _free_ports(host, n=20):
+def _free_ports(host, n=PORTS):
     """A row of n free ports, below those of outgoing connections: one of these would be gone when it is bound."""
     for _ in range(50):
-        first = random.randrange(10_000, 20_000 - n)
+        first = random.choice(PORT_RANGE[:-n])
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
             for port in range(first, first + n):
                 sockets.enter_context(socket.socket()).bind((host, port))

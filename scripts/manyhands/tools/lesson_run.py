@@ -25,9 +25,9 @@ from manyhands.launch.processes import Ended, supervise
 from manyhands.launch.settings import environment
 
 KERNEL = "manyhands"
-WAYS = ("notebook", "torchrun", "mpiexec")
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
 TIMEOUT_S = 600  # of a run, usually; a notebook's own limits then grow with the machine's load alone
+GPU_TIMEOUT_S = 1200  # there kernels are compiled and NCCL joins nodes; ranks and cells then wait longer, too
 CELL_S = 60  # the shortest of these, which MANYHANDS_PATIENCE multiplies
 
 
@@ -40,7 +40,7 @@ def positive(text: str) -> int:
 
 @dataclass(frozen=True, eq=False)  # two runs are never the same one
 class Run:
-    """A lesson run in one of WAYS, on n_ranks (None: the notebook's own)."""
+    """A lesson run in one `way`, notebook, torchrun, srun or mpiexec, on n_ranks (None: the notebook's own)."""
 
     lesson: Lesson
     way: str
@@ -72,9 +72,9 @@ class Run:
 
     @property
     def nodes(self) -> int:
-        """On how many nodes of a scheduler's job a script's ranks run: on all where they split evenly, else on one."""
+        """On how many nodes of a job the ranks run: on one where those of a script do not split evenly, else on all."""
         nodes = Allocation.find().num_nodes
-        return nodes if self.way != "notebook" and self.n_ranks % nodes == 0 else 1
+        return nodes if self.way == "notebook" or self.n_ranks % nodes == 0 else 1
 
     def missing(self) -> str:
         """Why this run cannot even start: a sentence, or ""."""
@@ -92,7 +92,8 @@ class Run:
             words = ["-m", "papermill", self.source, self.executed, "-k", KERNEL, "--cwd", self.source.parent]
             words += ["--no-progress-bar", "--start-timeout", timeout_s, "-y", json.dumps(values)]
             return list(map(str, [sys.executable, *words]))
-        if self.nodes > 1 and not (self.way == "mpiexec" and "SLURM_STEP_ID" in environment()):  # mpiexec dies in there
+        in_step = "SLURM_STEP_ID" in environment()  # mpiexec dies in there
+        if self.way == "srun" or (self.nodes > 1 and not (self.way == "mpiexec" and in_step)):
             return command_for(script, None, self.n_ranks // self.nodes, self.way)
         if self.way == "torchrun":
             words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", self.n_ranks]
@@ -110,7 +111,7 @@ class Run:
             return shlex.join(["python", "scripts/preflight.py", *asked, *["--short"] * bool(short)])
         n = str(self.n_ranks)
         hidden = "CUDA_VISIBLE_DEVICES= " if self.device == "cpu" else ""  # a script takes what it sees
-        if self.nodes > 1:
+        if self.nodes > 1 or self.way == "srun":
             words = [
                 "--starter",
                 self.way,
@@ -293,7 +294,7 @@ def rank_output(folder, log) -> dict[int | None, str]:
     in_order = sorted(files, key=lambda rank: (max(path.stat().st_mtime for path in files[rank]), rank))
     written = {rank: "\n".join(path.read_text("utf-8", "replace") for path in files[rank]) for rank in in_order}
     written[None] = log.read_text("utf-8", "replace")
-    for rank, line in re.findall(r"^\[\d+,(\d+)\]<std(?:out|err)>:(.*\n)", written[None], re.MULTILINE):  # Open MPI's
+    for rank, line in OF_RANK.findall(written[None]):
         written[int(rank)] = written.get(int(rank), "") + line
     with open(log, "a", encoding="utf-8") as whole:
         whole.writelines(f"[{rank}] {line}\n" for rank in in_order for line in written[rank].splitlines())
@@ -306,6 +307,8 @@ def rank_output(folder, log) -> dict[int | None, str]:
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 LABELS = re.compile(rf"{ANSI.pattern}|^(?:\[rank *\d+\]:? ?)+", re.MULTILINE)  # colours; what torch and `say` put first
+# a rank's line in the launcher's own log: as Open MPI labels all, and torch those of an exception
+OF_RANK = re.compile(r"^\[(?:\d+,|rank)(\d+)\](?:<std(?:out|err)>)?: ?(.*\n)", re.MULTILINE)
 TRACEBACK = re.compile(r"^Traceback \(most recent call last\):\n(?:(?: .*)?\n)*.*", re.MULTILINE)
 LESSON_FRAME = re.compile(r'^\s+File "(?:.*/)?(\d\d_\w+\.py)", (line \d+)', re.MULTILINE)
 CONSEQUENCE = re.compile(

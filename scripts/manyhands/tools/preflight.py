@@ -1,7 +1,7 @@
-"""Run every lesson in every way before an event, and say what is ready, what is slow and what broke.
+"""Run every lesson in every way before an event, and say what is ready, what is slow, what broke, what has changed.
 
 `lesson_run` is one run. What came of all is in `report.html`, one page that loads nothing, and in `junit.xml`; both are
-written again after each run.
+written again after each run. `flights` keeps what the next preflight compares with; `classroom` reckons for a class.
 """
 
 import functools
@@ -30,12 +30,16 @@ from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.commands import ranks_on_a_node
+from manyhands.launch.devices import device_named, gpus_here
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
 from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
-from manyhands.tools.lesson_run import NOTEBOOK_RANKS, TIMEOUT_S, WAYS, Run, positive
+from manyhands.launch.settings import device, environment
+from manyhands.tools import classroom, flights
+from manyhands.tools.lesson_run import GPU_TIMEOUT_S, NOTEBOOK_RANKS, TIMEOUT_S, Run, positive
 
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 PACKAGES = {"torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill"}
@@ -48,59 +52,84 @@ OFFLINE = (
 def parser(description=None):
     """The options of scripts/preflight.py."""
     parser = Flags(description=description)
-    devices = "where all runs compute (MANYHANDS_DEVICE); they fail where it is not to be had"
-    ranks = "ranks of every run (repeatable; default: 2 and 4, notebooks their own)"
+    devices = "where all runs compute (default: MANYHANDS_DEVICE, else what is there)"
+    ranks = "ranks of every run (repeatable; default: 2 and 4, notebooks their own; on several nodes a rank for each "
+    ranks += "of their GPUs, or NPROC_PER_NODE on each)"
+    limit = f"seconds for one run (default: {TIMEOUT_S}, on GPUs {GPU_TIMEOUT_S})"
+    resume = "keep what went well in the same --output, and make the other runs; with the word unfinished: only where "
+    resume += "the last preflight was interrupted"
     add = parser.add_argument
     add("--lesson", action="append", default=[], metavar="03", help="only this lesson (repeatable)")
     add("--device", choices=("cpu", "cuda", "xpu"), help=devices)
     add("--ranks", action="append", type=positive, metavar="N", help=ranks)
-    add("--timeout", type=positive, default=TIMEOUT_S, metavar="S", help="seconds for one run (default: %(default)s)")
+    add("--timeout", type=positive, metavar="S", help=limit)
     add("--short", action="store_true", help="short parameters: about 10 s of work per run")
     add("--notebooks", action="store_true", help="only the notebooks, no launchers")
-    add("--resume", action="store_true", help="keep what went well in the same --output, and make the other runs")
+    add("--resume", nargs="?", const="always", choices=("always", "unfinished"), help=resume)
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
+    add("--attendees", type=positive, metavar="N", help="run nothing: say whether so many fit on this node, and")
+    add("--nodes", type=positive, metavar="N", help="... with so many nodes for all of them")
+    add("--gpus-per-node", type=positive, metavar="N", help="... of so many GPUs, how long their jobs take")
     return parser
 
 
 def main(argv=None, description=None, root=ROOT) -> int:
     """Run the preflight of the course below `root`. Exit status: 0 well, 1 not, 2 refused, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    options = parser(description).parse_args(argv)
+    flags = parser(description)
+    options = flags.parse_args(argv)
     output = (options.output or root / "outputs" / "preflight").resolve()
+    if options.attendees:
+        return classroom.main(options.attendees, options.nodes or 1, options.gpus_per_node or 0, output)
+    if options.nodes or options.gpus_per_node:
+        flags.error("--nodes and --gpus-per-node are what a class has: name its --attendees, too")
     try:
         if refusal := refuse_on_login_node("make preflight"):
             raise ValueError(refusal)
         Allocation.find()  # a job whose nodes cannot be read
         lessons = find_lessons(root, options.lesson)
+        kind = device_named(options.device or device())  # before anything is planned: on GPUs runs take turns
         runs = plan(
-            lessons, output / "runs", ranks=options.ranks, device=options.device, short=options.short,
+            lessons, output / "runs", ranks=options.ranks or usual_ranks(kind), device=kind, short=options.short,
             notebooks_only=options.notebooks,
         )  # fmt: skip
-        outcomes = {run: outcome for run in runs if options.resume and (outcome := run.earlier())}
     except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
+    timeout_s = options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S)
+    here, outcomes = gather_metadata(root), {}
+    goes_on, last = flights.begin(output, options.resume)
+    if goes_on and (other := flights.changed(flights.read(output)["metadata"], here, flights.SAME_RUNS)):
+        console.print(f"nothing of the earlier preflight counts: {'; '.join(other)}")
+    elif goes_on:
+        outcomes = {run: outcome for run in runs if (outcome := run.earlier())}
     if outcomes:
         console.print(f"{_count(len(outcomes), 'run')} of {len(runs)} went well before: kept")
 
     def report(**more):
         """Write what there is so far: (results, warnings)."""
-        results = judge([outcomes[run] for run in runs if run in outcomes])
-        metadata = gather_metadata(root, results) | more
+        made = [outcomes[run] for run in runs if run in outcomes]
+        results, missing = judge(made), len(runs) - len(made)
+        corpus = " and ".join(sorted(corpora(results))) or "none used by these runs"
+        metadata = here | {"corpus": corpus} | more
         metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
         warnings = [OFFLINE] if "offline" in corpora(results) else []
-        missing = len(runs) - len(outcomes)
+        if last:
+            warnings += flights.worse(last, metadata, made)
+            metadata["since"] = "; ".join(
+                [last["metadata"]["when"], *(flights.changed(last["metadata"], metadata) or ["nothing has changed"])]
+            )
         output.mkdir(parents=True, exist_ok=True)
-        write_whole(
-            output / "report.html", page(output, results, metadata, warnings, time.monotonic() - started, missing)
-        )
+        flights.write(output, metadata, made, finished=not missing)
+        text = page(output, results, metadata, warnings, time.monotonic() - started, missing)
+        write_whole(output / "report.html", text)
         write_junit(output / "junit.xml", results, metadata)
         return results, warnings
 
     try:
         with sigterm_interrupts():
-            carry_out(runs, options.timeout, console, outcomes, report)
+            carry_out(runs, timeout_s, console, outcomes, report)
     except KeyboardInterrupt:
         report()
         ended = f"interrupted after {len(outcomes)} of {_count(len(runs), 'run')}; all its runs were ended"
@@ -110,19 +139,32 @@ def main(argv=None, description=None, root=ROOT) -> int:
     results, warnings = report()
     # what a short run measures is not what a lesson shows
     if recorded := [] if options.short else export_recorded(results, output / "recorded"):
-        report(recorded=f"{', '.join(path.name for path in recorded)} in {output / 'recorded'}")
+        branch = f"preflight-{time.strftime('%Y%m%d-%H%M%S')}-{Allocation.find().job}"
+        take = flights.propose(recorded, root, branch, output / "recorded.patch")
+        report(recorded=f"{', '.join(path.name for path in recorded)} in {output / 'recorded'}; to keep them: {take}")
     state, verdict = verdict_of(results, warnings)
     bad = [f"{result.lesson.name} {said}" for result in results for said in result.complaints]
     lines = [(line, "bold red") for line in bad] + [(f"warning: {warning}", "yellow") for warning in warnings]
     for line, style in [*lines, (verdict, "bold red" if state == "broken" else "bold green")]:
         console.print(line, style=style, markup=False)
     if recorded:
-        console.print(f"recorded on GPUs, to copy into assets/recorded: {output / 'recorded'}")
+        console.print(f"recorded on GPUs, in {output / 'recorded'}; to have them in assets/recorded: {take}")
     console.print(f"report: {output / 'report.html'}")
     return 1 if state == "broken" else 0
 
 
 # ------------------------------------------------------------------ which runs, and how many at once
+
+
+def usual_ranks(kind) -> list[int] | None:
+    """Ranks of the runs where nobody says. None: 2 and 4, notebooks their own; on GPUs no more than there are."""
+    where, environ = Allocation.find(), environment(MANYHANDS_DEVICE=kind)
+    if where.num_nodes > 1 or environ.get("NPROC_PER_NODE"):
+        return [where.num_nodes * ranks_on_a_node(where, environ)]
+    if kind == "cpu":
+        return None
+    gpus = gpus_here(environ)[1]
+    return sorted({n for n in (2, 4) if n < gpus} | {gpus})
 
 
 def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_only=False) -> list[Run]:
@@ -131,6 +173,8 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
     Raises ValueError for short parameters that a lesson does not know.
     """
     notebooks, scripts = [], []
+    # as on sites that advise against torchrun
+    launchers = ("srun" if environment().get("STARTER") == "srun" else "torchrun", "mpiexec")
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
         known = {parameter.name for parameter in read(lesson.script)} if lesson.script.exists() else set(parameters)
@@ -139,7 +183,7 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
         most = max(ranks) if ranks else None
         # a job that lesson 04 submits would wait in the queue, and a queue may take one of each user: this one
         at_once = parameters | ({"submit_via": "bash"} if "submit_via" in known else {})
-        ways = [("notebook", most)] + [(way, n) for n in ranks or (2, 4) for way in WAYS if way != "notebook"]
+        ways = [("notebook", most)] + [(way, n) for n in ranks or (2, 4) for way in launchers]
         for way, n in ways:
             own = folder / lesson.name / (f"{way}-{n}" if n else way)
             if way == "notebook":
@@ -248,8 +292,8 @@ def export_recorded(results, folder) -> list[Path]:
 # ------------------------------------------------------------------ the report
 
 
-def gather_metadata(root, results=()) -> dict[str, str]:
-    """When, where, devices, versions, corpus, commit: name -> text."""
+def gather_metadata(root) -> dict[str, str]:
+    """When, where, devices, versions, commit: name -> text."""
     gpu = next((backend for backend in (torch.cuda, torch.xpu) if backend.is_available()), None)
     where = Allocation.find()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
@@ -264,7 +308,6 @@ def gather_metadata(root, results=()) -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": ", ".join(f"{name} {versions[name]}" for name in sorted(PACKAGES & versions.keys())),
         "MPI": " ".join(find_mpiexec() or ["none"]),
-        "corpus": " and ".join(sorted(corpora(results))) or "none used by these runs",
         "commit": commit(root),
     }
     return {name: text for name, text in metadata.items() if text}
@@ -392,7 +435,8 @@ table { border-spacing:0 } th,td { text-align:left; padding:8px 12px; border-top
 {% endif %}{% endfor %}</tr>
 {% endfor %}
 </tbody></table></div>
-<p class="soft">Seconds from start to end, and the most memory that all processes of the run held together.</p>
+<p class="soft">Seconds from start to end, and the most memory that all processes of the run held together
+(on its first node).</p>
 
 {% if cards %}<h2>What broke</h2>{% endif %}
 {% for what, says, detail, again in cards %}

@@ -1,0 +1,316 @@
+"""What one preflight leaves for the next, which figures it proposes, and whether a class fits."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import fake_course
+import pytest
+from course_copy import copy_course
+from manyhands.course.lessons import Lesson
+from manyhands.jobs import stamp
+from manyhands.launch import devices
+from manyhands.launch.processes import Ended
+from manyhands.tools import classroom, flights, preflight
+from manyhands.tools.lesson_run import FirstError, Outcome, Run
+
+HERE = {"when": "today", "devices": "4 x H200", "cores": "8 of 8", "packages": "numpy 2.0.0, torch 2.13.0"}
+
+
+def outcome(tmp_path, name="01_good", seconds=20.0, error=None, way="torchrun"):
+    run = Run(Lesson(name, tmp_path), way, 2, tmp_path / name)
+    return Outcome(run, Ended(0, seconds, 2**30), error and FirstError(error))
+
+
+@pytest.mark.parametrize(
+    ("finished", "resume", "goes_on"),
+    [(True, None, False), (True, "unfinished", False), (True, "always", True),
+     (False, None, False), (False, "unfinished", True), (False, "always", True)],
+)  # fmt: skip
+def test_a_preflight_goes_on_where_one_was_interrupted_and_else_as_it_is_told(tmp_path, finished, resume, goes_on):
+    flights.write(tmp_path, HERE, [outcome(tmp_path)], finished)
+    found, last = flights.begin(tmp_path, resume)
+    assert found == goes_on
+    assert bool(last) == (finished and not goes_on)  # only what has ended is an event to compare with
+
+
+def test_a_look_at_one_lesson_does_not_wipe_out_what_the_last_event_was_like_for_the_others(tmp_path):
+    for made in (["01_good", "02_other"], ["02_other"]):
+        flights.write(tmp_path, HERE, [outcome(tmp_path, name) for name in made], True)
+        _, last = flights.begin(tmp_path, None)
+    assert sorted(run["name"] for run in last["runs"].values()) == [
+        "01_good torchrun on 2 ranks", "02_other torchrun on 2 ranks",
+    ]  # fmt: skip
+
+
+def test_what_fails_anew_and_what_is_slower_than_at_the_last_event_is_named(tmp_path):
+    then = [outcome(tmp_path, "01_good"), outcome(tmp_path, "02_other"), outcome(tmp_path, "03_bad", error="no")]
+    flights.write(tmp_path, HERE, then, True)
+    last = flights.read(tmp_path)
+    now = [outcome(tmp_path, "01_good", 31.0), outcome(tmp_path, "02_other", error="it broke"),
+           outcome(tmp_path, "03_bad", error="no"), outcome(tmp_path, "04_new", 900.0)]  # fmt: skip
+    newly = "newly failing: 02_other torchrun on 2 ranks went well then"
+    assert flights.worse(last, HERE, now) == ["slower: 01_good torchrun on 2 ranks took 20 s then, 31 s now", newly]
+    assert flights.worse(last, HERE | {"devices": "4 x A100"}, now) == [newly]
+    assert flights.worse(last, HERE, [outcome(tmp_path, "01_good", 29.0)]) == []
+
+
+def test_versions_that_changed_since_the_last_event_are_named_then_and_now():
+    assert flights.changed(HERE, HERE) == []
+    now = HERE | {"packages": "numpy 2.0.0, torch 2.14.0", "MPI": "mpiexec"}
+    assert flights.changed(HERE, now) == [
+        "packages: torch 2.13.0 then, torch 2.14.0 now", "MPI: none then, mpiexec now",
+    ]  # fmt: skip
+
+
+def test_what_went_well_with_another_torch_is_run_again(tmp_path, monkeypatch, capsys):
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    output, made = tmp_path / "outputs" / "preflight", []
+    output.mkdir(parents=True)
+    metrics = {"world_size": 4, "device": "cpu", "exact": {}, "close": {}}
+    metrics |= dict.fromkeys(("lesson", "corpus", "parameters"))
+    monkeypatch.setattr(Run, "earlier", lambda run: Outcome(run, Ended(0, 1.0, 0), None, metrics))
+    monkeypatch.setattr(preflight, "carry_out", lambda runs, _, __, kept, ___: made.append(len(runs) - len(kept)))
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    now = preflight.gather_metadata(tmp_path)
+    for packages in (now["packages"], "torch 1.0.0"):
+        flights.write(output, now | {"packages": packages}, [], False)
+        preflight.main(["--notebooks", "--resume", "unfinished"], root=tmp_path)
+    assert made == [0, 1]
+    assert "nothing of the earlier preflight counts: packages: torch 1.0.0 then" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ on GPUs and over nodes
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """planned(*words) -> (status, the runs that this preflight would make, the limit of each in seconds)."""
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    for name in ("NPROC_PER_NODE", "MANYHANDS_DEVICE", "STARTER"):
+        monkeypatch.delenv(name, raising=False)
+    seen = {}
+    monkeypatch.setattr(preflight, "carry_out", lambda runs, timeout_s, *_: seen.update(runs=runs, timeout_s=timeout_s))
+
+    def plan(*words):
+        return preflight.main(list(words), root=tmp_path), seen.get("runs"), seen.get("timeout_s")
+
+    return plan
+
+
+def test_on_gpus_that_nobody_names_runs_take_turns_with_no_more_ranks_than_gpus(planned, monkeypatch):
+    """Side by side on the same GPUs they would take each other's time and memory, and be recorded so."""
+    monkeypatch.setattr(preflight, "device_named", lambda name: "cuda")
+    monkeypatch.setattr(preflight, "gpus_here", lambda environ=None: ("cuda", 8))
+    _, runs, timeout_s = planned()
+    assert {run.device for run in runs} == {"cuda"} and timeout_s == 1200
+    assert [run.n_ranks for run in runs] == [8, 2, 2, 4, 4, 8, 8]
+    assert preflight.at_once(runs[1], [], 64, 2**40) and not preflight.at_once(runs[1], [runs[0]], 64, 2**40)
+    assert planned("--timeout", "77")[2] == 77
+    monkeypatch.setattr(preflight, "gpus_here", lambda environ=None: ("cuda", 1))
+    assert {run.n_ranks for run in planned()[1]} == {1}
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(planned, monkeypatch, capsys):
+    monkeypatch.setattr(devices, "gpus_here", lambda environ=None: ("cpu", 0))
+    assert planned("--device", "cuda")[0] == 2
+    assert "torch sees no GPU of that kind here; use --device cpu" in capsys.readouterr().err
+    monkeypatch.setenv("MANYHANDS_DEVICE", "xpu")
+    assert planned()[0] == 2
+
+
+def test_in_a_job_of_several_nodes_notebooks_and_scripts_have_ranks_on_all_of_them(planned, tmp_path, monkeypatch):
+    (tmp_path / "nodes").write_text("x1\nx2\n")
+    for name, value in {"PBS_NODEFILE": str(tmp_path / "nodes"), "NPROC_PER_NODE": "3", "MPIEXEC": "mpiexec"}.items():
+        monkeypatch.setenv(name, value)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    _, runs, _ = planned("--device", "cpu")
+    assert [(run.way, run.n_ranks, run.nodes) for run in runs] == [
+        ("notebook", 6, 2), ("torchrun", 6, 2), ("mpiexec", 6, 2),
+    ]  # fmt: skip
+    assert not preflight.at_once(runs[0], [runs[1]], 64, 2**40)
+    assert "--nproc-per-node=3" in runs[1].command() and runs[2].command()[1:5] == ["-n", "6", "-ppn", "3"]
+
+
+def test_where_a_site_advises_against_torchrun_slurm_starts_each_rank(planned, monkeypatch):
+    for name, value in {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "STARTER": "srun", "NPROC_PER_NODE": "4",
+        "SRUN_FLAGS": "--gpus-per-task=1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    _, runs, _ = planned("--device", "cpu")
+    assert [run.way for run in runs] == ["notebook", "srun", "mpiexec"]
+    assert runs[1].command()[:5] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1"]
+    assert "launch.py --starter srun --nproc 4 scripts/01_good.py" in runs[1].again()
+
+
+# ------------------------------------------------------------------ figures for assets/recorded
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "recorded" / "03_data_parallel.h200x4.json"
+    path.parent.mkdir()
+    path.write_text('{\n "lesson": "03_data_parallel"\n}\n')
+    return path
+
+
+def git(folder, *words):
+    identity = {f"GIT_{who}_{what}": "x@y" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    done = subprocess.run(
+        ["git", "-C", folder, *words], check=True, capture_output=True, text=True, env=os.environ | identity
+    )
+    return done.stdout
+
+
+def test_figures_become_one_commit_on_a_branch_and_what_is_staged_stays(tmp_path, recorded, monkeypatch):
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "x")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "x@y")
+    course = tmp_path / "course"
+    course.mkdir()
+    git(course, "init", "-q")
+    (course / "README.md").write_text("a course")
+    git(course, "add", ".")
+    git(course, "commit", "-qm", "a course")
+    (course / "mine.txt").write_text("half done")
+    git(course, "add", "mine.txt")
+    before = git(course, "status", "--porcelain=v2", "--branch")
+    take = flights.propose([recorded], course, "preflight-1", tmp_path / "recorded.patch")
+    assert git(course, "status", "--porcelain=v2", "--branch") == before
+    assert not (tmp_path / "recorded.patch").exists()
+    git(course, "reset", "-q")
+    subprocess.run(take.split(), cwd=course, check=True, capture_output=True)
+    assert (course / "assets" / "recorded" / recorded.name).read_text() == recorded.read_text()
+    assert git(course, "diff", "--stat", "HEAD~1", "--name-only") == f"assets/recorded/{recorded.name}\n"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_git_figures_are_a_patch_that_applies(tmp_path, recorded, there, monkeypatch):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    course, patch = tmp_path / "course", tmp_path / "recorded.patch"
+    kept = course / "assets" / "recorded" / recorded.name
+    kept.parent.mkdir(parents=True)
+    if there:
+        kept.write_text('{\n "lesson": "an older run"\n}\n')
+    assert flights.propose([recorded], course, "preflight-1", patch) == f"patch -p1 < {patch}"
+    subprocess.run(["git", "apply", patch], cwd=course, check=True)
+    assert kept.read_text() == recorded.read_text()
+
+
+# ------------------------------------------------------------------ a class
+
+
+def test_thirty_notebooks_on_one_node_are_held_against_its_memory_cores_ports_and_processes():
+    gib = 2**30
+    memory, cores, ports, processes, imports = classroom.on_one_node(30, 2 * gib, 256 * gib, 64, None)
+    assert (memory.together, ports.together, imports.together) == ("60", "600", "150")
+    assert not any(need.wrong for need in (memory, cores, ports, processes, imports))
+    memory, cores, ports, processes, imports = classroom.on_one_node(30, 2 * gib, 22 * gib, 2, 1000)
+    assert "room for 11 attendees" in memory.wrong and "60 ranks per core" in cores.wrong
+    assert "pids.max" in processes.wrong and not ports.wrong
+
+
+@pytest.fixture
+def course_of(tmp_path, root, monkeypatch):
+    """course_of(site, **wishes): we are in a course whose job files are written for it."""
+
+    def write(site, **wishes):
+        shutil.copytree(root / "jobs", tmp_path / "jobs")
+        monkeypatch.chdir(tmp_path)
+        stamp.stamp(site, **wishes, folder=tmp_path / "jobs")
+        return {path.stem: classroom.ClassJob.read(path, scheduler) for path, scheduler in classroom.job_files()}
+
+    return write
+
+
+def test_jobs_of_whole_nodes_run_in_as_many_turns_as_the_nodes_of_the_class_allow(course_of):
+    jobs = course_of("polaris", account="Hands", nodes=2)
+    job = jobs["ddp_shakespeare"]
+    assert (job.name, job.nodes, job.at_once(8, 4), job.turns(30, 8, 4)) == ("ddp_shakespeare.pbs", 2, 4, 8)
+    assert job.at_once(1, 4) == 0 and job.lesson == "03_data_parallel" and job.allowed == "debug: 2 nodes, 01:00:00"
+    assert "preflight" not in jobs
+
+
+def test_jobs_that_ask_for_some_gpus_of_a_shared_node_run_beside_each_other(course_of):
+    job = course_of("generic", nodes=1, gpus=2)["train"]
+    assert (job.at_once(8, 4), job.turns(30, 8, 4)) == (16, 2)
+
+
+def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow(course_of, tmp_path, capsys):
+    course_of("perlmutter", account="Hands")
+    lesson_03 = outcome(tmp_path, "03_data_parallel", seconds=120.0)
+    flights.write(tmp_path, HERE, [lesson_03, outcome(tmp_path, "02_collectives", way="notebook")], True)
+    words = ["--attendees", "30", "--nodes", "8", "--gpus-per-node", "4", "--output", str(tmp_path)]
+    assert preflight.main(words, root=tmp_path) == 1
+    said = re.sub(" +", " ", capsys.readouterr().out)
+    assert "ports 20 600 10,000 to 19,999" in said and "memory of one: measured by the last preflight here" in said
+    assert "ddp_shakespeare.slurm 2 4 8 16 80 40 debug: 8 nodes, 00:30:00" in said  # 8 turns of 2, or at most 10 min
+    assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in said
+
+
+# ------------------------------------------------------------------ as a job, where there is no scheduler
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    return fake_course.take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands"))
+
+
+def start_job(course, *words, **environ):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_", "MANYHANDS_DEVICE"))}
+    clean |= {"VENV": sys.prefix, "NPROC_PER_NODE": "2", "MANYHANDS_LOGIN_NODE": "0", **environ}
+    return subprocess.Popen(
+        ["bash", "jobs/preflight.pbs", *words], cwd=course, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_bash_runs_the_preflight_of_a_job_on_one_node_which_goes_on_after_an_interruption(made_up, monkeypatch):
+    for who in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{who}_NAME", "x")
+        monkeypatch.setenv(f"GIT_{who}_EMAIL", "x@y")
+    git(made_up, "init", "-q")
+    git(made_up, "commit", "-q", "--allow-empty", "-m", "a course")
+    lessons, output = [f"--lesson=0{n}" for n in (1, 2, 3, 4)], made_up / "outputs" / "preflight"
+    first = start_job(made_up, *lessons)
+    for line in first.stdout:
+        if "03_hangs notebook" in line:
+            break
+    first.terminate()
+    said = first.communicate(timeout=300)[0]
+    assert first.returncode == 130 and "interrupted after 2 of 12 runs" in said, said
+    again = "python scripts/preflight.py --lesson 0{} --notebooks --ranks 2 --device cuda"
+    fake_course.remember_an_event(output, [again.format(2), again.format(4)])
+    second = start_job(made_up, "--timeout=60", *lessons)
+    said = second.communicate(timeout=800)[0]
+    assert second.returncode == 1 and "1 run of 12 went well before: kept" in said, said
+    fake_course.assert_named(output, "notebook on 2 ranks", ["torchrun on 2 ranks", "mpiexec on 2 ranks"])
+    (branch,) = re.findall(r"git cherry-pick (preflight-\S+)", said)
+    kept = [f"assets/recorded/{path.name}" for path in sorted((output / "recorded").iterdir())]
+    assert git(made_up, "ls-tree", "-r", "--name-only", branch).split() == kept
+    assert re.findall(r"recorded/(\w+)", " ".join(kept)) == ["01_good", "03_hangs", "04_slow"]
+    assert git(made_up, "log", "--format=%s", branch).splitlines() == [
+        "Recorded by a preflight: 3 lessons on GPUs", "a course",
+    ]  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_a_job_without_the_corpus_says_where_to_fetch_it_before_it_runs_anything(made_up):
+    program = made_up / "scripts" / "prepare_data.py"
+    before = program.read_text()
+    try:
+        program.write_text("import os, sys; sys.exit(os.environ['MANYHANDS_SHAKESPEARE_URL'] == '')")
+        job = start_job(made_up)
+        said = job.communicate(timeout=100)[0]
+    finally:
+        program.write_text(before)
+    assert job.returncode == 1 and said.count("\n") == 1
+    assert "no corpus here: run `make kernel` on a node with internet" in said
