@@ -168,8 +168,8 @@ def test_a_rank_of_1024_holds_what_the_formula_says():
 
 
 def test_what_is_not_simulated_is_refused_with_its_sentence():
-    with pytest.raises(ValueError, match="strategy=ddp is not simulated; use fsdp"):
-        in_own_process([8], ["--preset", "nano", "--parallel.strategy", "ddp"])
+    with pytest.raises(ValueError, match="strategy=zero1 is not simulated; use fsdp or ddp"):
+        in_own_process([8], ["--preset", "nano", "--parallel.strategy", "zero1"])
 
 
 # ------------------------------------------------------------------ the figure

@@ -26,6 +26,7 @@ SHORT = {
     "12_llm_pretraining": {"merges": 48, "hashes": 64, "live_flops": 2e9, "zoo_steps": 40},
     "13_llm_alignment": {"base_steps": 4, "sft_steps": 4, "dpo_steps": 2, "rl_steps": 2, "seeds": 1},
     "14_llm_serving": {"steps": 30, "texts": 2, "draws": 600},
+    "15_on_your_cluster": {"layers": 2, "largest": 64, "repeats": 2},
 }
 
 AIM_S = 90  # a lesson of full length, headless, 2 cores, 4 ranks

@@ -7,7 +7,7 @@ counted.
 `torch.testing._internal.distributed.fake_pg` (torch 2.13) has a process group whose collectives return at once and move
 nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch
 cuts is real: DTensor's and fully_shard's shards, padding included, and Adam's state. Not simulated: anything of time,
-and what a forward keeps. Only layouts of strategy fsdp: replicas would have to be moved to a device.
+and what a forward keeps. Layouts of strategies fsdp and ddp: a replica is the whole model, and nothing cuts it.
 
 It runs in a process of its own, because a process has one default process group, and ranks are in theirs.
 """
@@ -52,13 +52,13 @@ def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) 
 def simulate(gpus: int, flags: list[str]) -> dict:
     """{"layout", "held", "planned", "seconds"} of rank 0 among `gpus`; held and planned are {kind: bytes}.
 
-    Raises OptionError, and LayoutError, for flags that do not go together and for a strategy other than fsdp.
+    Raises OptionError, and LayoutError, for flags that do not go together and for a strategy other than these.
     """
     options = read_options(flags)
     config = model_config(options, SHAKESPEARE_VOCAB_SIZE)
     layout = resolve_layout(options, config, gpus, min(PER_NODE, gpus))
-    if layout.dp_mode(options) != "fsdp":
-        raise OptionError(f"strategy={options.parallel.strategy} is not simulated; use fsdp")
+    if layout.dp_mode(options) not in ("fsdp", "replicas"):
+        raise OptionError(f"strategy={options.parallel.strategy} is not simulated; use fsdp or ddp")
     start = time.perf_counter()
     held = _held(config, layout, options)
     return {
@@ -80,7 +80,8 @@ def _held(config, layout, options):
     for part in parts:
         if layout.tensor > 1:
             apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
-        shard(part, mesh, options)
+        if layout.dp_mode(options) == "fsdp":
+            shard(part, mesh, options)
     model = torch.nn.ModuleList(parts)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for p in model.parameters():

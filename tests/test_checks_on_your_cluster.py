@@ -1,0 +1,96 @@
+"""The checks of lesson 15 accept its solutions and reject each usual mistake with the sentence that names it."""
+
+from exercises import Answers, AnswersOfRanks
+from manyhands.checks import on_your_cluster as checks
+
+LESSON = "15_on_your_cluster"
+SHARE = "cores[k * each : (k + 1) * each]"
+WAYS = r're.findall(r"via NET/([^/\n]+)/(\S+)", log)'
+ROW = "rows[task - 1]"
+PAIRS = 'f"#SBATCH --{option}={value}"'
+
+REJECTED = {
+    "cores_beside": [
+        ("in domains:", "in domains[gpu:] + domains[:gpu]:", SHARE, "cores[:each]", "those are GPU"),
+        (SHARE, "cores", "GPUs share"),
+        (SHARE, "cores[k :: len(gpus)][:each]", "those are dealt like cards"),
+        (SHARE, "cores[: each]", "those are GPU"),
+        ("if gpu in gpus:", "if True:", "k = len(cores) // len(gpus), gpus.index(gpu)",
+         "k = 8, 0\n            cores = sorted(c for own, _ in domains for c in own)[8 * gpu :]",
+         "on Polaris the cores for GPU 0 should be [24, 25, 26, 27, 28, 29, 30, 31], not [0, 1, 2, 3, 4, 5, 6, 7]: "
+         "those are counted off by the GPU's number"),
+        (SHARE, "range(k * each, (k + 1) * each)", "should be"),
+    ],
+    "network": [
+        (WAYS, r're.findall(r"Using network (\w+)()", log)', "what you return should be"),
+        (WAYS, r're.findall(r"NET/(\w+) : (\S+)", log)', "what it uses stands behind `via`"),
+        (WAYS, r're.findall(r"Bootstrap : Using (\w+)(\S+)", log)', "what you return should be"),
+        (WAYS, r're.findall(r"via NET/(\w+)/(\S+)", log)', "AWS Libfabric"),
+        ("all(", "any(", "some of its channels do not say GDRDMA"),
+        ("return ways[0][0],", 'return "IB",', "IB is what NCCL has found"),
+        ("if ways:", "ways = ways or [('Socket', '')]\n    if ways:", "should be None"),
+    ],
+    "directives": [
+        (PAIRS, 'f"# SBATCH --{option}={value}"', "without a blank in it"),
+        (PAIRS, 'f"#SBATCH --{option}=${value}"', "holds a variable"),
+        ('"ntasks-per-node": 1', '"ntasks-per-node": gpus', "that starts 4 torchruns on each node"),
+        ('"cpus-per-task": cores', '"cpus-per-task": cores // gpus', "those are one rank's"),
+        ('"cpus-per-task": cores, ', "", "--cpus-per-task="),
+        ('"gpus-per-node": gpus', '"gpus-per-node": gpus * nodes', "the number of the whole job"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"{minutes // 60:02d}:{minutes % 60:02d}"',
+         "two numbers are minutes and seconds"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"{minutes}:00:00"', "the first of three numbers is hours"),
+        ('asked["time"] =', "_ =", "a line with --time is missing"),
+    ],
+    "flags_of": [
+        (ROW, "rows[task % len(rows)]", "those are row 2's, and row 1 is task 1's"),
+        (ROW, "[names, *rows][task - 1]", "the header holds names, and is no row"),
+        ("for name, value in zip(names, rows[task - 1], strict=True)",
+         "for row in rows[task : task + 1] for name, value in zip(names, row)", "those are row 2's"),
+        ("for name, value in zip(names, rows[task - 1], strict=True)",
+         "for row in (rows + rows)[task - 1 + (task == len(rows)) * len(rows) + (task == len(rows)) :][:1]"
+         " for name, value in zip(names, row)", "trains with the defaults"),
+        ("if tasks != len(rows):", "if tasks < len(rows):", "a task without one"),
+        ("if tasks != len(rows):", "if False:", "leaves a row out"),
+        ("an array of {tasks} tasks for {len(rows)} rows; submit it with --array=1-{len(rows)}", "wrong size",
+         "raise a ValueError that names"),
+        ('if line.strip() and not line.startswith("#")', "if line.strip()", "should be"),
+    ],
+}  # fmt: skip
+
+
+class TestAnswers(Answers):
+    lesson, checks, worlds = LESSON, checks, (1,)
+    rejected, elsewhere = REJECTED, ("stage",)
+    right = {
+        "cores_beside": [(SHARE, "set(cores[k * each :][:each])"), (SHARE, "tuple(cores[k * each :][:each])")],
+        "network": [("return ways[0][0],", "return [ways[0][0],", "in ways)", "in ways)]")],
+        "directives": [
+            (PAIRS, 'f"#SBATCH --{option} {value}"'),
+            ('"gpus-per-node": gpus', '"gres": f"gpu:{gpus}"'),
+            ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes"),
+            ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"0-{minutes // 60}:{minutes % 60}"'),
+        ],
+        "flags_of": [("[word for", "list(word for", 'f"--{name}", value)]', 'f"--{name}", value))')],
+    }
+
+
+WAIT = "dist.barrier()  # all ranks"
+
+
+class TestCopies(AnswersOfRanks):
+    lesson, checks, in_a_folder = LESSON, checks, {"stage"}
+    elsewhere = ("cores_beside", "network", "directives", "flags_of")
+    rejected = {
+        "stage": [
+            ("if local_rank == 0:", "if dist.get_rank() == 0:", "rank 0 is one of the whole job, local rank 0 one per"),
+            ("if local_rank == 0:", "if True:", "2 copies of the same file"),
+            (WAIT, "", "nobody waits for local rank 0 of node 0 after its copy"),
+            ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "nobody waits for"),
+            ("if local_rank == 0:", "if local_rank == 0 and not target.exists():", "half a file, of a job"),
+            ("copy(source, target)", "target.write_bytes(source.read_bytes())", "nobody has called copy"),
+            ("copy(source, target)", "copy(target, source)", "the file at the target is not the source"),
+            (WAIT, "    dist.barrier()", "all ranks wait, also those that copy nothing"),
+        ],
+    }  # fmt: skip
+    right = {"stage": [(WAIT, "dist.all_gather_object([None] * dist.get_world_size(), local_rank)")]}
