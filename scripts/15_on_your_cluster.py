@@ -81,7 +81,7 @@ repeats = 5  # samples of each timing, at least 1
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, join, leave, say, show
+from manyhands import Metrics, join, leave, say, show
 from manyhands.checks import on_your_cluster as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.launch.run_folder import run_folder
@@ -109,6 +109,7 @@ folder = agreed[0]
 # the trainer refuses. Give it `--train.global-batch 480 --train.micro-batch 5`, or 20 of the 24.
 #
 # </details>
+
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -468,7 +469,7 @@ if rank == 0:
     figure.axes[0].axvline(predicted * all_ms, **PREDICTED)
     show(figure, "one_core", "times of ten products on all cores and on one, and the predicted line for one")
     ratio, samples = one_ms / all_ms, len(times["on one core"])
-    beside = "as predicted, within a fifth" if 0.8 < ratio / predicted < 1.2 else "not as predicted: look at the whiskers"
+    beside = "as predicted" if 0.8 < ratio / predicted < 1.2 else "more than a fifth off: look at the whiskers"
     say(f"{ratio:.1f} times as long ({samples} samples); predicted {predicted}: {beside}")
 
 # %% [markdown]

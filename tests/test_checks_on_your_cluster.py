@@ -23,10 +23,11 @@ REJECTED = {
     ],
     "network": [
         (WAYS, r're.findall(r"Using network (\w+)()", log)', "what you return should be"),
-        (WAYS, r're.findall(r"NET/(\w+) : (\S+)", log)', "what it uses stands behind `via`"),
+        (WAYS, r're.findall(r"NET/(\w+) : Using()", log)', 'all("GDRDMA" in device for _, device in ways)',
+         'log.count("GDRDMA") == 4', "what it uses stands behind `via`"),
         (WAYS, r're.findall(r"Bootstrap : Using (\w+)(\S+)", log)', "what you return should be"),
         (WAYS, r're.findall(r"via NET/(\w+)/(\S+)", log)', "AWS Libfabric"),
-        ("all(", "any(", "some of its channels do not say GDRDMA"),
+        ('all("GDRDMA"', 'any("GDRDMA"', "some of its channels do not say GDRDMA"),
         ("return ways[0][0],", 'return "IB",', "IB is what NCCL has found"),
         ("if ways:", "ways = ways or [('Socket', '')]\n    if ways:", "should be None"),
     ],
@@ -54,7 +55,7 @@ REJECTED = {
         ("if tasks != len(rows):", "if False:", "leaves a row out"),
         ("an array of {tasks} tasks for {len(rows)} rows; submit it with --array=1-{len(rows)}", "wrong size",
          "raise a ValueError that names"),
-        ('if line.strip() and not line.startswith("#")', "if line.strip()", "should be"),
+        ('if line.strip() and not line.startswith("#")', "if line.strip()", "an array of 2 tasks for 3 rows"),
     ],
 }  # fmt: skip
 

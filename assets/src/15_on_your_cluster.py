@@ -4,6 +4,13 @@ from draw import arrow
 from manyhands.plots.looks import EDGE, GREY, GROUND, INK, PAPER, QUIET, box, card, of_rank, rank_box, tint, write
 
 
+def _area(axes, x, y, width, height, **look):
+    """A ground on which ranks and boxes stand."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, height, **{"fc": GROUND, "ec": INK, "lw": 1.2, "zorder": 0.5} | look))
+
+
 def _offline():
     figure, axes = card(92, 46, "everything is there before the job starts")
     box(axes, 2, 12, 14, 8, "the internet", face=PAPER, edge=QUIET, dotted=True)
@@ -14,7 +21,7 @@ def _offline():
     write(axes, 20, 13.6, "packages,\ndata", colour=QUIET)
     for node in range(2):
         top = 6 + 13 * node
-        box(axes, 62, top, 28, 11.4, face=GROUND)
+        _area(axes, 62, top, 28, 11.4)
         write(axes, 76, top + 1.8, f"compute node {node + 1}: no internet", weight="bold")
         for local in range(2):
             rank_box(axes, 2 * node + local, 63, top + 4 + 3.6 * local, 9, 3.2)
@@ -35,7 +42,7 @@ def _affinity():
     figure, axes = card(92, 36, "a node of Polaris: 4 domains of 8 cores")
     for domain in range(4):
         x, gpu = 2 + 22.4 * domain, 3 - domain
-        box(axes, x, 6, 21, 24, face=GROUND, edge=EDGE, dotted=True)
+        _area(axes, x, 6, 21, 24, ec=EDGE, ls=":")
         write(axes, x + 10.5, 8.2, f"domain {domain}", weight="bold")
         for core in range(8):
             patch = of_rank(gpu)

@@ -39,12 +39,13 @@ def cores_beside(answer, ranks=None):
     for name, domains in in_turn(_nodes()):
         every = [core for cores, _ in domains for core in cores]
         each_of_all = len(every) // sum(len(gpus) for _, gpus in domains)
-        for gpu, cores, gpus in sorted((gpu, cores, gpus) for cores, gpus in domains for gpu in gpus):
+        for gpu, cores, gpus in sorted((gpu, own, its) for own, its in domains for gpu in its):
             each, k, shared = len(cores) // len(gpus), gpus.index(gpu), len(gpus) > 1
             found = sorted(plain(list(answer(gpu, [(list(own), list(its)) for own, its in domains]))))
+            counted = every[gpu * each_of_all :][:each_of_all]
             slips = {
                 "those are counted off by the GPU's number; look up in which domain it is": (
-                    every[gpu * each_of_all :][:each_of_all]
+                    counted if not set(counted) & set(cores) else None
                 ),
                 f"those are all cores of its domain, which {len(gpus)} GPUs share": cores if shared else None,
                 "those are dealt like cards; cores that follow each other share caches": (
@@ -146,9 +147,12 @@ def network(answer, ranks=None):
     for what, log, wanted in in_turn(cases):
         given, slips = plain(answer(log)), {}
         if wanted and isinstance(given, list) and len(given) == 2:
-            given[1], other = bool(given[1]), "IB" if wanted[0] == "Socket" else "Socket"
+            given[1] = bool(given[1])
             slips = {
-                f"{other} is what NCCL has found; what it uses stands behind `via`": [other, given[1]],
+                f"{other} is what NCCL has found; what it uses stands behind `via`": [other, given[1]]
+                for other in {"IB", "Socket"} - {wanted[0]}
+            }
+            slips |= {
                 "some of its channels do not say GDRDMA: those pass through the host's memory": [wanted[0], True],
             }
         expect_equal(given, wanted, f"of {what} what you return", slips)
@@ -205,7 +209,7 @@ def _minutes(text):
     if days:
         hours, minutes, seconds = (parts + [0, 0])[:3]
     else:
-        hours, minutes, seconds = ([0, *parts, 0][:3] if len(parts) == 1 else [0, *parts] if len(parts) == 2 else parts)
+        hours, minutes, seconds = [0, *parts, 0][:3] if len(parts) == 1 else [0, *parts] if len(parts) == 2 else parts
     return 24 * 60 * int(days or 0) + 60.0 * hours + minutes + seconds / 60
 
 
@@ -227,4 +231,4 @@ def flags_of(answer, ranks=None):
             expect_equal(found, words[task - 1], f"of a table of {rows} rows the flags of task {task}", slips)
         for tasks in (rows - 1, rows + 1):
             case = f"an array of {tasks} for {rows} rows leaves a row out, or a task without one"
-            expect_refusal(lambda tasks=tasks: answer(list(lines), 1, tasks), case, tasks, rows)
+            expect_refusal(lambda n=tasks, lines=lines: answer(list(lines), 1, n), case, tasks, rows)
