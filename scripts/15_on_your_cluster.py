@@ -313,7 +313,7 @@ if rank == 0:
     say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
 
 # %% [markdown]
-# (A world of one gathers nothing.) Fewer, longer messages cost memory: as one unit, the whole model is there at once. In full
+# Fewer, longer messages cost memory: as one unit, the whole model is there at once. In full
 # size, on ranks that are not here, the [fake backend](../assets/glossary.md#fake-backend) of
 # [lesson 10](10_meshes_and_planning.ipynb) cuts the real shapes:
 
@@ -659,8 +659,13 @@ checks.directives(directives, ranks, solution=True)
 # %% [markdown]
 # ## On the cluster (CORE, 2 min)
 #
-# In pairs, from the course's folder on the login node. Look through the job file and its block "edit here", then submit, follow
-# the log, and try one option at a time:
+# In pairs, from the course's folder on the login node. This block of the job file is yours to edit:
+
+# %% tags=["active-ipynb"]
+# !sed -n "/edit here/,/end of what/p" ../jobs/train.slurm
+
+# %% [markdown]
+# Submit, follow the log, and try one option at a time:
 #
 # ```bash
 # make jobs SITE=polaris ACCOUNT=MyProject GPUS=4 NODES=2            # your site's lines, once
@@ -679,7 +684,7 @@ checks.directives(directives, ranks, solution=True)
 # | once inside | `nvidia-smi`, `top`, `ls -l` of the log: does it grow? | the same |
 # | one variable for one job | `NCCL_DEBUG=INFO qsub -v NCCL_DEBUG ...` | `NCCL_DEBUG=INFO sbatch ...` |
 #
-# **What changes on GPUs.** One rank per GPU, NCCL, and every section of this lesson at once: offline, bound, over the right network.
+# **What changes on GPUs.** All of it: one rank per GPU, offline, bound, over the right network.
 #
 # **What to look for.** As many ranks as GPUs; the loss of the first step near ln of the vocabulary; `via NET/` with your site's
 # network; `nvidia-smi` with all GPUs busy; tokens per second that hardly fall from one node to two.

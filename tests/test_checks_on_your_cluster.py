@@ -84,7 +84,7 @@ class TestCopies(AnswersOfRanks):
     elsewhere = ("cores_beside", "network", "directives", "flags_of")
     rejected = {
         "stage": [
-            ("if local_rank == 0:", "if dist.get_rank() == 0:", "rank 0 is one of the whole job, local rank 0 one per"),
+            ("if local_rank == 0:", "if dist.get_rank() == 0:", "local rank 0 is one per node"),
             ("if local_rank == 0:", "if True:", "2 copies of the same file"),
             (WAIT, "", "nobody waits for local rank 0 of node 0 after its copy"),
             ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "nobody waits for"),
