@@ -29,11 +29,11 @@ ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/", f"{SOLUTIONS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
-    ".gitignore", ".github/**/*", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
-    "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt", "assets/**/*",
-    "data/README.md", "jobs/README.md", "jobs/ddp_shakespeare.pbs", "jobs/ddp_shakespeare.slurm", "jobs/sweep.pbs",
-    "jobs/sweep.slurm", "jobs/sweep.tsv", "jobs/train.pbs", "jobs/train.slurm", "jobs/sites/*.toml",
-    "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
+    ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
+    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt",
+    "assets/**/*", "data/README.md", "jobs/README.md", "jobs/*.pbs", "jobs/*.slurm", "jobs/*.tsv", "jobs/*.def",
+    "jobs/sites/*.toml", "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock",
+    "scripts/manyhands/**/*",
 )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class Site:
     sources: list
     verified: str  # what was compared with the sources, and what was not
     walltime: str
+    login: str = ""  # what comes before `make` builds an environment on a login node
     needs: list = field(default_factory=list)
     queue: str | None = None
     pbs: dict | None = None
@@ -295,6 +296,8 @@ def _print_stamp(args):
         print(f"written for {site.title}; submit with: {program} jobs/{path.name}")
         for said in crowd_complaints(path, directives.SCHEDULERS[path.suffix]):
             print(f"  but {said}")
+    if site.login:
+        print(f"before `make lab`, `kernel` or `shared` on a login node there: {site.login}")
     print(f"Read {site.checked} from {site.sources[0]}. {' '.join(site.verified.split())}")
 
 

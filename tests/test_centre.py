@@ -1,0 +1,143 @@
+"""`.gitlab-ci.yml` and the workflows: as GitLab and GitHub take them, and true to the course that they run."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import fake_course
+import pytest
+import yaml
+from check_jsonschema import main as check_jsonschema
+from click.testing import CliRunner
+from manyhands.jobs import directives, stamp
+from manyhands.tools import preflight
+
+ROOT = Path(__file__).resolve().parents[1]
+CENTRE, *WORKFLOWS = PIPELINES = [ROOT / ".gitlab-ci.yml", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+GITLAB = yaml.safe_load(CENTRE.read_text())
+GITHUB = {path.stem: yaml.load(path.read_text(), yaml.BaseLoader) for path in WORKFLOWS}  # "on" is no truth value
+JOBS = {name: GITLAB[".site"] | job for name, job in GITLAB.items() if isinstance(job, dict) and "script" in job}
+SITES = {re.search('"(.+)"', rule["if"])[1]: rule["variables"] for rule in GITLAB[".site"]["rules"]}
+JACAMARS_OWN = {"-N", "-j", "-k", "--job-name", "--output"}  # it names its job, and reads what that prints
+AGAIN = {"-r", "--requeue", "--open-mode", "--signal"}  # a job that comes back: Jacamar has ended it by then
+
+
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
+def test_gitlab_and_github_know_every_key(path):
+    kind = ["gitlab-ci", "--data-transform", "gitlab-ci"] if path == CENTRE else ["github-workflows"]
+    done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{kind[0]}", *kind[1:], str(path)])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_centres_pipeline_offers_sites_that_there_are():
+    offered = GITLAB["variables"]["SITE"]
+    assert set(offered["options"]) == set(SITES) <= set(stamp.sites()) and offered["value"] in SITES
+    for site, variables in SITES.items():
+        assert variables.get("SETUP", "") == stamp.site_named(site).login
+
+
+def test_make_jobs_says_what_a_site_needs_before_an_environment_is_built(tmp_path, monkeypatch, capsys):
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    monkeypatch.chdir(tmp_path)
+    stamp.main(["stamp", "--site", "aurora", "--account", "Hands"])
+    assert f"on a login node there: {stamp.site_named('aurora').login}\n" in capsys.readouterr().out
+
+
+def options_for(site):
+    """{key: value} of the directives that the pipeline asks the scheduler of `site` for, as account Hands."""
+    (name,) = [name for name in SITES[site] if name.endswith("SCHEDULER_PARAMETERS")]
+    known = {"ACCOUNT": "Hands", "NODES": GITLAB["variables"]["NODES"]["value"], **SITES[site]}
+    words = shlex.split(re.sub(r"\$(\w+)", lambda match: known[match[1]], SITES[site][name]))
+    scheduler = directives.SCHEDULERS[Path(SITES[site]["JOB"]).suffix]
+    lines = re.sub(" (?=-)", "\n", " ".join(words)).splitlines()
+    text = "".join(f"{directives.PREFIX[scheduler]} {line}\n" for line in lines)
+    return {directive.key: directive.value for directive in directives.read(text, scheduler)}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_centres_pipeline_asks_the_scheduler_for_what_make_jobs_writes(site, tmp_path):
+    folder, variables = shutil.copytree(ROOT / "jobs", tmp_path / "jobs"), SITES[site]
+    nodes, gpus = int(GITLAB["variables"]["NODES"]["value"]), variables.get("GPUS")
+    wishes = {name.lower(): variables.get(name) for name in ("QUEUE", "WALLTIME", "MEM")}
+    stamp.stamp(site, account="Hands", nodes=nodes, gpus=gpus and int(gpus), folder=folder, **wishes)
+    job = tmp_path / variables["JOB"]
+    written = directives.read(job.read_text(), directives.SCHEDULERS[job.suffix])
+    assert options_for(site) == {d.key: d.value for d in written if d.key not in JACAMARS_OWN | AGAIN}
+
+
+def commands():
+    """(file, command) of every line that a pipeline runs."""
+    yield from ((CENTRE.name, line) for job in JOBS.values() for line in job["script"])
+    steps = ((name, step) for name, flow in GITHUB.items() for job in flow["jobs"].values() for step in job["steps"])
+    yield from ((name, step["run"]) for name, step in steps if "run" in step)
+
+
+@pytest.mark.parametrize(("where", "command"), list(commands()))
+def test_what_a_pipeline_runs_exists(where, command):
+    makefile = (ROOT / "Makefile").read_text()
+    program, *words = shlex.split(command)
+    assert program in ("make", "bash", "sudo", "eval", "export", "unset")
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE), f"there is no `make {words[0]}`"
+        given = [word.split("=")[0] for word in words[1:]]
+        assert [name for name in given if f"$({name})" not in makefile] == []
+    files = [variables["JOB"] for variables in SITES.values()] if "$JOB" in command else words
+    assert [name for name in files if re.search(r"^\w*/|^\.ci/", name) and not (ROOT / name).exists()] == []
+
+
+def test_every_job_of_a_pipeline_has_an_end_and_none_runs_beside_another_on_gpus():
+    assert all(job["timeout"] and job["resource_group"] for job in JOBS.values())
+    assert all(int(job["timeout-minutes"]) for flow in GITHUB.values() for job in flow["jobs"].values())
+    assert GITHUB["gpu"]["concurrency"]["group"]
+
+
+def test_what_costs_gpus_starts_by_hand_or_by_a_schedule_and_gets_no_secret():
+    assert set(GITHUB["gpu"]["on"]) == {"workflow_dispatch", "schedule"}
+    started = {rule["if"] for rule in GITLAB["workflow"]["rules"]}
+    assert set(re.findall('"(.+?)"', " ".join(started))) == {"web", "schedule"}
+    assert all(flow["permissions"] == {"contents": "read"} for flow in GITHUB.values())
+    assert "secrets." not in "".join(path.read_text() for path in PIPELINES)
+
+
+def test_the_batch_job_builds_and_downloads_nothing():
+    assert JOBS["preflight"]["needs"] == ["environment"] and "batch" in JOBS["preflight"]["tags"]
+    assert not re.search("make|pip|uv|curl|prepare_data", " ".join(JOBS["preflight"]["script"]))
+
+
+@pytest.mark.ranks
+def test_the_artifacts_are_what_preflight_leaves(tmp_path, monkeypatch):
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
+    assert preflight.main(["--lesson=01", "--notebooks"], root=tmp_path) == 0
+    steps = GITHUB["gpu"]["jobs"]["preflight"]["steps"]
+    (upload,) = [step["with"]["path"].split() for step in steps if "path" in step.get("with", {})]
+    assert upload == JOBS["preflight"]["artifacts"]["paths"]
+    found = {pattern: list(tmp_path.glob(pattern)) for pattern in upload}
+    (only_on_gpus,) = [pattern for pattern, paths in found.items() if not paths]
+    assert only_on_gpus == "outputs/preflight/recorded/"
+    names = {path.name for paths in found.values() for path in paths}
+    assert {"report.html", "junit.xml", "01_good.ipynb", "01_good.html", "log.txt"} <= names
+    assert (tmp_path / JOBS["preflight"]["artifacts"]["reports"]["junit"]).exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("site", ["perlmutter", "polaris"])
+def test_the_batch_job_starts_the_preflight_in_its_own_folder_wherever_jacamar_submitted_it(site, tmp_path):
+    course, seen = tmp_path / "course", tmp_path / "seen"
+    shutil.copytree(ROOT / "jobs", course / "jobs")
+    (course / "scripts").mkdir()
+    (course / "scripts" / "preflight.py").touch()
+    stamp.stamp(site, account="Hands", folder=course / "jobs")
+    binaries = tmp_path / "env" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
+    (binaries / "python").write_text(f'#!/bin/sh\necho "$PWD" "$@" "$MANYHANDS_DEVICE" >>"{seen}"\n')
+    (binaries / "python").chmod(0o755)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SITE": site, "PREFIX": str(tmp_path / "env")}
+    environ |= {"PREFLIGHT_ARGS": "--lesson 03", "SLURM_SUBMIT_DIR": "/", "PBS_O_WORKDIR": "/"}
+    script = "\n".join(["set -e", *JOBS["preflight"]["script"]])
+    subprocess.run(["bash", "-c", script], cwd=course, env=environ | {"JOB": SITES[site]["JOB"]}, check=True)
+    assert seen.read_text().splitlines()[-1] == f"{course} scripts/preflight.py --resume unfinished --lesson 03 cuda"
