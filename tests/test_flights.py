@@ -111,7 +111,8 @@ def test_on_gpus_that_nobody_names_runs_take_turns_with_no_more_ranks_than_gpus(
     assert preflight.at_once(runs[1], [], 64, 2**40) and not preflight.at_once(runs[1], [runs[0]], 64, 2**40)
     assert planned("--timeout", "77")[2] == 77
     monkeypatch.setattr(preflight, "gpus_here", lambda environ=None: ("cuda", 1))
-    assert {run.n_ranks for run in planned()[1]} == {1}
+    assert {(run.device, run.n_ranks) for run in planned("--device", "cuda")[1]} == {("cuda", 1)}
+    assert {run.device for run in planned()[1]} == {"cpu"}  # the ranks of a lesson would not take one GPU
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(planned, monkeypatch, capsys):

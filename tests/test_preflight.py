@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -214,6 +215,18 @@ def test_a_preflight_that_is_ended_leaves_none_of_its_runs(tmp_path, root, how):
     finally:
         flight.kill()
     assert of_course(tmp_path) == []
+
+
+def test_a_second_sigterm_does_not_cut_short_what_the_first_one_began():
+    ended = []
+    with pytest.raises(KeyboardInterrupt), processes.sigterm_interrupts():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.append("all runs")
+    assert ended == ["all runs"]
 
 
 def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flown, monkeypatch, capsys):

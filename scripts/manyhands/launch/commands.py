@@ -108,10 +108,8 @@ def _srun(where, ranks_per_node, environ):
     return where.srun(where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
 
 
-def mpiexec_over(
-    where: Allocation, ranks_per_node: int, environ: Mapping[str, str], mpiexec: list[str] | None = None
-) -> list[str]:
-    """The mpiexec that starts so many ranks on each node, block by block. Raises RanksError where there is none.
+def mpiexec_over(where: Allocation, nproc: int, environ: Mapping[str, str], mpiexec=None) -> list[str]:
+    """The mpiexec that starts `nproc` ranks on each node, block by block. Raises RanksError where there is none.
 
     `mpiexec`: a command, maybe with flags; None: MPIEXEC of `environ`, else what is here.
     """
@@ -119,10 +117,10 @@ def mpiexec_over(
     if not mpiexec:
         raise RanksError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
     flags = words_of(environ, "MPIEXEC_FLAGS")
-    per_node = ["--map-by", f"ppr:{ranks_per_node}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(ranks_per_node)]
+    per_node = ["--map-by", f"ppr:{nproc}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(nproc)]
     if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # the site says it in its own way
         per_node = []
-    return [*mpiexec, "-n", str(where.num_nodes * ranks_per_node), *per_node, *flags]
+    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *flags]
 
 
 def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:

@@ -206,6 +206,7 @@ def sigterm_interrupts() -> Iterator[None]:
     """SIGTERM, which a job gets at its wall time, raises KeyboardInterrupt: runs are ended on the way out."""
 
     def interrupt(*_):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # qdel tells the job file, too, which passes it on
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

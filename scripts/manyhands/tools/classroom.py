@@ -135,8 +135,8 @@ def notebook_bytes(runs) -> tuple[int, str]:
 
 def lesson_s(runs, lesson) -> float | None:
     """Seconds of the longest of these runs of a lesson under torchrun, or None."""
-    names = [(run["name"], run["seconds"]) for run in runs if lesson and not run["error"]]
-    return max((seconds for name, seconds in names if name.startswith(f"{lesson} torchrun")), default=None)
+    well = [run for run in runs if lesson and not run["error"] and run["name"].startswith(f"{lesson} torchrun")]
+    return max((run["seconds"] for run in well), default=None)
 
 
 def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:

@@ -112,14 +112,8 @@ class Run:
         n = str(self.n_ranks)
         hidden = "CUDA_VISIBLE_DEVICES= " if self.device == "cpu" else ""  # a script takes what it sees
         if self.nodes > 1 or self.way == "srun":
-            words = [
-                "--starter",
-                self.way,
-                "--nproc",
-                str(self.n_ranks // self.nodes),
-                f"scripts/{self.lesson.name}.py",
-            ]
-            return hidden + shlex.join(["python", "scripts/launch.py", *words, "--", *self.flags])
+            words = ["python", "scripts/launch.py", "--starter", self.way, "--nproc", str(self.n_ranks // self.nodes)]
+            return hidden + shlex.join([*words, f"scripts/{self.lesson.name}.py", "--", *self.flags])
         launcher = {
             "torchrun": ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", n],
             "mpiexec": ["mpiexec", "-n", n, "python"],

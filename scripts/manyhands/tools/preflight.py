@@ -88,7 +88,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
             raise ValueError(refusal)
         Allocation.find()  # a job whose nodes cannot be read
         lessons = find_lessons(root, options.lesson)
-        kind = device_named(options.device or device())  # before anything is planned: on GPUs runs take turns
+        kind = usual_device(options.device or device())  # before anything is planned: on GPUs runs take turns
         runs = plan(
             lessons, output / "runs", ranks=options.ranks or usual_ranks(kind), device=kind, short=options.short,
             notebooks_only=options.notebooks,
@@ -117,9 +117,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
         warnings = [OFFLINE] if "offline" in corpora(results) else []
         if last:
             warnings += flights.worse(last, metadata, made)
-            metadata["since"] = "; ".join(
-                [last["metadata"]["when"], *(flights.changed(last["metadata"], metadata) or ["nothing has changed"])]
-            )
+            since = flights.changed(last["metadata"], metadata) or ["nothing has changed"]
+            metadata["since"] = "; ".join([last["metadata"]["when"], *since])
         output.mkdir(parents=True, exist_ok=True)
         flights.write(output, metadata, made, finished=not missing)
         text = page(output, results, metadata, warnings, time.monotonic() - started, missing)
@@ -154,6 +153,12 @@ def main(argv=None, description=None, root=ROOT) -> int:
 
 
 # ------------------------------------------------------------------ which runs, and how many at once
+
+
+def usual_device(named) -> str:
+    """What `named` means. "auto" is the CPU on a machine with one GPU, as for lessons, which have more ranks."""
+    alone = Allocation.find().kind == "local" and gpus_here()[1] == 1
+    return "cpu" if named == "auto" and alone else device_named(named)
 
 
 def usual_ranks(kind) -> list[int] | None:
