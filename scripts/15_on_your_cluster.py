@@ -202,7 +202,7 @@ checks.stage(stage, ranks, solution=True, folder=folder)
 # %% [markdown]
 # ## Two presets (CORE, 7 min)
 #
-# **Why.** `scripts/train.py` has two sizes to take to a cluster. Before you ask for nodes, ask whether they fit:
+# **Why.** `scripts/train.py` has two sizes for a cluster. Before you ask for nodes, ask whether they fit:
 
 # %%
 # %%ranks
@@ -315,24 +315,29 @@ if rank == 0:
 # %% [markdown]
 # Fewer, longer messages cost memory: as one unit, the whole model is there at once. In full
 # size, on ranks that are not here, the [fake backend](../assets/glossary.md#fake-backend) of
-# [lesson 10](10_meshes_and_planning.ipynb) cuts the real shapes:
+# [lesson 10](10_meshes_and_planning.ipynb) cuts the real shapes (512 sequences do not split over
+# 1,024 ranks, so the step grows):
 
 # %%
 # %%ranks --timeout 300
+import math
+
 from manyhands.predict.simulated_rank import in_own_process
 
 full_size = {}
 if rank == 0:  # nothing is sent: one process plays rank 0 of each world
     worlds = sorted({8, 64, largest})
+    batch = ["--train.global-batch", str(4 * math.lcm(64, largest))]
     for preset in ("olmo-1b", "olmo-7b"):
-        for n, found in zip(worlds, in_own_process(worlds, ["--preset", preset], timeout_s=240), strict=True):
+        played = in_own_process(worlds, ["--preset", preset, *batch], timeout_s=240)
+        for n, found in zip(worlds, played, strict=True):
             held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
             full_size[f"{preset} {n}"] = held
             say(f"{preset} on {n:5,} ranks, {found['layout']:12} rank 0 holds {held / 1e9:7.3f} GB")
             assert abs(held / planned - 1) < 0.02, "the dry run would say something else"
 
 # %% [markdown]
-# DDP's line does not move: every rank holds everything. FSDP's falls with the number of ranks.
+# DDP's line does not move; FSDP's falls with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: presets</summary>
@@ -373,7 +378,7 @@ if rank == 0:
 # ![A node of Polaris: four domains of eight cores; the GPUs are numbered from the other end, GPU 3 beside cores 0 to 7 and a
 # network card, GPU 1 beside cores 16 to 23 and the other card](../assets/15_affinity.svg)
 #
-# That is [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/), as `nvidia-smi topo -m` shows it:
+# [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/), as `nvidia-smi topo -m` shows it:
 # **the GPUs are numbered from the other end**. Bind ranks to cores in order, and every one of them is far from its GPU. (The
 # network card nearest to a GPU NCCL finds by itself.)
 #
@@ -453,8 +458,8 @@ n_here, usable = len(neighbours), devices.cores(devices.look(os.environ))
 predicted = min(n_here, usable) if common else 1
 
 # %% [markdown]
-# Expect the lower row's point at the dashed line, which is the upper row's times the prediction. A machine that does other things
-# too lengthens the whiskers.
+# Expect the lower row's point at the dashed line, which is the upper row's times the prediction. A busy
+# machine lengthens the whiskers.
 
 # %%
 # %%ranks

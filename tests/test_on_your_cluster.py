@@ -72,7 +72,7 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
 def test_the_presets_in_full_size_hold_what_the_dry_run_plans_on_8_64_and_1024_ranks(preset):
     worlds = (8, 64, 1024)
     sizes = []
-    for found in in_own_process(worlds, ["--preset", preset]):
+    for found in in_own_process(worlds, ["--preset", preset, "--train.global-batch", "4096"]):
         held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
         assert held == planned
         sizes.append(held)
