@@ -27,9 +27,9 @@ AT_ONCE = -n $(PROCESSES)
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test test-gpu check bench doctor environment
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 lock: environment  ## write scripts/requirements.lock anew: hashes of the pins in requirements.txt
 	@grep -v '^torch==' requirements.txt | "$(BIN)/uv" pip compile - -q --generate-hashes --no-deps --no-annotate \
@@ -109,7 +109,7 @@ lint: environment  ## format, habits, import rules, types: ruff, import-linter, 
 	@PYTHONPATH=scripts "$(BIN)/lint-imports"
 	@$(RUN) -m mypy
 
-test check lint: | tests
+test test-gpu check lint: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
@@ -118,6 +118,10 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
+
+test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none
+	@$(RUN) scripts/prepare_data.py
+	@MANYHANDS_DEVICE="$${MANYHANDS_DEVICE:-cuda}" $(RUN) -m pytest -n 0 -m gpu tests/test_on_gpus.py $(ARGS)
 
 check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.launch.machine "make check"

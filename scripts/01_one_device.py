@@ -655,17 +655,20 @@ with Counter() as ours:  # also the warm-up
 gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
 with profile(activities=[ProfilerActivity.CPU, *gpu], with_flops=True, acc_events=True) as prof:
     model(*batch())[1].backward()
-events = {event.key.removeprefix("aten::"): event for event in prof.key_averages()}
-whole_us = sum(event.self_cpu_time_total for event in events.values())
+calls = [event for event in prof.key_averages() if event.device_type == torch.autograd.DeviceType.CPU]  # no kernels
+events = {event.key.removeprefix("aten::"): event for event in calls}
+clock = "self_device_time_total" if gpu else "self_cpu_time_total"  # on a GPU the CPU only launches
+used_us = {name: getattr(event, clock) for name, event in events.items()}
+whole_us = sum(used_us.values()) or 1
 if rank == 0:
-    for name, event in sorted(events.items(), key=lambda e: -e[1].self_cpu_time_total)[:5]:
-        say(f"{name[:44]:44} {100 * event.self_cpu_time_total / whole_us:3.0f} % of the time")
+    for name in sorted(events, key=used_us.get, reverse=True)[:5]:
+        say(f"{name[:44]:44} {100 * used_us[name] / whole_us:3.0f} % of the time")
     for name in ("mm", "addmm"):
         say(f"{name}: {events[name].count} calls, {events[name].flops:,} FLOPs; ours {ours.rows[name][:2]}")
 
 # %% [markdown]
-# The same calls, the same FLOPs. On a GPU sort by the device's time, and look for the gaps *between* kernels: in
-# them the GPU waits for Python.
+# The same calls, the same FLOPs. On a GPU the shares are of its own time, without the gaps *between* kernels: look for
+# these in the trace. In them the GPU waits for Python.
 
 # %% [markdown]
 # ## Activations, and does it fit? (CORE, 6 min)

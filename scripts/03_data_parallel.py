@@ -247,11 +247,11 @@ from torch.nn.utils import vector_to_parameters
 
 
 def toy(seed):
-    """A network 6-4-2 with 38 parameters, and this rank's share of 24 rows: inputs, targets."""
+    """A network 6-4-2 with 38 parameters, and this rank's share of 24 rows, or more: inputs, targets."""
     torch.manual_seed(seed)
     layers = torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
     torch.manual_seed(24)
-    rows_b8 = torch.randn(24, 8).tensor_split(world_size)[rank].double().to(device)
+    rows_b8 = torch.randn(-(-24 // world_size) * world_size, 8).chunk(world_size)[rank].double().to(device)
     return torch.nn.Sequential(*layers).double().to(device), rows_b8[:, :6], rows_b8[:, 6:]
 
 
@@ -415,14 +415,21 @@ if rank == 0:
 # %%
 # %%ranks
 import time
+from manyhands.measure.timing import synchronise
+
+
+def now():
+    synchronise(device)  # a GPU only queues what Python asks for: wait until it is done
+    return time.perf_counter()
+
 
 model, ready = new_model(), []
 for name, p in model.named_parameters():
-    p.register_post_accumulate_grad_hook(lambda p, name=name: ready.append((name, time.perf_counter())))
+    p.register_post_accumulate_grad_hook(lambda p, name=name: ready.append((name, now())))
 _, loss = model(*batch(0))
-begin = time.perf_counter()
+begin = now()
 loss.backward()
-whole_s = time.perf_counter() - begin
+whole_s = now() - begin
 if rank == 0:
     for name, moment in [*ready[:3], *ready[-2:]]:
         say(f"{name:28} ready at {100 * (moment - begin) / whole_s:3.0f} % of backward")
@@ -1273,6 +1280,7 @@ for k in (8, 32):
 #
 # Up to as many ranks as there are cores, below 100 %: the averaging is added, and the waiting for each other. Beyond that the
 # ranks share cores. Four ranks on two cores can hardly exceed 50 %, whatever DDP does.
+# Ranks with a GPU each share none: what is left is averaging and waiting, and for a model as small as this, launches.
 #
 # </details>
 
@@ -1317,8 +1325,8 @@ rates = [3 * 64 * n / statistics.median(step_s[n]) for n in sizes]
 metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
 
 # %% [markdown]
-# Find the first number of ranks whose efficiency is far below 100 %, and compare it with the number of cores. An all-reduce
-# waits for its slowest rank, and a rank without a core of its own is always slow. On one machine that is when more ranks stop
+# Find the first number of ranks whose efficiency is far below 100 %; on the CPU compare it with the number of cores. An
+# all-reduce waits for its slowest rank, and a rank without a core of its own is always slow. On one machine that is when more ranks stop
 # helping: nothing is left to compute on. Between machines it is the network.
 
 # %% [markdown]
@@ -1490,11 +1498,11 @@ if rank == 0:
 # ### Two more from the same family (MORE, 3 min)
 #
 # Both from one workshop's trainer. In the first, somebody prepared for fp16: `backward()` and `step()` stand under the
-# scaler that fp16 needs. What happens where there is no scaler, as on a CPU?
+# scaler that fp16 needs. What happens where there is no scaler, as in fp32?
 
 # %%
 # %%ranks
-scaler = torch.amp.GradScaler() if device.type == "cuda" else None
+scaler = None  # fp16 alone makes one: torch.amp.GradScaler()
 model = new_model()
 optimizer = torch.optim.AdamW(model.parameters())
 first_weights = fingerprint(model.parameters())

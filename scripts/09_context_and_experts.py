@@ -638,7 +638,7 @@ if rank == 0:
 
 # %% [markdown]
 # A CPU's kernel is none of them: **there is no `context_parallel` on CPUs**. So full attention on one process is the
-# judge here, and the library's way waits for GPUs. There the call is
+# judge here, on GPUs too: the kernels that it takes know 16 and 32 bits, and this lesson compares in 64. The library's way is
 #
 # ```python
 # with context_parallel(mesh["shared"], buffers=[x, targets], buffer_seq_dims=[1, 1]):

@@ -85,16 +85,18 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 
 # %%
 # %%ranks
+import math
+
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
+from manyhands import Metrics, catch_up, fingerprint, join, leave, say, show
 from manyhands.checks import when_it_breaks as checks
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 guilty = min(2, world_size - 1)  # the rank at fault in this lesson
-if 24 % world_size:
-    refuse(f"24 sequences do not split over {world_size} ranks; use 1, 2, 3, 4, 6 or 8")
+least = math.lcm(12, world_size)  # it splits over all ranks, and over the first two, three and four
+global_batch = -(-24 // least) * least  # 24 sequences, or the next number that does
 
 # %% [markdown]
 # All sections share the text, a folder that all ranks see, and **groups** of the first one, two, three and four ranks. What
@@ -491,7 +493,7 @@ def small_gpt(dropout=0.0):
 def gradients(model, step):
     """This rank's own gradients of its share of global batch `step`."""
     model.zero_grad()
-    model(*get_batch(corpus.train_ids, step, 24, 32, rank, world_size, seed=1))[1].backward()
+    model(*get_batch(corpus.train_ids, step, global_batch, 32, rank, world_size, seed=1))[1].backward()
     return [p.grad for p in model.parameters()]
 
 
@@ -562,7 +564,7 @@ def first_not_finite(model, *inputs):
 model = small_gpt()
 if rank == guilty:
     flip_bit(model.blocks[1].mlp.up.weight, 100)
-batch = get_batch(corpus.train_ids, 3, 24, 32, rank, world_size, seed=1)
+batch = get_batch(corpus.train_ids, 3, global_batch, 32, rank, world_size, seed=1)
 where, largest = (
     first_not_finite(model, *batch),
     max(model.named_parameters(), key=lambda p: p[1].abs().max()),
@@ -650,7 +652,7 @@ def train_step(trainee):
     """One step. Returns the loss of the global batch. All ranks of the trainee call it."""
     group, rank, n = trainee.group, trainee.rank, trainee.n
     trainee.gradient_P.zero_()
-    loss = trainee.model(*get_batch(corpus.train_ids, trainee.step, 24, 32, rank, n, seed=1))[1]
+    loss = trainee.model(*get_batch(corpus.train_ids, trainee.step, global_batch, 32, rank, n, seed=1))[1]
     loss.backward()
     dist.all_reduce(trainee.gradient_P, group=group)
     trainee.step += 1

@@ -61,7 +61,7 @@
 # </details>
 
 # %% tags=["parameters"]
-n_ranks = 4  # processes, a divisor of 24; in a script the launcher decides
+n_ranks = 4  # processes; in a script the launcher decides
 merges = 256  # merges of the tokenizer, 16 to 2000
 hashes = 128  # numbers in a MinHash signature, a multiple of 16, at least 16
 live_flops = 6e10  # cost of the model that is trained here, at least 1e9; 6e10 is a recorded point
@@ -107,8 +107,7 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 if hashes % 16 or hashes < 16:
     refuse(f"hashes={hashes} does not split into 16 bands; use a multiple of 16")
-if 24 % world_size:
-    refuse(f"a batch of 24 does not split over {world_size} ranks; use 1, 2, 3, 4, 6, 8, 12 or 24")
+global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
 corpus = load_corpus(ranks)
 given = {"merges": merges, "hashes": hashes, "live_flops": live_flops, "zoo_steps": zoo_steps}
 metrics = Metrics(ranks, corpus, given)
@@ -855,13 +854,14 @@ bits = live["val_loss"] / math.log(2) * len(corpus.text) / len(corpus.text.encod
 if rank == 0:
     say(f"{live['params']:,} parameters, {live['tokens']:,} tokens, {live['steps']} steps")
     say(f"validation loss {live['val_loss']:.3f} nats per character, {bits:.2f} bits per byte")
-    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {flop_per_s / peak:.0%}")
+    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
     say(f"it writes {live['sample']!r}")
 metrics.close(1e-2, live_loss=live["val_loss"])
 metrics.measured(flop_per_s=flop_per_s)
 
 # %% [markdown]
-# The peak is what large matrix products reach here. This model is 24 numbers wide, so its own are far too small for that.
+# The peak is what large matrix products reach here, in the same precision. This model is 24 numbers wide, so its own are far
+# too small for that; a GPU spends the time on launching them.
 #
 # `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
 # end with the same loss under each of them, up to rounding:
@@ -1123,7 +1123,7 @@ def train(loss_of):
     optimizer = torch.optim.AdamW([part for part, _ in replicas.parts], lr=5e-3)
     for step in range(zoo_steps):
         # targets_bT[:, t] is the character after ids_bT[:, t]
-        ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, 32, rank, world_size, 1)
+        ids_bT, targets_bT = get_batch(corpus.train_ids, step, global_batch, 32, rank, world_size, 1)
         loss = loss_of(model(ids_bT.to(device))[0], targets_bT.to(device))
         replicas.backward(loss, last=True)
         optimizer.step()

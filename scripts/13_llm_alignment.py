@@ -83,6 +83,7 @@ seeds = 3  # runs of each stage in the experiment, at least 1
 # %%
 # %%ranks
 import copy
+import math
 
 import numpy as np
 import torch
@@ -111,6 +112,11 @@ vocab = with_markers(corpus.vocab)
 config = GPTConfig(vocab_size=len(vocab), n_layer=2, n_embd=64)
 given = {"base_steps": base_steps, "sft_steps": sft_steps, "dpo_steps": dpo_steps, "rl_steps": rl_steps}
 metrics = Metrics(ranks, corpus, given | {"seeds": seeds})
+global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
+GROUP = 8  # answers to a question, for GRPO below
+ANSWERS = -(-240 // math.lcm(GROUP, world_size)) * math.lcm(
+    GROUP, world_size
+)  # in a step: 240, or the next that splits
 if rank == 0:
     say(f"{len(vocab)} tokens, the last four: {' '.join(vocab[-4:])}")
     say(f"{config.num_params():,} parameters")
@@ -152,7 +158,7 @@ def falling(step, steps, peak):
 
 
 # %% [markdown]
-# A short pre-training, 24 windows of 64 characters per step, dealt out to the ranks. It takes a few seconds:
+# A short pre-training, 24 windows of 64 characters per step, dealt out to the ranks (or as many more as split). It takes a few seconds:
 
 
 # %%
@@ -163,7 +169,7 @@ def pretrained():
     model = GPT(config).to(device)
     optimizer = adam(model)
     for step in range(base_steps):
-        batch = get_batch(corpus.train_ids, step, 24, config.block_size, rank, world_size, seed=1)
+        batch = get_batch(corpus.train_ids, step, global_batch, config.block_size, rank, world_size, seed=1)
         ids_bT, targets_bT = (part.to(device) for part in batch)
         loss = model(ids_bT, targets_bT)[1] / world_size
         update(model, optimizer, loss, falling(step, base_steps, 3e-3))
@@ -686,10 +692,10 @@ from manyhands.align.stage import reference as sharded_by_torch
 from manyhands.align.stage import start_from
 from manyhands.train.dry_run import model_from_flags
 
-sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch 24"
+sizes = f"--model.n-layer {config.n_layer} --model.n-embd {config.n_embd} --train.global-batch {global_batch}"
 exact = copy.deepcopy(models["dpo", 0]).double()  # a policy that has left its reference
 frozen = copy.deepcopy(models["sft", 0]).double()
-ids_B2T = pair_rows(wrong[:24])
+ids_B2T = pair_rows(wrong[:global_batch])
 single = copy.deepcopy(exact)
 loss_1 = pair_loss(single, frozen, ids_B2T.to(device), len(ids_B2T))
 loss_1.backward()
@@ -815,7 +821,7 @@ if ("sft", 0) not in models:
 
 # %%
 # %%ranks
-ANSWERS, GROUP, KL = 240, 8, 0.01
+KL = 0.01  # of the distance from the reference, in the loss
 
 
 def rl_loss(model, reference, ids_bT, rewards_b, num_answers):
@@ -902,7 +908,7 @@ if rank == 0:
 catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked", "accuracy")
 catch_up(globals(), "own_share", "whole", "rest_in_shares", "in_shares", "advantages", "rl_loss", "grpo")
 ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
-task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
+task, KL = LetterTask("sort", letters=12, length=4), 0.01
 held_out = task.draw(256, [7], held_out=True)
 if ("sft", 0) not in models:
     models["sft", 0] = sft(seed=0)
@@ -989,7 +995,9 @@ from manyhands.gpt.lora import add_lora
 
 thin = add_lora(copy.deepcopy(base), rank=4, alpha=8.0)
 learning = [p for p in thin.parameters() if p.requires_grad]
-ids_bT, targets_bT = (part.to(device) for part in get_batch(corpus.train_ids, 0, 24, 64, rank, world_size, seed=2))
+ids_bT, targets_bT = (
+    part.to(device) for part in get_batch(corpus.train_ids, 0, global_batch, 64, rank, world_size, seed=2)
+)
 (thin(ids_bT, targets_bT)[1] / world_size).backward()
 with wire.watch() as seen:
     dist.all_reduce(torch.cat([p.grad.flatten() for p in learning]))
@@ -1065,7 +1073,7 @@ catch_up(globals(), "loss_mask", "demonstrations", "own", "log_probs", "sft", "a
 catch_up(globals(), "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares")
 catch_up(globals(), "pairs_of", "pair_rows", "pair_loss", "dpo", "advantages", "rl_loss", "grpo")
 ASSISTANT, STOP = vocab.index("<|assistant|>"), vocab.index(END)
-task, ANSWERS, GROUP, KL = LetterTask("sort", letters=12, length=4), 240, 8, 0.01
+task, KL = LetterTask("sort", letters=12, length=4), 0.01
 held_out = task.draw(256, [7], held_out=True)
 
 # %%

@@ -93,6 +93,7 @@ from manyhands.checks import llm_serving as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.sampling import Sampling, uniforms
+from manyhands.measure.timing import synchronise
 from manyhands.serve.engine import Engine, generate
 
 # %%
@@ -101,6 +102,7 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 corpus = load_corpus(ranks)
 V, T = len(corpus.vocab), 64
+global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
 metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
 
 # %% [markdown]
@@ -117,7 +119,7 @@ def trained(n_layer, n_embd, lr):
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
         optimizer.zero_grad()
-        ids_bT, targets_bT = get_batch(corpus.train_ids, step, 24, T, rank, world_size, seed=1)
+        ids_bT, targets_bT = get_batch(corpus.train_ids, step, global_batch, T, rank, world_size, seed=1)
         model(ids_bT.to(device), targets_bT.to(device))[1].backward()
         parameters = list(model.parameters())
         row_P = torch.cat([p.grad.flatten() for p in parameters])
@@ -378,7 +380,10 @@ if rank == 0:
         say(f"{name:8} a cache: {positions:5,} positions computed, {took_s:.2f} s")
 
 # %% [markdown]
-# The text is the same. Are the logits, computed in pieces, those of the model's own forward? And the memory: keys and values (2), for
+# The text is the same. (Seconds tell little on a GPU: at 64 positions it waits for Python to launch each kernel, both ways.
+# Positions are what longer texts pay for.)
+#
+# Are the logits, computed in pieces, those of the model's own forward? And the memory: keys and values (2), for
 # N layers, B sequences, S positions and D numbers of 8 bytes each, should take **2 N B S D · 8** bytes.
 
 # %% tags=["nbval-check-output"]
@@ -455,8 +460,10 @@ def decode_s(batch):
     ids_BT, cache = val_ids[: 33 * batch].view(batch, 33), {}
     step = lambda *layer_qkv: attend(cache, *layer_qkv)  # noqa: E731
     forward(target, ids_BT[:, :32], 0, step)
+    synchronise(device)  # a GPU only queues what Python asks for
     began_s = time.perf_counter()
     forward(target, ids_BT[:, 32:], 32, step)
+    synchronise(device)
     return time.perf_counter() - began_s
 
 

@@ -21,6 +21,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+# what is tested is the CPU's, on a node with GPUs as well, unless GPUs are asked for: `make test-gpu`
+ASKED = os.environ.setdefault("MANYHANDS_DEVICE", "cpu")
 REAL_PYTHON = sys.executable
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
@@ -100,6 +102,19 @@ def one_thread():
 
 
 @pytest.fixture(scope="session")
+def gpus():
+    """How many GPUs of the kind that was asked for this machine has; without one, the tests that need it fail."""
+    from manyhands.launch.devices import gpus_here
+
+    if ASKED not in ("cuda", "xpu"):
+        pytest.skip("needs a GPU, and none was asked for: make test-gpu")
+    kind, count = gpus_here({"MANYHANDS_DEVICE": ASKED})
+    if kind == "cpu":
+        pytest.fail(f"MANYHANDS_DEVICE={ASKED} asks for tests on GPUs, and torch sees none of that kind here")
+    return count
+
+
+@pytest.fixture(scope="session")
 def attendees(tmp_path_factory):
     """{name: lesson} of an attendees' copy of the course."""
     from manyhands.course import handouts
@@ -158,8 +173,9 @@ FORKED = [
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "pool" in item.fixturenames:
-            item.add_marker(pytest.mark.ranks)
+        for fixture, mark in (("pool", "ranks"), ("gpus", "gpu")):
+            if fixture in item.fixturenames:
+                item.add_marker(mark)
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 

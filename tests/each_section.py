@@ -12,17 +12,21 @@ from manyhands import leave
 from manyhands.course.pairs import read
 
 
+def sections(script):
+    """The cells of a lesson's script: those up to the end of its start, then those of each section."""
+    cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
+    begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
+    assert cells[begins[0]].source.startswith("## Start")
+    return [cells[a:b] for a, b in zip([0, *begins[1:]], [*begins[1:], len(cells)], strict=True)]
+
+
 def main():
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
-    cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
-    begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
-    sections = [cells[a:b] for a, b in zip(begins, [*begins[1:], len(cells)], strict=True)]
-    title = sections[0][0].source.split("\n")[0]
-    assert title.startswith("## Start"), title
+    begin, *others = sections(script)
     start = {"__file__": str(script), "__name__": "__main__"}
-    run(cells[: begins[1]], start, script)
-    for section in sections[1:]:
+    run(begin, start, script)
+    for section in others:
         try:
             run(section, dict(start), script)
         except BaseException:

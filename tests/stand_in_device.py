@@ -10,11 +10,12 @@ whose tensors no backend of its group serves.
 
 What it cannot see: kernels that CUDA lacks, streams that race, and the bytes of a real allocator. `copy_`, `to` and
 indices may cross devices, and a tensor without dimensions on the CPU goes along with marked ones, as with CUDA. An
-average over ranks is a sum here, because gloo has no average: with more than one rank, what FSDP computes is wrong by
-that factor.
+average over ranks, which gloo lacks, is a sum of what was divided before: its last bit may be another one.
 """
 
 import contextlib
+import functools
+import inspect
 import itertools
 import os
 import runpy
@@ -35,7 +36,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-INDEX, COUNT = (int(os.environ.get(name, or_else)) for name, or_else in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+INDEX, COUNT = (  # as torchrun says it, or MPICH
+    int(os.environ.get(one, os.environ.get(other, or_else)))
+    for one, other, or_else in (("LOCAL_RANK", "MPI_LOCALRANKID", 0), ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", 1))
+)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", INDEX)
 BOTH = "cpu:gloo,cuda:nccl"
 # operators that CUDA lets cross devices: a copy, and what takes its indices from the CPU
@@ -162,9 +166,9 @@ class StandIn:
             real_groups("gloo", *args, **kwargs)
             self.groups = {dist.group.WORLD.group_name: backend}
 
-        def new_group(*args, backend=None, **kwargs):
+        def new_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
             spec = backend or self.groups.get(dist.group.WORLD.group_name, BOTH)
-            made = real_new_group(*args, backend="gloo", **kwargs)
+            made = real_new_group(ranks, timeout, "gloo", *args, **kwargs)
             if isinstance(made, dist.ProcessGroup):
                 self.groups[made.group_name] = spec
             return made
@@ -199,9 +203,31 @@ class StandIn:
         yield dist, "init_process_group", init_process_group
         yield dist, "new_group", new_group
         yield dist, "is_nccl_available", lambda: True
-        yield dist.ReduceOp, "AVG", dist.ReduceOp.SUM
+        for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
+            yield dist, name, _averaging(getattr(dist, name))
         yield torch, "set_num_threads", lambda count: None  # one per rank: the CPU's cores have other work
         yield from ((torch.cuda, name, value) for name, value in _cuda().items())
+
+
+def _averaging(collective):
+    """`collective`, which also knows ReduceOp.AVG."""
+
+    @functools.wraps(collective)
+    def call(*args, **kwargs):
+        given = inspect.signature(collective).bind(*args, **kwargs)
+        given.apply_defaults()
+        values = given.arguments
+        if values["op"] == dist.ReduceOp.AVG:
+            values["op"], n = dist.ReduceOp.SUM, dist.get_world_size(values["group"])
+            if "tensor" in values:
+                values["tensor"].div_(n)
+            elif "input" in values:
+                values["input"] = values["input"] / n
+            else:
+                values["input_list"] = [part / n for part in values["input_list"]]
+        return collective(*given.args, **given.kwargs)
+
+    return call
 
 
 def _cuda():
@@ -415,6 +441,6 @@ def run_programs(programs):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "scripts")]
     told = [list(one) for then, one in itertools.groupby(sys.argv[1:], lambda word: word == "THEN") if not then]
+    sys.path[:0] = [str(Path(told[0][0]).resolve().parent)]  # of the course that the script is of
     run_programs(told)

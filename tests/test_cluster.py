@@ -64,6 +64,15 @@ def test_inside_a_job_step_srun_starts_the_ranks_because_mpiexec_dies_there():
     assert {"--mpi=pmi2", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(command)
 
 
+def test_what_the_sites_srun_needs_is_given_to_ranks_of_notebooks_too(monkeypatch):
+    monkeypatch.setenv("SRUN_FLAGS", "--mpi=cray_shasta --gpus-per-task=1")
+    command = engine_launcher(Allocation("slurm step", TWO, 8), 4, mpi=True)
+    assert {"--mpi=cray_shasta", "--gpus-per-task=1"} < set(command) and "--mpi=pmi2" not in command
+    monkeypatch.setenv("SRUN_FLAGS", "--mpi=none --cpu-bind=none")  # of ranks that meet without MPI
+    command = engine_launcher(Allocation("slurm step", TWO, 8), 4, mpi=True)
+    assert {"--mpi=pmi2", "--cpu-bind=none"} < set(command) and "--mpi=none" not in command
+
+
 def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_path(tmp_path, monkeypatch):
     other = tmp_path / "mpiexec"
     other.write_text("#!/bin/sh\nexit 1\n")

@@ -49,7 +49,15 @@ INF = float("inf")
 
 def torch(gpus_here=0, **changed):
     """The check where torch says this of itself, and nvidia-smi lists so many GPUs."""
-    probe = {"version": "2.13.0", "seconds": 2.0, "gpu_build": "", "gloo": True, "gpus": 0} | changed
+    probe = {
+        "version": "2.13.0",
+        "seconds": 2.0,
+        "gpu_build": "",
+        "gloo": True,
+        "gpus": 0,
+        "capability": None,
+    } | changed
+    probe["built_for"] = ["sm_75", "sm_90", "sm_100", "sm_120a"]
     listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-{n})\n" for n in range(gpus_here))
     answers = {"nvidia-smi": (0, listed), sys.executable: (0, f"a warning\n{json.dumps(probe)}\n")}
     return case(doctor.torch, lambda command, timeout_s: answers[command[0]], everything if gpus_here else nothing)
@@ -95,8 +103,10 @@ def unknown_host(name):
         (torch(seconds=63), "warning", ["63 s", "make shared"]),
         (case(doctor.torch, answering("", -4)), "error", ["crashed", "SITE_PYTHON"]),
         (torch(4, gpu_build="13.0", gpus=4), "ok", ["sees 4 GPUs"]),
+        (torch(4, gpu_build="13.0", gpus=4, capability=[9, 0]), "ok", ["sees 4 GPUs"]),
+        (torch(4, gpu_build="13.0", gpus=4, capability=[7, 0]), "error", ["7.0", "kernels from 7.5 on", "whl/cu126"]),
         (torch(4), "warning", ["4 GPUs here", "CPU build", "SITE_PYTHON"]),
-        (torch(4, gpu_build="13.0"), "warning", ["sees none", "older driver"]),
+        (torch(4, gpu_build="13.0"), "warning", ["sees none", "older driver", "whl/cu126"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 2 2\nhello 2 2\n")), "ok", ["2 ranks say hello"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 1 1\nhello 1 1\n")), "error", ["than mpi4py", "use the"]),
         (case(doctor.mpi, MPIEXEC, None, answering("no answer within 45 s", None)), "error", ["within 45 s"]),

@@ -156,13 +156,13 @@ def test_the_product_of_all_axes_has_one_processs_loss_and_gradients(pool, n, pa
 # ------------------------------------------------------------------ a thousand ranks
 
 
-def test_a_rank_of_1024_holds_what_the_formula_says():
+def test_a_rank_of_8_64_and_1024_holds_what_the_formula_says():
     flags = ["--preset", "olmo-7b", "--parallel.tensor", "8"]
-    eight, many = in_own_process([8, 1024], flags)
-    for found in (eight, many):
+    eight, some, many = in_own_process([8, 64, 1024], flags)
+    for found in (eight, some, many):
         planned = {kind: found["planned"][kind] for kind in found["held"]}
         assert found["held"] == planned, found["layout"]
-    assert many["layout"] == "shard 128 x tensor 8"
+    assert (some["layout"], many["layout"]) == ("shard 8 x tensor 8", "shard 128 x tensor 8")
     # 128 times as many data ranks hold a 128th, and padding
     assert 1 <= 128 * many["held"]["parameters"] / eight["held"]["parameters"] < 1.02
 

@@ -182,6 +182,11 @@ NEXT_UP = math.nextafter(1.0, 2)
         (dict(close={"v": [1.0]}), dict(close={"v": [1.0, 2.0]}), ["close v: [1.0] and [1.0, 2.0]"]),
         (dict(close={"v": {"x": 1.0}}), dict(close={"v": {"y": 1.0}}), ["close v: {'x': 1.0} and {'y': 1.0}"]),
         (dict(close={"v": 1.0}), dict(close={"v": "text"}), ["close v: 1.0 and text"]),
+        # on GPUs launchers may add in another order: close, and other bits
+        (dict(exact={"l": 2.0, "bits": "a1"}, device="cuda"), dict(exact={"l": 2.001, "bits": "b2"}, device="cuda"),
+         []),
+        (dict(exact={"l": 2.0, "n": 4000}, device="cuda"), dict(exact={"l": 2.1, "n": 4001}, device="cuda"),
+         ["exact l: 2.0 and 2.1 are 0.1 apart, allowed is 0.001", "exact n: 4000 and 4001"]),
         (dict(exact={"a": 1.0}, close={"b": 1.0}, device="cuda"), dict(exact={"a": 1.5}, close={"b": 1.5}),
          ["close b: 1.0 and 1.5 are 0.5 apart, allowed is 0.001"]),
     ],

@@ -1,4 +1,4 @@
-"""Every lesson and every strategy of the trainer on GPUs that are none: what a GPU or NCCL would refuse is refused.
+"""Every lesson and every strategy of the trainer on GPUs that are none, on two ranks: what a GPU refuses is refused.
 
 See stand_in_device for what it can show, and what it cannot.
 """
@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from manyhands.checks import start as checks
+from manyhands.course.lesson_parameters import parse, read
 from manyhands.course.lessons import find_lessons
+from manyhands.tools.lesson_run import LABELS, Run
 from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
 
 PROGRAM = str(ROOT / "tests" / "stand_in_device.py")
 EACH_SECTION = str(ROOT / "tests" / "each_section.py")
-WHOLE = ("04",)  # lessons in which one thing leads to the next
 # shorter than the short runs of other tests: here all that counts is that each line runs
 SHORTEST = {
     "00_start": "--iterations 10",
@@ -52,7 +54,7 @@ STRATEGIES = {
 
 
 def run(command, outputs, timeout_s=360):
-    """Run a program as ranks that believe to have GPUs: the completed process, its errors among its output."""
+    """Run a program: the completed process, its errors among its output."""
     environ = os.environ | {"OMP_NUM_THREADS": "1", "MANYHANDS_OUTPUTS": str(outputs)}
     return subprocess.run(
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
@@ -60,20 +62,44 @@ def run(command, outputs, timeout_s=360):
     )  # fmt: skip
 
 
+class OnGpus(Run):
+    """A script on ranks that believe to have GPUs."""
+
+    def command(self, timeout_s=60):
+        words = super().command(timeout_s)
+        at = words.index(str(self.source))
+        return [*words[:at], PROGRAM, *words[at:]]
+
+
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+
+
 @pytest.mark.lesson
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_each_section_runs_after_the_start_cells_alone_on_a_gpu_and_speaks_of_one(lesson, tmp_path):
-    """A world of one. Whatever a section needs from above it catches up with."""
-    script = [EACH_SECTION, str(lesson.script)] if lesson.number not in WHOLE else [str(lesson.script)]
-    done = run([sys.executable, PROGRAM, *script, *SHORTEST[lesson.name].split()], tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:]
-    first, *spoken = done.stdout.splitlines()
-    assert "cpu:gloo,cuda:nccl" in first
+@each_lesson
+def test_the_attendees_script_runs_on_two_gpus_and_speaks_of_them(lesson, attendees, tmp_path):
+    """Nobody has written a line in it yet."""
+    way = "mpiexec" if int(lesson.number) % 4 == 0 else "torchrun"
+    values = parse(read(lesson.script), SHORTEST[lesson.name].split())
+    outcome = OnGpus(attendees[lesson.name], way, 2, tmp_path / "run", values).carry_out(timeout_s=360)
+    log = LABELS.sub("", (tmp_path / "run" / "log.txt").read_text(errors="replace"))
+    assert not outcome.error, f"{outcome.error}\n{log[-3000:]}"
+    assert (outcome.metrics["world_size"], outcome.metrics["device"]) == (2, "cuda")
+    found = re.findall(r"\b(?:exercise|build|solution) \w+ \(.*\): (.*)", log)
+    assert len(found) >= 3 and set(found) == {"not attempted"}
     if lesson.number != "04":  # which shows the recorded log of a job on CPUs
-        spoken = "\n".join(spoken).replace("cpu:gloo,cuda:nccl", "")
+        spoken = log.replace("cpu:gloo,cuda:nccl", "")
         spoken = spoken.replace("shards and gradients rest on cpu", "")  # as lesson 06 has asked for
         assert not re.findall(r"^.*(?:\bgloo\b|\bsockets?\b|\bcpu\b).*$", spoken, re.M)
+
+
+@pytest.mark.lesson
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lesson", [one for one in LESSONS if one.number != "04"], ids=lambda lesson: lesson.name)
+def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
+    """A world of one, without GPUs. Whatever a section needs from above it catches up with; in 04 it needs all."""
+    done = run([sys.executable, EACH_SECTION, str(lesson.script), *SHORTEST[lesson.name].split()], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.ranks
@@ -120,6 +146,35 @@ def test_a_collective_of_nccl_takes_tensors_of_gpus_and_names_its_sources(pool):
     (said,) = pool.run(1, _on_a_stand_in, _nccl_receives_from_anybody)
     assert "recv_any_source_: NCCL does not receive from anybody" in said
     assert pool.run(1, _on_a_stand_in, _values) == [([1.0, 2.0, 3.0], str(GPU), "cpu")]
+
+
+def _judged_with_a_tensor_of_a_gpu(ranks):
+    def roll_call(rank, started):
+        roll = torch.zeros(started, device="cuda")
+        roll[rank] = 1
+        dist.all_reduce(roll)
+        return roll
+
+    with StandIn():
+        return str(checks.roll_call(roll_call, ranks))
+
+
+def test_an_answer_that_sends_a_gpus_tensor_where_only_gloo_is_hears_so(pool):
+    (said, _) = pool.run(2, _judged_with_a_tensor_of_a_gpu)
+    assert said == (
+        f"Rank 0 hands all_reduce a tensor of {GPU}, and here the ranks talk over gloo: make it on the CPU."
+    )
+
+
+def _averages(ranks):
+    halves, part = torch.arange(4.0).cuda() + ranks.rank, torch.empty(2).cuda()
+    dist.reduce_scatter_tensor(part, halves, op=dist.ReduceOp.AVG)
+    dist.all_reduce(halves, op=dist.ReduceOp.AVG)
+    return halves.cpu().tolist(), part.cpu().tolist()
+
+
+def test_an_average_over_ranks_is_one(pool):
+    assert pool.run(2, _on_a_stand_in, _averages) == [([0.5, 1.5, 2.5, 3.5], half) for half in ([0.5, 1.5], [2.5, 3.5])]
 
 
 def test_a_tensor_knows_where_it_is_and_operators_refuse_what_cuda_refuses():

@@ -488,3 +488,29 @@ def test_fp16_takes_steps_on_a_cpu_and_comes_close_to_fp32(pool, tmp_path):
         else:
             assert losses[8] == pytest.approx(reference[8], abs=0.05)
             assert losses[8] != reference[8]
+
+
+def passes(ranks, options, outputs):
+    """[(step, phase, seconds that it may take)] of a run, and on how many threads it would compile."""
+    from torch._inductor import config as inductor
+
+    seen = []
+
+    def at(watch, step, phase, allow_s=None):
+        seen.append((step, phase, allow_s))
+
+    with mock.patch.object(torch.nn.Module, "compile"), mock.patch("manyhands.train.run.StallWatch.at", at):
+        run, _ = begin(ranks, options, outputs)
+        resume(run)
+        go(run)
+    return seen, inductor.compile_threads
+
+
+@pytest.mark.parametrize(("compiles", "allowed"), [(True, 1800), (False, None)])
+def test_a_compilation_is_no_stall_in_whichever_pass_it_is_and_takes_the_ranks_own_cores(
+    pool, compiles, allowed, tmp_path
+):
+    options = replace(BASE, train=replace(BASE.train, compile=compiles, steps=3))
+    ((seen, threads),) = pool.run(1, passes, options, tmp_path)
+    assert seen[1:4] == [(0, "evaluation", allowed), (0, "training", allowed), (1, "training", None)]
+    assert (3, "evaluation", allowed) in seen and (threads == 1 or not compiles)

@@ -171,11 +171,16 @@ class Matching(TorchDispatchMode):
         if self.fault is not None:  # the ranks are no longer at the same call
             raise self.fault
         try:
-            self._in_its_group(_NAMES.get(operator, operator.rstrip("_")), group)
+            name = _NAMES.get(operator, operator.rstrip("_"))
+            for tensor in tree_leaves(list(given.values())):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":  # which gloo may not take
+                    what = f"rank {self._rank} hands {name} a tensor of {tensor.device}"
+                    raise CallsDiffer(f"{what}, and here the ranks talk over gloo: make it on the CPU")
+            self._in_its_group(name, group)
             if {"dst", "src", "tag"} & given.keys():
                 self._message(given, group)
             elif group.size() > 1:
-                self._collective(_NAMES.get(operator, operator.rstrip("_")), given, group)
+                self._collective(name, given, group)
         except (CallsDiffer, NobodyCalls) as fault:
             self.fault = fault
             raise

@@ -79,6 +79,15 @@ class Allocation:
         counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
         return ["srun", *inside, *counts, *flags]
 
+    def srun_mpi(self, n_ranks: int, *flags: str, environ: Mapping[str, str]) -> list[str]:
+        """As `srun`, for ranks that meet as an MPI world: with what the site needs (SRUN_FLAGS), and a PMI.
+
+        `--mpi=none` among these is for ranks that need no MPI.
+        """
+        own = [flag for flag in words_of(environ, "SRUN_FLAGS") if flag != "--mpi=none"]
+        pmi = [] if any(flag.startswith("--mpi=") for flag in own) else ["--mpi=pmi2"]
+        return self.srun(n_ranks, *pmi, *flags, *own)
+
 
 def _node_file(path):
     """The words of PBS's node file."""
@@ -172,7 +181,7 @@ def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = 
     environ = environment() if environ is None else environ
     if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
         out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
-        return Allocation.find().srun(n_ranks, "--mpi=pmi2", "--kill-on-bad-exit=1", *out)
+        return Allocation.find().srun_mpi(n_ranks, "--kill-on-bad-exit=1", *out, environ=environ)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

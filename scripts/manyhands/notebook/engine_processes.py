@@ -74,7 +74,7 @@ def engine_launcher(allocation, n, mpi):
         return None
     if allocation.kind == "slurm step":
         # block: ranks 0 and 1 on the first node. The notebook's own step may have left SLURM_DISTRIBUTION=cyclic.
-        return allocation.srun(n, "--mpi=pmi2", "--kill-on-bad-exit=0", "--distribution=block")
+        return allocation.srun_mpi(n, "--kill-on-bad-exit=0", "--distribution=block", environ=settings.environment())
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None

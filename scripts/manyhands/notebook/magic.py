@@ -221,7 +221,11 @@ def _outlook(result):
     if result.dead:
         return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
     if result.restarted:
-        held = f" ({name_ranks(result.stuck, 0)} could not be woken, as in MPI)" if result.stuck else ""
+        held = (
+            f" ({name_ranks(result.stuck, 0)} could not be woken in time, as in MPI or NCCL over nodes)"
+            if result.stuck
+            else ""
+        )
         return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."
     if result.rejoined:
         return (

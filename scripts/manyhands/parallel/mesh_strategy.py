@@ -70,6 +70,10 @@ class MeshStrategy(Strategy):
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
+            from torch._inductor import config as inductor  # late: it takes its time
+
+            # it would start a compiler for each core of the node, in each rank
+            inductor.compile_threads = min(inductor.compile_threads, torch.get_num_threads())
             # FSDP's hooks stand around each block: a graph across them would be cut there anyway
             for part in model.blocks if self.sharded or layout.tensor > 1 else [model]:
                 part.compile()

@@ -26,6 +26,8 @@ from manyhands.launch.flags import Flags
 GIB = 2**30
 OLDEST = (3, 11)
 SLOW_IMPORT_S = 20
+# pytorch#172352: these wheels alone have Maxwell, Pascal and Volta (V100), and serve drivers of CUDA 12
+OLD_GPUS = "https://download.pytorch.org/whl/cu126"
 MPI_TIMEOUT_S = 45
 LESSON_BYTES = 3 * GIB  # what a lesson may hold with 4 ranks
 LEAST_BYTES = 3 * GIB // 2  # below this not even 2 ranks start
@@ -166,7 +168,9 @@ seconds = time.perf_counter() - start
 print(json.dumps({
     "version": torch.__version__, "seconds": seconds, "gpu_build": torch.version.cuda or torch.version.hip or "",
     "gloo": dist.is_available() and dist.is_gloo_available(),
-    "gpus": torch.accelerator.device_count() if torch.accelerator.is_available() else 0}))
+    "gpus": torch.accelerator.device_count() if torch.accelerator.is_available() else 0,
+    "capability": torch.cuda.get_device_capability() if torch.version.cuda and torch.cuda.is_available() else None,
+    "built_for": [name for name in torch.cuda.get_arch_list() if name.startswith("sm_")]}))
 """
 
 
@@ -189,7 +193,15 @@ def torch(run=ask, which=shutil.which):
         says = (
             f"{there} GPUs here, torch (CUDA {found['gpu_build']}) sees none: an older driver, or CUDA_VISIBLE_DEVICES"
         )
-        raise warning(says, "nvidia-smi shows the driver's CUDA version; unset CUDA_VISIBLE_DEVICES")
+        remedy = (
+            f"unset CUDA_VISIBLE_DEVICES; where nvidia-smi says CUDA 12: make kernel REBUILD=yes TORCH_INDEX={OLD_GPUS}"
+        )
+        raise warning(says, remedy)
+    if found["capability"]:
+        (major, minor), least = found["capability"], min(int(re.sub(r"\D", "", name)) for name in found["built_for"])
+        if 10 * major + minor < least:
+            says = f"a GPU of compute capability {major}.{minor}, and torch {version} (CUDA {found['gpu_build']}) has"
+            raise error(f"{says} kernels from {least / 10:.1f} on", f"make kernel REBUILD=yes TORCH_INDEX={OLD_GPUS}")
     if found["seconds"] > SLOW_IMPORT_S:
         says = f"{version}, but importing it took {found['seconds']:.0f} s: the file system is slow"
         raise warning(says, "put the environment on a faster one, or use one shared by all (make shared PREFIX=/path)")

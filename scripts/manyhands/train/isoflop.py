@@ -35,7 +35,7 @@ from manyhands.parallel.strategy import Strategy, parallelize
 from manyhands.predict.models import flops_per_token
 
 LAYERS, HEADS, BLOCK = 2, 2, 32
-GLOBAL_BATCH = 24  # sequences: 1, 2, 3, 4, 6, 8, 12 and 24 ranks divide it
+GLOBAL_BATCH = 24  # sequences of the grid; on ranks that do not divide it, the next number that they do
 SEED = 1337
 IN_A_ROW = 5  # characters that must all be right
 LOOK_ROWS, LOOK_AT_ONCE = 1024, 64  # sequences of the validation text
@@ -48,37 +48,38 @@ class Point:
     budget_flops: float
     width: int
 
-    def options(self, vocab_size: int, strategy: str = "ddp") -> Options:
+    def options(self, vocab_size: int, strategy: str = "ddp", world_size: int = 1) -> Options:
         """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
         sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": self.width, "block_size": BLOCK}
         model = sizes | {"vocab_size": vocab_size}
         groups = {"model": model, "optimizer": {"lr": 0.3 / self.width}, "parallel": {"strategy": strategy}}
         options = merged(Options(), groups, "isoflop")
-        per_step = flops_per_token(model_config(options, vocab_size)) * GLOBAL_BATCH * BLOCK
+        global_batch = -(-GLOBAL_BATCH // world_size) * world_size
+        per_step = flops_per_token(model_config(options, vocab_size)) * global_batch * BLOCK
         steps = max(2, round(self.budget_flops / per_step))
-        return merged(options, {"train": {"steps": steps, "global_batch": GLOBAL_BATCH, "seed": SEED}}, "isoflop")
+        return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": SEED}}, "isoflop")
 
 
 def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
     """Train one point to its end, over all ranks, and look at it: a row of the grid. All ranks call it.
 
     `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same
-    under each of them on any number of ranks. `sample`: so many characters that the model writes are the row's
-    "sample".
+    under each of them on any number of ranks that divides GLOBAL_BATCH.
+    `sample`: so many characters that the model writes are the row's "sample".
     """
-    options = point.options(len(corpus.vocab), strategy)
+    options = point.options(len(corpus.vocab), strategy, ranks.world_size)
     config = model_config(options, len(corpus.vocab))
     parallel = parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
     optimizer = build_optimizer(parallel, options)
-    began, steps = time.perf_counter(), options.train.steps
+    began, steps, global_batch = time.perf_counter(), options.train.steps, options.train.global_batch
     for step in range(steps):
-        batch = get_batch(corpus.train_ids, step, GLOBAL_BATCH, BLOCK, parallel.data_rank, parallel.data_size, SEED)
+        batch = get_batch(corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, SEED)
         set_learning_rate(optimizer, learning_rate(step, options))
         parallel.forward_backward(*(part.to(ranks.device) for part in batch))
         parallel.clip(options.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad()
-    seconds, tokens = time.perf_counter() - began, steps * GLOBAL_BATCH * BLOCK
+    seconds, tokens = time.perf_counter() - began, steps * global_batch * BLOCK
     row = {
         "budget_flops": point.budget_flops,
         "flops": tokens * flops_per_token(config),

@@ -108,20 +108,22 @@ class Run:
     def loop(self, watch, step_done):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, self.preemption.agreed()
+        first, compile_s = (
+            self.step,
+            SLOW_S if options.train.compile else None,
+        )  # its first passes of either kind compile
         if stop is None and self.eval_pending and self.due(every.eval_every):
-            watch.at(self.step, "evaluation")
+            watch.at(self.step, "evaluation", compile_s)
             stop = self.evaluate()
-        first = self.step
         while self.step < options.train.steps and stop is None:
             # ranks wait for each other in every step: one that stands still stops all, and the watch names it
-            compiles = self.step == first and options.train.compile
-            watch.at(self.step, "training", SLOW_S if compiles else None)
+            watch.at(self.step, "training", compile_s if self.step == first else None)
             norm = self.train_step()
             step_done()
             if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
                 self.abort_on_nan(norm)  # the numbers are read now anyway: a GPU is waited for once
             if self.due(every.eval_every):
-                watch.at(self.step, "evaluation")
+                watch.at(self.step, "evaluation", compile_s)
                 stop = self.evaluate()
             if self.due(options.checkpoint.every):
                 watch.at(self.step, "checkpoint", SLOW_S)
@@ -129,7 +131,7 @@ class Run:
             stop = stop or self.preemption.agreed()
         if self.step > first:
             self.abort_on_nan(norm)
-        watch.at(self.step, "evaluation")
+        watch.at(self.step, "evaluation", compile_s)
         if stop is None and self.step not in self.val_losses:
             stop = self.evaluate()
         watch.at(self.step, "checkpoint", SLOW_S)

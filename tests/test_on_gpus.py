@@ -1,0 +1,143 @@
+"""What only GPUs can show: `make test-gpu` on a node that has some. It takes minutes, and up to 4 of the GPUs.
+
+Elsewhere the same lines run on the stand-in device and on gloo, which know no kernels, streams, NCCL or allocator.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ASKED, ROOT
+from manyhands.course.lessons import find_lessons
+from manyhands.launch.devices import BACKENDS
+from manyhands.launch.metrics import compare
+from manyhands.tools.lesson_run import Run
+
+pytestmark = pytest.mark.timeout(1800)
+LESSONS = find_lessons()
+RANKS = """
+import json, sys, torch, torch.distributed as dist
+sys.path.insert(0, "scripts")
+from manyhands import join, leave
+from manyhands.measure import wire
+from manyhands.measure.timing import synchronise
+def free():
+    synchronise(ranks.device)
+    return torch.get_device_module(ranks.device).mem_get_info()[0]
+"""
+# a second join in one process, a sub-mesh, groups as lesson 05 makes them, and what is counted of a call
+JOINS = """
+for turn in range(2):
+    ranks = join(name="joins", quiet=True)
+    n, before, used = ranks.world_size, free(), []
+    x_N = torch.full((2**20,), ranks.rank + 1.0, device=ranks.device)
+    with wire.watch() as seen:
+        dist.all_reduce(x_N)
+    for size in range(1, n + 1):
+        group, was = dist.new_group(range(size)), free()
+        if ranks.rank < size:
+            dist.all_reduce(torch.ones(2**20, device=ranks.device), group=group)
+        used.append(was - free())
+    part = torch.ones(2, device=ranks.device)
+    dist.all_reduce(part, group=dist.new_subgroups(1)[0])
+    if ranks.rank == 0:
+        print(json.dumps({"sums": sorted(set(x_N.tolist())), "alone": part.tolist(), "used": used,
+                          "payload": seen.payload_bytes("all_reduce"), "sockets": seen.transport_bytes}), flush=True)
+    leave()
+"""
+# a training step under a MemoryTimeline, beside what the allocator says
+MEMORY = """
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure.memory_timeline import MemoryTimeline
+ranks = join(name="memory", quiet=True)
+device = torch.get_device_module(ranks.device)
+model = GPT(GPTConfig(vocab_size=512, block_size=256, n_layer=8, n_head=8, n_embd=512)).to(ranks.device)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+ids_BT = torch.randint(512, (16, 256), device=ranks.device)
+for turn in range(2):  # the first one warms up
+    synchronise(ranks.device)
+    device.reset_peak_memory_stats()
+    with MemoryTimeline(model, optimizer) as seen:
+        model(ids_BT, ids_BT)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(json.dumps({"seen": seen.peak.total, "allocated": device.max_memory_allocated()}), flush=True)
+leave()
+"""
+
+
+def torchrun(n, arguments, outputs):
+    """What n ranks printed. They take GPUs, or fail."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *arguments]
+    environ = os.environ | {"MANYHANDS_OUTPUTS": str(outputs), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def printed(n, code, folder):
+    """The JSON lines of a program on n ranks."""
+    (folder / "program.py").write_text(RANKS + code)
+    lines = torchrun(n, [str(folder / "program.py")], folder).splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+@pytest.mark.lesson
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_a_lesson_gives_the_same_numbers_twice_over_nccl(gpus, lesson, tmp_path):
+    """On all GPUs, then on all again: another join, another communicator. On one: as on all, for the same batch."""
+    n, found = min(gpus, 4), []
+    for turn, ranks in enumerate((n, n, 1)):
+        run = Run(lesson, "torchrun", ranks, tmp_path / str(turn), lesson.short, ASKED)
+        outcome = run.carry_out(timeout_s=600)
+        assert not outcome.error, f"{outcome.error}\n{outcome.error.detail}"
+        assert outcome.metrics["backend"] == BACKENDS[ASKED]
+        found.append(outcome.metrics)
+    assert compare(found[0], found[1]) == []
+    if lesson.number in ("02", "03"):
+        assert compare(found[0], found[2]) == []
+
+
+def test_ranks_join_twice_and_what_they_send_is_counted_and_groups_are_small(gpus, tmp_path):
+    n = min(gpus, 4)
+    for said in printed(n, JOINS, tmp_path):
+        assert said["sums"] == [n * (n + 1) / 2] and said["alone"] == [1, 1]
+        assert said["payload"] == 4 * 2**20 and said["sockets"] is None  # not a byte of a GPU's tensor is sought there
+        assert max(said["used"]) < 2**30, f"groups take {said['used']} bytes of the GPU"
+
+
+def test_a_memory_timeline_sees_what_the_allocator_has_handed_out(gpus, tmp_path):
+    """Within 5 %: the allocator rounds up to 512 bytes, and operators have workspace of their own."""
+    (said,) = printed(1, MEMORY, tmp_path)
+    assert 0.95 * said["allocated"] < said["seen"] < 1.05 * said["allocated"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--parallel.strategy fsdp --parallel.offload --checkpoint.asynchronous",
+        "--parallel.strategy zero1 --checkpoint.asynchronous",
+        "--train.compile",
+    ],
+)
+def test_the_trainer_saves_in_bf16_and_goes_on_as_if_nothing_had_been(gpus, flags, tmp_path):
+    n = min(gpus, 4)
+    train = ["scripts/train.py", "--model.n-layer", "2", "--train.precision", "bf16", "--train.global-batch", "12"]
+    train += ["--optimizer.warmup", "2", "--checkpoint.every", "4", "--log.eval-every", "4", "--log.eval-batches", "2"]
+    train += ["--log.no-plots", *flags.split()]
+
+    def losses(steps, folder, outputs):
+        torchrun(n, [*train, "--train.steps", str(steps), "--checkpoint.folder", str(folder)], outputs)
+        content = json.loads((Path(outputs) / "train" / "latest" / "metrics.json").read_text())
+        assert content["backend"] == BACKENDS[ASKED]
+        return content["exact"]["val_losses"]
+
+    whole = losses(8, tmp_path / "whole", tmp_path / "a")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "whole" / "step-00000004").rename(tmp_path / "cut" / "step-00000004")
+    train += ["--checkpoint.resume", "must"]
+    resumed = losses(8, tmp_path / "cut", tmp_path / "b")
+    assert whole["8"] < whole["0"] and resumed["8"] == pytest.approx(whole["8"], abs=2e-3)
