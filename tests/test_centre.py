@@ -32,6 +32,13 @@ def test_gitlab_and_github_know_every_key(path):
     assert done.exit_code == 0, done.output
 
 
+def test_gitlab_knows_every_key_of_a_job_with_what_it_extends(tmp_path):
+    whole = {name: {key: value for key, value in job.items() if key != "extends"} for name, job in JOBS.items()}
+    (file := tmp_path / "whole.yml").write_text(yaml.safe_dump({"stages": GITLAB["stages"], **whole}))
+    done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.gitlab-ci", str(file)])
+    assert done.exit_code == 0, done.output
+
+
 def test_the_centres_pipeline_offers_sites_that_there_are():
     offered = GITLAB["variables"]["SITE"]
     assert set(offered["options"]) == set(SITES) <= set(stamp.sites()) and offered["value"] in SITES
