@@ -438,7 +438,7 @@ def test_each_micro_batch_each_validation_batch_and_each_token_is_progress(pool,
 
 def train_program(ending, folder):
     """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
-    from manyhands.launch import join
+    from manyhands.launch import program
     from manyhands.launch.ranks import remember
     from manyhands.train import run
 
@@ -450,7 +450,7 @@ def train_program(ending, folder):
         if ending == "interrupt":
             raise KeyboardInterrupt
         if ending == "refusal":
-            join.end("train.py: why", 2)
+            program.end("train.py: why", 2)
         print("its last line", file=sys.stderr, end="")
         return 0
 

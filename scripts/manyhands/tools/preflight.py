@@ -20,7 +20,6 @@ from pathlib import Path
 
 import jinja2
 import psutil
-import torch
 from junitparser import Failure, JUnitXml, TestCase, TestSuite
 from rich.console import Console
 from rich.text import Text
@@ -32,7 +31,6 @@ from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
-from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
 from manyhands.tools.lesson_run import NOTEBOOK_RANKS, TIMEOUT_S, WAYS, Run, positive
@@ -80,6 +78,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
+    from manyhands.launch import metrics  # noqa: F401 - it brings torch: not for --help, nor when runs have begun
+
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     if outcomes:
         console.print(f"{_count(len(outcomes), 'run')} of {len(runs)} went well before: kept")
@@ -211,6 +211,8 @@ def _stale(lesson):
 def judge(outcomes) -> list[LessonResult]:
     """One LessonResult per lesson. Each run's metrics are compared with the first's, and with those of the first on as
     many ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
+    from manyhands.launch.metrics import compare
+
     results = {}
     for outcome in outcomes:
         lesson = outcome.run.lesson
@@ -250,6 +252,10 @@ def export_recorded(results, folder) -> list[Path]:
 
 def gather_metadata(root, results=()) -> dict[str, str]:
     """When, where, devices, versions, corpus, commit: name -> text."""
+    import torch
+
+    from manyhands.launch.metrics import commit, cpu_name
+
     gpu = next((backend for backend in (torch.cuda, torch.xpu) if backend.is_available()), None)
     where = Allocation.find()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
