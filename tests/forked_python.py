@@ -285,6 +285,7 @@ if __name__ == "__main__":
     import gc
     import importlib
 
+    sys.modules["rfc3987_syntax"] = None  # as in conftest
     for _module in PRELOAD:
         importlib.import_module(_module)
     del sys.path[0]  # this folder: the tests' modules are not the programs'
