@@ -13,10 +13,10 @@ from manyhands.course.folders import ROOT
 SHORT = {
     "00_start": {"iterations": 20},
     "01_one_device": {"repeats": 2, "peak_s": 0.05},
-    "02_collectives": {"largest_mib": 1.0, "repeats": 2, "wait_s": 2.0, "points": 100_000},
-    "03_data_parallel": {"steps": 10, "repeats": 1},
+    "02_collectives": {"largest_mib": 0.02, "repeats": 1, "wait_s": 2.0, "points": 100_000},
+    "03_data_parallel": {"steps": 6, "repeats": 1},
     "04_first_job": {"steps": 10, "job_flags": "--steps 4 --repeats 1"},
-    "05_same_science": {"steps": 4, "sweep_tokens": 8192, "repeats": 1},
+    "05_same_science": {"steps": 4, "sweep_tokens": 2048, "repeats": 1},
     "06_zero_fsdp": {"layers": 2, "steps": 2},
     "07_tensor_parallel": {"layers": 1, "sequences": 2, "steps": 3},
     "08_pipeline_parallel": {"micro_batches": 4, "rows": 1},
