@@ -13,11 +13,17 @@ LEFT_OUT = shutil.ignore_patterns(
 )  # fmt: skip
 
 
-def copy_course(folder):
-    """Copy the course to `folder` and bring its pairs in sync, scripts first. Returns `folder`."""
+def copy_course(folder, only=None):
+    """Copy the course to `folder` and bring its pairs in sync, scripts first. Returns `folder`.
+
+    `only`: the numbers of the lessons that the copy has; None: all.
+    """
     shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
     for lesson in find_lessons(folder):
-        if lesson.script.exists():
+        if only is not None and lesson.number not in only:
+            lesson.script.unlink(missing_ok=True)
+            lesson.notebook.unlink(missing_ok=True)
+        elif lesson.script.exists():
             lesson.notebook.unlink(missing_ok=True)
             pairs.sync(lesson)
     return folder
