@@ -29,6 +29,7 @@ PRELOAD = (
     "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.run",
     "numpy", "rich.console", "tyro", "matplotlib.figure", "ipykernel.ipkernel", "ipyparallel.engine.app", "nbformat",
+    "pydantic.dataclasses", "pydantic.type_adapter", "plotext", "safetensors.torch",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
