@@ -26,14 +26,15 @@ SENTENCES = {
 
 
 @functools.cache  # one takes 5 ms to make
-def _adapter(kind: type) -> TypeAdapter:
+def _adapter(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
 def refuse_bounds(options: Any) -> None:
     """Raises Refused for the first value of a dataclass that its type does not allow."""
+    kind: Any = type(options)
     try:
-        _adapter(type(options)).validate_python(dataclasses.asdict(options))
+        _adapter(kind).validate_python(dataclasses.asdict(options))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = SENTENCES.get(first["type"], "cannot be: " + first["msg"]).format(**first.get("ctx", {}))
