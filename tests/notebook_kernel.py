@@ -7,9 +7,11 @@ import re
 import time
 
 import psutil
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
 from manyhands.launch.processes import Family
 from manyhands.notebook.engine_processes import MARK
+from manyhands.tools.lesson_run import write_kernelspec
 
 START = """
 import sys; sys.path.insert(0, {scripts!r})
@@ -64,10 +66,13 @@ class Kernel:
         self.environ = {**os.environ, "MANYHANDS_LIVE": "0", "MANYHANDS_PATIENCE": "2", **(environ or {})}
 
     def __enter__(self):
-        self.manager, self.client = start_new_kernel(
-            kernel_name="manyhands", env=self.environ, cwd=str(self.folder / "notebooks")
-        )
-        self.pid = self.manager.provisioner.pid
+        write_kernelspec(self.folder / "kernels" / "manyhands")
+        specs = KernelSpecManager(kernel_dirs=[str(self.folder / "kernels")])
+        self.manager = KernelManager(kernel_name="manyhands", kernel_spec_manager=specs)
+        self.manager.start_kernel(env=self.environ, cwd=str(self.folder / "notebooks"))
+        self.client, self.pid = self.manager.blocking_client(), self.manager.provisioner.pid
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
         return self
 
     def __exit__(self, *error):
