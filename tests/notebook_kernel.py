@@ -121,10 +121,15 @@ def left_behind(mark, patience_s):
     return processes
 
 
-def listening_addresses(mark):
-    """Addresses on which processes that carry the mark listen, but for mpiexec's own, which its children inherit."""
+def listening_addresses(kernel):
+    """Addresses on which a kernel and its processes listen, but for mpiexec's own, which its children inherit.
+
+    All of them are forks of one server, of which no other kernel may have any now; mpiexec carries the mark.
+    """
     found, mpiexec = set(), set()
-    for process in Family(mark, MARK).members():
+    forks = psutil.Process(int(kernel.run("import os; print(os.getpid())").text)).parent().children()
+    assert len(forks) >= 7, "the kernel, its controller and watchdog, and four ranks"
+    for process in [*forks, *Family(kernel.mark(), MARK).members()]:
         listening = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         (mpiexec if process.name() in ("mpiexec", "hydra_pmi_proxy") else found).update(listening)
     return {address.ip for address in found - mpiexec}

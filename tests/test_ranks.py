@@ -188,7 +188,7 @@ def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
 
 
 def test_nothing_of_ours_listens_beyond_loopback(notebook):
-    assert listening_addresses(notebook.mark()) == {"127.0.0.1"}
+    assert listening_addresses(notebook) == {"127.0.0.1"}
 
 
 def test_ranks_hung_in_mpi_are_restarted_and_the_cell_says_so(notebook):
