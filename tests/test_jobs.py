@@ -314,7 +314,7 @@ def program(path, lines):
 
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    return only_the_start_of_lesson_03(copy_course(tmp_path_factory.mktemp("course") / "many-hands"))
+    return only_the_start_of_lesson_03(copy_course(tmp_path_factory.mktemp("course") / "many-hands", only=("03",)))
 
 
 def short_flags():

@@ -16,6 +16,7 @@ from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import compare
+from manyhands.tools.lesson_run import Run
 from slurm_nodes import slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
@@ -34,7 +35,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def course(tmp_path_factory):
-    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands")
+    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands", only=("02", "03"))
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +71,25 @@ def assert_same_numbers(found, expected, launcher):
     assert compare(found, expected) == []
 
 
-@pytest.mark.lesson
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, under_torchrun, lesson):
+@pytest.fixture(scope="session")
+def short_course(course, tmp_path_factory):
+    """The course with the start of lesson 03 alone: what starts its ranks is what is looked at."""
+    folder = tmp_path_factory.mktemp("short") / "many-hands"
+    return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
+
+
+@pytest.mark.ranks
+def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, environ, tmp_path):
+    (lesson,) = find_lessons(short_course, only=["03"])
+    expected = Run(lesson, "torchrun", RANKS, tmp_path / "run").carry_out(PATIENCE_S)
+    assert not expected.error, expected.error
     done = slurm.run(
         "srun", f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
-        f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=course, timeout_s=PATIENCE_S,
+        f"scripts/{lesson.name}.py", environ=environ, cwd=short_course, timeout_s=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node1: ranks 0-1" in done.stdout and "node2: ranks 2-3" in done.stdout
-    assert_same_numbers(metrics(environ, lesson), under_torchrun(lesson), "srun")
+    assert_same_numbers(metrics(environ, lesson.name), expected.metrics, "srun")
 
 
 @pytest.mark.lesson
@@ -151,13 +161,6 @@ def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path)
     ]
 
 
-@pytest.fixture(scope="session")
-def short_course(course, tmp_path_factory):
-    """The course with the start of lesson 03 alone: what starts its ranks is what is looked at."""
-    folder = tmp_path_factory.mktemp("short") / "many-hands"
-    return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
-
-
 ON_TWO_NODES = [f"rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)]
 
 
@@ -184,20 +187,21 @@ def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, shor
     assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
 
 
-@pytest.mark.lesson
-def test_a_preflight_inside_a_job_runs_scripts_on_all_its_nodes(slurm, course, environ, tmp_path):
+@pytest.mark.ranks
+def test_a_preflight_inside_a_job_runs_scripts_on_all_its_nodes(slurm, short_course, environ, tmp_path):
     """Under both launchers; MPI on loopback would hang here."""
-    words = f"scripts/preflight.py --lesson 02 --ranks 2 --short --output {tmp_path}/report"
+    words = f"scripts/preflight.py --lesson 03 --ranks 2 --short --output {tmp_path}/report"
     job = slurm.submit(
         "sbatch", f"--nodes={NODES}", "--ntasks-per-node=1", f"--output={tmp_path}/out",
-        f"--wrap={sys.executable} {words}", environ=environ | {"MANYHANDS_LOGIN_NODE": "0"}, cwd=course,
+        f"--wrap={sys.executable} {words}", environ=environ | {"MANYHANDS_LOGIN_NODE": "0"}, cwd=short_course,
     )  # fmt: skip
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     assert state == "COMPLETED", (tmp_path / "out").read_text()
     assert f"{job} of slurm on node1, node2" in (tmp_path / "report" / "report.html").read_text()
     for way in ("torchrun", "mpiexec"):
-        log = tmp_path / "report" / "runs" / "02_collectives" / f"{way}-2" / "log.txt"
-        assert "node1: rank 0" in log.read_text() and "node2: rank 1" in log.read_text(), log.read_text()
+        log = tmp_path / "report" / "runs" / "03_data_parallel" / f"{way}-2" / "log.txt"
+        for rank in range(2):
+            assert f"rank {rank} of 2 on node{rank + 1}" in log.read_text(), log.read_text()
 
 
 def test_a_batch_script_is_no_rank(slurm, environ, hello):
