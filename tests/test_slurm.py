@@ -21,7 +21,7 @@ from slurm_nodes import slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
-LESSONS = ["02_collectives"]  # the job file runs lesson 03, below
+LESSONS = ["02_collectives"]  # the job file runs the start of lesson 03, below
 RANKS, NODES = 4, 2
 
 
@@ -78,18 +78,25 @@ def short_course(course, tmp_path_factory):
     return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
 
 
-@pytest.mark.ranks
-def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, environ, tmp_path):
+@pytest.fixture(scope="session")
+def of_short_course(short_course, tmp_path_factory):
+    """The metrics of its lesson 03 on four ranks under torchrun, with the lesson's short flags."""
     (lesson,) = find_lessons(short_course, only=["03"])
-    expected = Run(lesson, "torchrun", RANKS, tmp_path / "run").carry_out(PATIENCE_S)
-    assert not expected.error, expected.error
+    outcome = Run(lesson, "torchrun", RANKS, tmp_path_factory.mktemp("run"), lesson.short).carry_out(PATIENCE_S)
+    assert not outcome.error, outcome.error
+    return outcome.metrics
+
+
+@pytest.mark.ranks
+def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, environ, of_short_course):
+    lesson = "03_data_parallel"
     done = slurm.run(
         "srun", f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
-        f"scripts/{lesson.name}.py", environ=environ, cwd=short_course, timeout_s=PATIENCE_S,
+        f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=short_course, timeout_s=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node1: ranks 0-1" in done.stdout and "node2: ranks 2-3" in done.stdout
-    assert_same_numbers(metrics(environ, lesson.name), expected.metrics, "srun")
+    assert_same_numbers(metrics(environ, lesson), of_short_course, "srun")
 
 
 @pytest.mark.lesson
@@ -106,14 +113,15 @@ def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
     assert_same_numbers(found, under_torchrun(lesson), "srun")
 
 
-@pytest.mark.lesson
-def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_torchrun):
-    job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course)
+@pytest.mark.ranks
+def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course):
+    command = ["sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel")]
+    job = slurm.submit(*command, environ=environ, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = (course / f"ddp_shakespeare.o{job}").read_text()
+    output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
     assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
-    assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
+    assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, "torchrun")
 
 
 @pytest.mark.lesson
