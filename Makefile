@@ -24,6 +24,8 @@ REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
 PROCESSES ?= 2
 AT_ONCE = -n $(PROCESSES)
+# what failed beside other tests runs once more, each after the other; whatever fails again, fails
+ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
 OPEN ?= yes
 SHELL = /bin/bash
 
@@ -117,7 +119,7 @@ test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, mun
 	@$(RUN) -m manyhands.launch.machine "make test"
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
-	@$(RUN) -m pytest $(AT_ONCE) $(ARGS)
+	@$(RUN) -m pytest --cache-clear $(AT_ONCE) $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none
 	@$(RUN) scripts/prepare_data.py

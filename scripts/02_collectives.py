@@ -64,7 +64,7 @@
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
 largest_mib = 16.0  # largest message of the experiment in MiB, > 0
-repeats = 7  # samples of each timing, at least 1
+repeats = 5  # samples of each timing, at least 1
 wait_s = 3.0  # seconds that a rank waits for one that is missing, > 0
 points = 1_000_000  # random points in the estimate of pi, at least 1
 

@@ -60,7 +60,7 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-steps = 300  # training steps, at least 1
+steps = 150  # training steps, at least 1
 global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 bucket_mib = 1.0  # size of a gradient bucket in MiB, > 0
 ddp = "library"  # which DDP trains the GPT, one of library, ours
@@ -852,7 +852,7 @@ calls = {
     )
     for name, model in rivals.items()
 }
-samples = take_turns(calls, 2 * repeats, ranks)
+samples = take_turns(calls, repeats, ranks)
 
 # %%
 # %%ranks
@@ -970,7 +970,7 @@ if rank == 0:
 #
 # - **Evaluate on all ranks.** Each takes its share of the validation batches, one all-reduce gives the mean.
 # - **Keep the loss on the rank until the end.** A rank's own loss is that of its own share, not of the batch. The batch's is
-#   the mean over the ranks; 300 of them can be averaged by one all-reduce after the last step.
+#   the mean over the ranks; 150 of them can be averaged by one all-reduce after the last step.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1003,12 +1003,12 @@ def sample(model, seed, num):
 
 # %% [markdown]
 # **Predict.** Shakespeare's vocabulary has 65 tokens here. What is the loss of a model that has learnt nothing and gives each
-# the same probability? And after 300 steps: will the model write words, or only something that looks like lines of a play?
+# the same probability? And after 150 steps: will the model write words, or only something that looks like lines of a play?
 #
 # <details><summary>Answer</summary>
 #
-# ln 65 = 4.174, and a fresh model errs a little around it. After 300 steps it has read 300·12·64 characters, a quarter of a
-# million. Expect the shape of lines and short words, and a loss around 2.4.
+# ln 65 = 4.174, and a fresh model errs a little around it. After 150 steps it has read 150·12·64 = 115,200 characters.
+# Expect the shape of lines and short words, and a loss around 2.5.
 #
 # </details>
 
@@ -1029,7 +1029,7 @@ def look(step):
     synchronise(device)
     begin = time.perf_counter()
     val_loss = evaluate(model.module, num_batches=max(1, steps // 20))
-    looks.append((step, val_loss, sample(model.module, seed=rank, num=min(90, steps))))
+    looks.append((step, val_loss, sample(model.module, seed=0, num=min(90, steps)) if rank == 0 else None))
     if rank == 0:
         say(f"step {step:3d}: validation loss {val_loss:.3f}")
     return time.perf_counter() - begin
@@ -1039,7 +1039,7 @@ def look(step):
 # %%ranks --timeout 600
 begin = time.perf_counter()
 for step in range(steps):
-    if step in [steps * third // 3 for third in range(3)]:  # 0, 100, 200
+    if step in [steps * third // 3 for third in range(3)]:  # 0, 50, 100
         looking_s += look(step)
     _, loss = model(*batch(step))
     loss.backward()  # all ranks: the gradients are averaged in here
@@ -1049,7 +1049,7 @@ for step in range(steps):
     losses[step] = loss.detach()
 synchronise(device)
 train_s = time.perf_counter() - begin - looking_s
-looking_s += look(steps)  # and step 300
+looking_s += look(steps)  # and step 150
 
 # %% [markdown]
 # What you should see below: a steep fall while the model learns which letters are common, then a slow one while it learns which
@@ -1083,7 +1083,7 @@ metrics.measured(training_tok_per_s=rate)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: training</summary>
 #
-# The run takes half a minute on two cores; talk while it runs, about what each rank is doing
+# The run takes a quarter of a minute on two cores; talk while it runs, about what each rank is doing
 # *now*. Ask: "which line of the loop would be different without DDP?" (None but the wrap.) Usual mistakes: printing the loss
 # every step with an all-reduce; `if rank == 0: evaluate(...)`, which hangs, because evaluate holds a collective.
 #
@@ -1120,7 +1120,7 @@ catch_up(globals(), "validation_loss", "evaluate")
 import statistics
 from manyhands.measure.timing import take_turns
 
-model, num_batches = new_model(), 3 * repeats
+model, num_batches = new_model(), 2 * repeats
 
 
 def rank_0_evaluates():
@@ -1201,7 +1201,7 @@ if rank == 0:
 metrics.exact(virtual_step_s=virtual_s)
 
 # %% [markdown]
-# Now your own class on this machine, at four sizes, with overlap and without. One bucket is complete only when backward is
+# Now your own class on this machine, at three sizes, with overlap and without. One bucket is complete only when backward is
 # over, so there is nothing to overlap: what the first line prints is noise, and a yardstick for the others.
 
 # %%
@@ -1210,7 +1210,7 @@ import functools
 import statistics
 from manyhands.measure.timing import take_turns
 
-sizes_mib = [4.0, 1.0, 0.3, 0.1]
+sizes_mib = [4.0, 1.0, 0.1]
 keys = [(size_mib, overlap) for size_mib in sizes_mib for overlap in (False, True)]
 models = {key: BucketedDDP(new_model(), *key) for key in keys}
 calls = {key: step_of(model, model.finish) for key, model in models.items()}
@@ -1456,8 +1456,8 @@ def clear_and_wrong(model):
 suspect = new_model()
 clear_and_wrong(suspect)
 for name, model in {"suspect": suspect, "library": DDP(new_model())}.items():
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(2 * repeats, device=device)
-    for step in range(2 * repeats):
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), torch.zeros(repeats, device=device)
+    for step in range(repeats):
         optimizer.zero_grad()
         _, loss = model(*batch(step))
         loss.backward()

@@ -66,7 +66,7 @@ n_ranks = 4  # processes; in a script the launcher decides
 micro_batch = 2  # sequences in one forward pass of one rank, at least 1
 global_batch = 0  # sequences per update, all ranks together; 0: 48, or more where it does not split, at least 0
 steps = 10  # updates of each trajectory, at least 2
-sweep_tokens = 24576  # characters that each run of the sweep reads, at least 1024
+sweep_tokens = 12288  # characters that each run of the sweep reads, at least 1024
 repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
@@ -758,7 +758,7 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: learning rate</summary>
 #
-# The sweep takes about half a minute; collect bets before it. *Say:* "the
+# The sweep takes about a quarter of a minute; collect bets before it. *Say:* "the
 # rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
 # of updates instead of equal data; scaling the rate for accumulation as if it were a larger batch; a warm-up that begins with
 # rate 0. *When late:* the stored picture. *Ask:* "where is the batch so large that no rule helps?" (The noise scale, in MORE.)

@@ -70,7 +70,7 @@ n_ranks = 4  # processes; in a script the launcher decides
 layers = 4  # layers of the GPT, 2 to 12
 global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 wrapping = "block"  # how you wrap the model: block, block_and_size, block_group:2, size:100000
-steps = 5  # steps of SGD that are compared, at least 1
+steps = 3  # steps of SGD that are compared, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 2 min)
@@ -1069,10 +1069,10 @@ def build(flags):
 
 
 def measure(flags):
-    """What a rank holds, what it calls, and both by formula, in the third step of a run with these flags."""
+    """What a rank holds, what it calls, and both by formula, in the last of a few steps with these flags."""
     spread = build(flags)
     parallel, optimizer = spread.parallel, spread.optimizer
-    for step in range(3):  # DDP sorts its buckets anew in the second
+    for step in range(2 if "fsdp" in flags else 3):  # DDP sorts its buckets anew in the second
         optimizer.zero_grad()
         with wire.watch() as seen:
             parallel.forward_backward(*batch(step))

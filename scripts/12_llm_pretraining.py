@@ -65,7 +65,7 @@ n_ranks = 4  # processes; in a script the launcher decides
 merges = 256  # merges of the tokenizer, 16 to 2000
 hashes = 128  # numbers in a MinHash signature, a multiple of 16, at least 16
 live_flops = 6e10  # cost of the model that is trained here, at least 1e9; 6e10 is a recorded point
-zoo_steps = 120  # steps of training in which the zoo's bug shows, at least 2
+zoo_steps = 80  # steps of training in which the zoo's bug shows, at least 2
 
 # %% [markdown]
 # ## Start (CORE, 2 min)
@@ -85,7 +85,7 @@ import math
 import random
 import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import torch
@@ -432,18 +432,22 @@ say(WORDS.findall("Who goes there?\nI."))
 def train_bpe(counts, merges):
     """The merges [(a, b), ...]; number i makes the token 256 + i."""
     words = [[list(word), n] for word, n in counts.items()]
-    pairs, table = Counter(), []
-    for ids, n in words:
-        pairs.update({pair: k * n for pair, k in Counter(zip(ids, ids[1:], strict=False)).items()})
+    pairs, places, table = Counter(), defaultdict(set), []  # places: the words in which a pair occurs, or did
+
+    def count(i, sign):
+        ids, n = words[i]
+        for pair in zip(ids, ids[1:], strict=False):
+            pairs[pair] += sign * n
+            places[pair].add(i)
+
+    for i in range(len(words)):
+        count(i, +1)
     while len(table) < merges and any(n > 0 for n in pairs.values()):
         best = most_frequent(pairs)
-        for word in words:
-            old, n = word
-            if best[0] in old:
-                word[0] = merge(old, best, 256 + len(table))
-                for ids, sign in ((old, -n), (word[0], n)):
-                    for pair in zip(ids, ids[1:], strict=False):
-                        pairs[pair] += sign
+        for i in places.pop(best):
+            count(i, -1)
+            words[i][0] = merge(words[i][0], best, 256 + len(table))
+            count(i, +1)
         table.append(best)
     return table
 

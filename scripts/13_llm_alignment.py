@@ -62,10 +62,10 @@
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
-base_steps = 150  # steps of pre-training before the lesson begins, at least 1
+base_steps = 100  # steps of pre-training before the lesson begins, at least 1
 sft_steps = 100  # steps of supervised fine-tuning, at least 1
-dpo_steps = 40  # steps of preference optimisation, at least 1
-rl_steps = 60  # steps of reinforcement learning, at least 2
+dpo_steps = 24  # steps of preference optimisation, at least 1
+rl_steps = 48  # steps of reinforcement learning, at least 2
 seeds = 3  # runs of each stage in the experiment, at least 1
 
 # %% [markdown]
@@ -114,9 +114,8 @@ given = {"base_steps": base_steps, "sft_steps": sft_steps, "dpo_steps": dpo_step
 metrics = Metrics(ranks, corpus, given | {"seeds": seeds})
 global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
 GROUP = 8  # answers to a question, for GRPO below
-ANSWERS = -(-240 // math.lcm(GROUP, world_size)) * math.lcm(
-    GROUP, world_size
-)  # in a step: 240, or the next that splits
+unit = math.lcm(GROUP, world_size)
+ANSWERS = -(-120 // unit) * unit  # in a step: 120, or the next number that splits
 if rank == 0:
     say(f"{len(vocab)} tokens, the last four: {' '.join(vocab[-4:])}")
     say(f"{config.num_params():,} parameters")
@@ -318,7 +317,7 @@ if rank == 0:
     say(f"chance: the four letters in a random order are right in {task.chance:.1%} of all cases, 1 of 24")
 
 # %% [markdown]
-# We have 80 words with their answers, and a thousand speeches. Nobody will write more.
+# We have 80 words with their answers, and some 700 short speeches. Nobody will write more.
 
 
 # %%
@@ -326,8 +325,8 @@ if rank == 0:
 def demonstrations(seed):
     """80 answered questions, then speeches from the corpus, as padded ids [N, T]."""
     words = task.draw(80, [seed, 1], held_out=False)
-    spoken = [speech_messages(who, line) for who, line in speeches(corpus.text, longest=28, most_name=10)]
-    talks = [task.messages(word, task.answer(word)) for word in words] + spoken[:1000]
+    spoken = [speech_messages(who, line) for who, line in speeches(corpus.text, longest=16, most_name=10)]
+    talks = [task.messages(word, task.answer(word)) for word in words] + spoken
     return rows([encode(talk, vocab) for talk in talks], config.block_size + 1)[0]
 
 
@@ -613,13 +612,13 @@ if rank == 0:
 assert apart == 0
 
 # %% [markdown]
-# Next, the pairs. Each rank asks the model its share of 1,024 questions. Answers are *drawn* at random from the model's
+# Next, the pairs. Each rank asks the model its share of 512 questions. Answers are *drawn* at random from the model's
 # probabilities, and each wrong one makes a pair with the right one:
 
 
 # %%
 # %%ranks --timeout 120
-def pairs_of(model, seed, questions=1024):
+def pairs_of(model, seed, questions=512):
     """[(word, wrong answer)] of the model's own, the same on all ranks. All ranks call it."""
     words = task.draw(questions, [seed, 2], held_out=False)
     mine = np.array_split(words, world_size)[rank].tolist()
@@ -632,7 +631,7 @@ def pairs_of(model, seed, questions=1024):
 
 wrong = pairs_of(policy, seed=0)
 if rank == 0:
-    say(f"{len(wrong)} wrong answers to 1,024 questions")
+    say(f"{len(wrong)} wrong answers to 512 questions")
     for word, text in wrong[:3]:
         say(f"    {word}: rather {task.answer(word)!r} than {text!r}")
 
@@ -859,7 +858,7 @@ def grpo(model, seed, reward):
         judged = [float(reward(word, text)) for word, text in zip(words, said, strict=True)]
         rewards_b = torch.tensor(judged, dtype=torch.float64, device=device)
         loss, kl = rl_loss(policy, reference, ids_bT, rewards_b, ANSWERS)
-        update(policy, optimizer, loss, falling(step, rl_steps, 2e-3))
+        update(policy, optimizer, loss, falling(step, rl_steps, 1.5e-3))
         both = torch.stack([rewards_b.sum() / ANSWERS, kl.double()])
         dist.all_reduce(both)
         curve.append((step, *both.tolist()))
@@ -898,7 +897,7 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# The reward goes to 1 and the accuracy to nearly 0: any ascending letters are easier to produce than *these* letters in order. The
+# The reward goes to nearly 1 and the accuracy to nearly 0: any ascending letters are easier to produce than *these* letters in order. The
 # KL grows much larger than with the verifier. Without a verifier you would see the reward and the KL, but no accuracy.
 #
 # </details>
@@ -935,7 +934,7 @@ if rank == 0:
         say(f"    accuracy {shares[0]:.0%} to {shares[max(shares)]:.0%}")
 
 # %% [markdown]
-# Judged by the first panel alone, the second reward looks like the better choice: it starts higher and soon reaches its maximum.
+# Judged by the first panel alone, the second reward looks like the better choice: it starts higher and stays higher.
 # (The printed final reward and KL are means over the last ten steps. The KL estimate contains an exponential, so one unlikely
 # answer can make a step's estimate jump.)
 
@@ -1061,11 +1060,11 @@ if rank == 0:
 # ## Experiment: what each stage brings (CORE, 3 min)
 #
 # We train SFT from the base, then DPO and GRPO from SFT, with several seeds. A seed decides the demonstrations, the batches, the
-# pairs and the answers. (GRPO is the subject of the section marked MORE above: in each step the ranks draw 240 answers, the verifier
+# pairs and the answers. (GRPO is the subject of the section marked MORE above: in each step the ranks draw 120 answers, the verifier
 # gives each a reward of 1 or 0, and the right ones are made likelier.)
 #
-# The figure has a point for each seed. Expect the base below chance, and SFT somewhere in the middle; the spread of its points shows
-# how much depends on which 80 demonstrations were drawn. Which stage will exceed 90 %?
+# The figure has a point for each seed. Expect the base below chance, and SFT far above it; the spread of its points shows
+# how much depends on which 80 demonstrations were drawn. Which stage will come closest to 100 %?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 400
@@ -1120,8 +1119,8 @@ if rank == 0:
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the experiment</summary>
 #
-# It trains what has not been trained yet, a minute or two on two cores. Start it before the break. *Say:* one seed is no
-# comparison. *Ask:* "GRPO saw how many answers, and what did they cost?" (60 steps of 240, each judged by a comparison.)
+# It trains what has not been trained yet: about half a minute on two cores. *Say:* one seed is no
+# comparison. *Ask:* "GRPO saw how many answers, and what did they cost?" (48 steps of 120, each judged by a comparison.)
 #
 # </details>
 

@@ -62,7 +62,7 @@
 
 # %% tags=["parameters"]
 n_ranks = 2  # processes; in a script the launcher decides
-steps = 200  # of training of the large model, and of the small one, 2 to 2000
+steps = 100  # of training of the large model, and of the small one, 2 to 2000
 texts = 4  # texts that each rank writes for each number of draft tokens, at least 2
 draws = 3000  # tokens that are drawn to compare distributions, 500 to 100000
 
@@ -144,7 +144,7 @@ for name, model in (("large", target), ("small", draft)):
 prompt = corpus.encode(corpus.text[:20]).tolist()
 
 # %% [markdown]
-# A few hundred steps make no poet, but everything below is about *how* a model writes, not what.
+# A hundred steps make no poet, but everything below is about *how* a model writes, not what.
 
 # %% [markdown]
 # ## Warm-up: four numbers, three knobs (CORE, 3 min)
@@ -889,9 +889,9 @@ if rank == 0:  # no other rank takes part
         with started(file, Path(folder)) as address_file:
             client = Client.from_file(address_file)
             for seed in (1, 2):
-                pieces = list(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
+                reply = "".join(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
                 found = client.metrics()['manyhands_tokens_total{kind="reused"}']
-                say(f"{len(pieces)} pieces, {found:.0f} positions of prompts found so far: {''.join(pieces)!r}")
+                say(f"{len(reply)} characters, {found:.0f} positions of prompts found so far: {reply!r}")
             try:
                 client.complete("a" * 100)
             except ServerSaid as refusal:
@@ -916,9 +916,9 @@ torch.manual_seed(0)
 for p in noisy.parameters():
     p += 0.05 * torch.randn_like(p)
 candidates = {"the same in 8 bits": quantize(copy.deepcopy(live)), "noise on its weights": noisy}
-for name, candidate in candidates.items():
-    verdict = gate.judge(candidate, metadata, live, metadata, corpus.val_ids[:4096], tolerance=0.02)
-    if rank == 0:
+if rank == 0:  # no other rank takes part
+    for name, candidate in candidates.items():
+        verdict = gate.judge(candidate, metadata, live, metadata, corpus.val_ids[:4096], tolerance=0.02)
         say(f"{name}: {'passes' if verdict.passed else 'is refused'}, {verdict.sentence}")
 
 # %% [markdown]

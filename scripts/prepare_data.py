@@ -31,6 +31,7 @@ import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is 
 from manyhands.course.folders import named
 from manyhands.data import shakespeare
 from manyhands.launch.flags import Flags
+from manyhands.launch.program import end
 
 
 def arguments_of(argv, error=None):
@@ -136,8 +137,6 @@ def main():
 
 def _refuse(sentence):
     """End all ranks with status 2; the first one says why."""
-    from manyhands.launch.join import end
-
     end(f"prepare_data.py: {sentence}", 2)
 
 

@@ -86,10 +86,11 @@ def main():
     clear = ["--clear"] if built and options.rebuild else []
     run(site_python or sys.executable, "-m", "venv", "--without-pip", *clear, venv)
     write_stamp(venv, unfinished)
+    compiled = options.copy or sys.dont_write_bytecode  # else each start of a program would compile what it imports
     if site is None:
-        install(venv, requirements(), options.copy)
+        install(venv, requirements(), compiled)
     else:
-        install_beside(venv, site, options.copy)
+        install_beside(venv, site, compiled)
     install_course(venv, options.copy)
     write_stamp(venv, wanted)
 
@@ -235,7 +236,7 @@ def check_python(version, variable):
 
 
 def install(venv, pins, compiled):
-    """Install these lines of requirements.txt, and pip. `compiled`: with bytecode, which users may not write."""
+    """Install these lines of requirements.txt, and pip. `compiled`: with bytecode."""
     python, uv = venv / "bin" / "python", shutil.which("uv")
     pip, wheel = pip_of(python)
     with tempfile.TemporaryDirectory() as folder:

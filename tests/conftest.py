@@ -1,6 +1,7 @@
 """What every test shares: the course's folders, and an environment in which nothing is written into the tree."""
 
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -19,6 +20,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# jsonschema would build 38 grammars of web addresses, which takes 2 s, to look at formats that no notebook has
+sys.modules["rfc3987_syntax"] = None
 
 ROOT = Path(__file__).resolve().parents[1]
 # what is tested is the CPU's, on a node with GPUs as well, unless GPUs are asked for: `make test-gpu`
@@ -167,8 +171,19 @@ FORKED = [
     "test_checkpoint.py", "test_same_science.py", "test_data_parallel.py", "test_screen.py", "test_recorded.py",
     "test_plan_program.py", "test_slurm.py", "test_train_jobs.py", "test_cluster.py", "test_ranks.py",
     "test_side_by_side.py", "test_jobs.py", "test_pairs.py", "test_bench.py", "test_chat_page.py",
-    "test_contributing.py",
+    "test_contributing.py", "test_when_it_breaks.py", "test_meshes_and_planning.py",
 ]  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays to the end: to look for garbage in it takes seconds, then and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -65,6 +65,9 @@ sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"
 
 
 def wait_for_a_message():
+    here = pathlib.Path(os.environ["MANYHANDS_OUTPUTS"])
+    here.mkdir(parents=True, exist_ok=True)
+    (here / f"hangs-{rank}").touch()
     while True:
         time.sleep(0.1)
 

@@ -29,6 +29,7 @@ PRELOAD = (
     "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.run",
     "numpy", "rich.console", "tyro", "matplotlib.figure", "ipykernel.ipkernel", "ipyparallel.engine.app", "nbformat",
+    "pydantic.dataclasses", "pydantic.type_adapter", "plotext", "safetensors.torch",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
@@ -285,6 +286,7 @@ if __name__ == "__main__":
     import gc
     import importlib
 
+    sys.modules["rfc3987_syntax"] = None  # as in conftest
     for _module in PRELOAD:
         importlib.import_module(_module)
     del sys.path[0]  # this folder: the tests' modules are not the programs'

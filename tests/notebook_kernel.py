@@ -7,9 +7,11 @@ import re
 import time
 
 import psutil
-from jupyter_client.manager import start_new_kernel
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import KernelManager
 from manyhands.launch.processes import Family
 from manyhands.notebook.engine_processes import MARK
+from manyhands.tools.lesson_run import write_kernelspec
 
 START = """
 import sys; sys.path.insert(0, {scripts!r})
@@ -64,10 +66,13 @@ class Kernel:
         self.environ = {**os.environ, "MANYHANDS_LIVE": "0", "MANYHANDS_PATIENCE": "2", **(environ or {})}
 
     def __enter__(self):
-        self.manager, self.client = start_new_kernel(
-            kernel_name="manyhands", env=self.environ, cwd=str(self.folder / "notebooks")
-        )
-        self.pid = self.manager.provisioner.pid
+        write_kernelspec(self.folder / "kernels" / "manyhands")
+        specs = KernelSpecManager(kernel_dirs=[str(self.folder / "kernels")])
+        self.manager = KernelManager(kernel_name="manyhands", kernel_spec_manager=specs)
+        self.manager.start_kernel(env=self.environ, cwd=str(self.folder / "notebooks"))
+        self.client, self.pid = self.manager.blocking_client(), self.manager.provisioner.pid
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=120)
         return self
 
     def __exit__(self, *error):
@@ -116,10 +121,15 @@ def left_behind(mark, patience_s):
     return processes
 
 
-def listening_addresses(mark):
-    """Addresses on which processes that carry the mark listen, but for mpiexec's own, which its children inherit."""
+def listening_addresses(kernel):
+    """Addresses on which a kernel and its processes listen, but for mpiexec's own, which its children inherit.
+
+    All of them are forks of one server, of which no other kernel may have any now; mpiexec carries the mark.
+    """
     found, mpiexec = set(), set()
-    for process in Family(mark, MARK).members():
+    forks = psutil.Process(int(kernel.run("import os; print(os.getpid())").text)).parent().children()
+    assert len(forks) >= 7, "the kernel, its controller and watchdog, and four ranks"
+    for process in [*forks, *Family(kernel.mark(), MARK).members()]:
         listening = {c.laddr for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         (mpiexec if process.name() in ("mpiexec", "hydra_pmi_proxy") else found).update(listening)
     return {address.ip for address in found - mpiexec}

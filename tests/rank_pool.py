@@ -24,7 +24,9 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-        "torch.distributed.pipelining", "torch.distributed.checkpoint", "hypothesis", "pytest", "manyhands",
+        "torch.distributed.pipelining", "torch.distributed.checkpoint", "hypothesis", "pytest", "rich.progress",
+        "psutil", "safetensors.torch", "manyhands.train.run", "manyhands.train.start",
+        "manyhands.parallel.mesh_strategy",
     ]
 )  # fmt: skip
 
@@ -72,12 +74,12 @@ class RankPool:
     with RankPool(8) as pool:
         results = pool.run(4, function, *args)     # function(ranks, *args) on ranks 0 to 3
 
-    After a call that failed all ranks are started anew, so that no call meets what another left half done. No process
+    After a call that failed its ranks are started anew, so that no call meets what another left half done. No process
     survives `close()`, or the process that made the pool.
     """
 
     def __init__(self, n):
-        self.n, self.workers, self.folder, self.calls = n, [], tempfile.TemporaryDirectory(), 0
+        self.n, self.workers, self.folder, self.calls = n, {}, tempfile.TemporaryDirectory(), 0
 
     def run(self, n, function, *args, timeout_s=TIMEOUT_S, environ=None):
         """What `function(ranks, *args)` returned on each of the first n ranks, in rank order.
@@ -92,19 +94,19 @@ class RankPool:
         store = os.path.join(self.folder.name, f"store-{self.calls}")
         call = (n, store, function, args, timeout_s, {"GLOO_SOCKET_IFNAME": "lo", **(environ or {})})
         try:
-            for _, pipe in self.workers[:n]:
-                pipe.send(call)
+            for rank in range(n):
+                self.workers[rank][1].send(call)
             return self._answers(n, timeout_s)
         except BaseException:
-            self._stop()
+            self._stop(n)
             raise
 
     def close(self):
-        for _, pipe in self.workers:
+        for _, pipe in self.workers.values():
             pipe.close()  # they end by themselves, and tidy up
-        for process, _ in self.workers:
+        for process, _ in self.workers.values():
             process.join(5)
-        self._stop()
+        self._stop(self.n)
         self.folder.cleanup()
 
     def __enter__(self):
@@ -114,23 +116,25 @@ class RankPool:
         self.close()
 
     def _start(self, n):
-        while len(self.workers) < n:
-            ours, theirs = _server.Pipe()
-            process = _server.Process(target=_serve, args=(len(self.workers), theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+        for rank in range(n):
+            if rank not in self.workers:
+                ours, theirs = _server.Pipe()
+                process = _server.Process(target=_serve, args=(rank, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.workers[rank] = process, ours
 
-    def _stop(self):
-        for process, pipe in self.workers:
+    def _stop(self, n):
+        """End the first n: nobody else took part in their call."""
+        ended = [self.workers.pop(rank) for rank in range(n) if rank in self.workers]
+        for process, pipe in ended:
             pipe.close()
             process.kill()
-        for process, _ in self.workers:
+        for process, _ in ended:
             process.join()
-        self.workers = []
 
     def _answers(self, n, timeout_s):
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:n])}
+        waiting = {self.workers[rank][1]: rank for rank in range(n)}
         answers, failures, deadline = {}, [], time.monotonic() + timeout_s
         while waiting:
             ready = multiprocessing.connection.wait(waiting, timeout=max(0, deadline - time.monotonic()))

@@ -45,7 +45,7 @@ BOTH = "cpu:gloo,cuda:nccl"
 # operators that CUDA lets cross devices: a copy, and what takes its indices from the CPU
 CROSSING = {"copy_", "_to_copy", "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 WRAPPERS, PLAIN = (DTensor, AsyncCollectiveTensor), (torch.Tensor, torch.nn.Parameter)
-_real_device = torch.Tensor.device
+_real_device, _real_is_cpu = torch.Tensor.device, torch.Tensor.is_cpu
 
 
 class WrongDevice(RuntimeError):
@@ -62,7 +62,7 @@ def _storage(tensor):
         if isinstance(tensor, FakeTensor):
             return None
     with torch._C.DisableTorchFunction():  # or the mode below would be asked what we ask here
-        if tensor.layout != torch.strided or _real_device.__get__(tensor).type != "cpu":
+        if tensor.layout != torch.strided or not _real_is_cpu.__get__(tensor):
             return None
         return tensor.untyped_storage()
 
@@ -377,28 +377,29 @@ class _Marks(TorchDispatchMode):
         self.stand_in = stand_in
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if any(issubclass(kind, WRAPPERS) for kind in types):
-            return NotImplemented  # they call operators of plain tensors, which come here again
         kwargs = kwargs or {}
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return operator(*args, **kwargs)
+        if types:
+            if any(issubclass(kind, WRAPPERS) for kind in types):
+                return NotImplemented  # they call operators of plain tensors, which come here again
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                return operator(*args, **kwargs)
         asked = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.device)), None)
         if asked:
             args, kwargs = tree_map_only(torch.device, lambda d: CPU if d.type == "cuda" else d, (args, kwargs))
         name = operator._schema.name.split("::")[1]
-        tensors = [tensor for tensor in _tensors(args, kwargs) if on_gpu(tensor) is not None]
-        marked = [on_gpu(tensor) for tensor in tensors]
+        given = [(tensor, storage) for tensor in _tensors(args, kwargs) if (storage := _storage(tensor)) is not None]
+        marked = [getattr(storage, "on_gpu", False) for _, storage in given]
         if operator.namespace in ("c10d", "_c10d_functional"):
             self._judge_collective(operator, name, args, marked)
         elif name not in CROSSING and any(marked):
-            left = [tensor for tensor, gpu in zip(tensors, marked, strict=True) if not gpu and len(tensor.shape)]
+            left = [tensor for (tensor, _), gpu in zip(given, marked, strict=True) if not gpu and len(tensor.shape)]
             if left:
                 self.stand_in.refuse(name, f"tensors of {GPU} and of the CPU in one operator")
-        before = {id(_storage(tensor)) for tensor in tensors}
+        before = {id(storage) for _, storage in given}
         result = operator(*args, **kwargs)
         if asked and asked.type == "cuda":
             gpu = True
-        elif tensors:
+        elif given:
             gpu = any(marked)
         else:
             gpu = self.stand_in.is_for_gpu()

@@ -220,7 +220,9 @@ def test_draws_follow_the_probabilities():
 def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
     step = [[0.0, 1.0, 0, 0], [0, 0, 1.0, 0], [0, 0, 0, 1.0], [1.0, 0, 0, 0]]  # 0 -> 1 -> 2 -> 3 -> 0
     prompts, lengths = torch.tensor([[0, 0], [3, 1]]), torch.tensor([1, 2])
-    ids, answer = complete(table_model(step), prompts, lengths, 4, end=3)
+    model, computed = table_model(step), []
+    ids, answer = complete(lambda ids_bT: computed.append(len(ids_bT)) or model(ids_bT), prompts, lengths, 4, end=3)
+    assert computed == [2, 2, 1, 1], "rows that go on; who has none of them calls all the same, with one"
     assert ids.tolist() == [[0, 1, 2, 3, 0, 0], [3, 1, 2, 3, 0, 0]]
     assert answer.long().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
 

@@ -20,8 +20,9 @@ def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeyp
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
     rows = [row_of(PLAIN), row_of("2 ranks"), row_of(APART), Row("broken", flags=("--parallel.tensor=3",))]
     monkeypatch.setattr(bench, "all_rows", lambda: rows)
+    monkeypatch.setattr(bench, "LINE_STEPS", 2)
     before = set(psutil.Process().children(recursive=True))
-    status = bench.main(["--only=trainer", "--rounds=1", "--steps=30", f"--output={tmp_path / 'bench'}"], root=tmp_path)
+    status = bench.main(["--only=trainer", "--rounds=1", "--steps=6", f"--output={tmp_path / 'bench'}"], root=tmp_path)
     assert status == 1 and set(psutil.Process().children(recursive=True)) <= before
     assert "broken: not measured: it ended with status 2; see " in capsys.readouterr().out
     content = json.loads((tmp_path / "bench" / "bench.json").read_text())

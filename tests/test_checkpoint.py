@@ -96,11 +96,11 @@ def _save_each_way(ranks, folder):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(pool, tmp_path_factory):
     """Checkpoints of 1, 2 and 4 ranks, each in three ways."""
     folder = tmp_path_factory.mktemp("written")
     for n in (1, 2, 4):
-        run_on_ranks(n, _save_each_way, folder)
+        pool.run(n, _save_each_way, folder)
     return folder
 
 
@@ -120,9 +120,9 @@ def _read_each_way(ranks, folder):
 
 
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_m_ranks_read_bit_for_bit_what_1_2_or_4_ranks_wrote_in_any_way(m, written):
+def test_m_ranks_read_bit_for_bit_what_1_2_or_4_ranks_wrote_in_any_way(pool, m, written):
     assert len(list(written.iterdir())) == 9
-    assert run_on_ranks(m, _read_each_way, written) == [[]] * m
+    assert pool.run(m, _read_each_way, written) == [[]] * m
 
 
 def _save_two_axes(ranks, folder):
@@ -146,8 +146,8 @@ def _save_two_axes(ranks, folder):
     return right, all(torch.equal(again[name], right[name]) for name in right)
 
 
-def test_fsdp_over_tensor_parallel_comes_back_whole_in_one_process(tmp_path):
-    right, same = run_on_ranks(4, _save_two_axes, tmp_path)[0]
+def test_fsdp_over_tensor_parallel_comes_back_whole_in_one_process(pool, tmp_path):
+    right, same = pool.run(4, _save_two_axes, tmp_path)[0]
     assert same
     (path,) = manifest.steps_in(tmp_path)
     found = whole_tensors(path, "model.")
@@ -214,12 +214,12 @@ def _load_rank_state(ranks, folder, layout):
     return state["cpu"].tolist(), metadata["rank_state_restored"]
 
 
-def test_random_state_returns_to_its_rank_and_only_to_the_same_layout(tmp_path):
-    run_on_ranks(2, _save_rank_state, tmp_path)
-    assert run_on_ranks(2, _load_rank_state, tmp_path, "shard 2") == [([10, 7], True), ([11, 7], True)]
-    assert run_on_ranks(2, _load_rank_state, tmp_path, None) == [([10, 7], True), ([11, 7], True)]
-    assert run_on_ranks(2, _load_rank_state, tmp_path, "tensor 2") == [([0, 0], False)] * 2
-    assert run_on_ranks(1, _load_rank_state, tmp_path, None) == [([0, 0], False)]
+def test_random_state_returns_to_its_rank_and_only_to_the_same_layout(pool, tmp_path):
+    pool.run(2, _save_rank_state, tmp_path)
+    assert pool.run(2, _load_rank_state, tmp_path, "shard 2") == [([10, 7], True), ([11, 7], True)]
+    assert pool.run(2, _load_rank_state, tmp_path, None) == [([10, 7], True), ([11, 7], True)]
+    assert pool.run(2, _load_rank_state, tmp_path, "tensor 2") == [([0, 0], False)] * 2
+    assert pool.run(1, _load_rank_state, tmp_path, None) == [([0, 0], False)]
 
 
 def _save_steps(ranks, folder, *steps):
@@ -228,9 +228,9 @@ def _save_steps(ranks, folder, *steps):
 
 
 @pytest.fixture(scope="module")
-def two_steps(tmp_path_factory):
+def two_steps(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_steps")
-    run_on_ranks(2, _save_steps, folder, 10, 20)
+    pool.run(2, _save_steps, folder, 10, 20)
     return folder
 
 
@@ -349,8 +349,8 @@ def _misfits(ranks, folder):
     return sentences
 
 
-def test_foreign_and_missing_names_other_shapes_and_other_types_are_named(two_steps):
-    first, second = run_on_ranks(2, _misfits, two_steps)
+def test_foreign_and_missing_names_other_shapes_and_other_types_are_named(pool, two_steps):
+    first, second = pool.run(2, _misfits, two_steps)
     assert first == second
     parts = [
         "model.new is missing there and [3] torch.float32 here",
@@ -369,12 +369,12 @@ def _after_a_kill(ranks, folder):
     return newest, before
 
 
-def test_a_partial_folder_is_no_checkpoint_and_the_next_save_removes_it(two_steps, tmp_path):
+def test_a_partial_folder_is_no_checkpoint_and_the_next_save_removes_it(pool, two_steps, tmp_path):
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-00000025.partial")  # complete, but never renamed
     (tmp_path / "step-00000026.partial").mkdir()
     before = ["step-00000010", "step-00000020", "step-00000025.partial", "step-00000026.partial"]
-    assert run_on_ranks(2, _after_a_kill, tmp_path)[0] == ("step-00000020", before), "a reader removes nothing"
+    assert pool.run(2, _after_a_kill, tmp_path)[0] == ("step-00000020", before), "a reader removes nothing"
     assert names_in(tmp_path) == ["step-00000020", "step-00000030"]
 
 
@@ -389,8 +389,8 @@ def _retain(ranks, folder):
     return list(_save_with_losses(ranks, folder, losses))
 
 
-def test_the_last_two_and_the_best_are_kept(tmp_path):
-    (kept,) = run_on_ranks(1, _retain, tmp_path)
+def test_the_last_two_and_the_best_are_kept(pool, tmp_path):
+    (kept,) = pool.run(1, _retain, tmp_path)
     steps = [[int(name.removeprefix("step-")) for name in names] for names in kept]
     assert steps == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]], "of equals the newest"
 
@@ -403,8 +403,8 @@ def _twice(ranks, folder):
     return all(torch.equal(tensors[name], whole(name)) for name in SHAPES)
 
 
-def test_a_second_save_of_a_step_replaces_the_first(tmp_path):
-    assert run_on_ranks(2, _twice, tmp_path) == [True, True]
+def test_a_second_save_of_a_step_replaces_the_first(pool, tmp_path):
+    assert pool.run(2, _twice, tmp_path) == [True, True]
     assert names_in(tmp_path) == ["step-00000005"]
     assert manifest.read_manifest(tmp_path / "step-00000005").val_loss == 2.0
 

@@ -142,6 +142,7 @@ STRANGE = {
     "None": None, "text": "0.5", "nan": math.nan, "a boolean": True, "a complex number": 1j, "a list": [1.5, "x"],
     "a matrix": torch.ones(2, 3), "a dictionary": {"a": 1}, "a class": dict,
 }  # fmt: skip
+HANDED_IN = ("None", "text", "a list", "a class")  # instead of a function
 LESSONS = [
     module
     for module in sorted(f"manyhands.checks.{found.name}" for found in pkgutil.iter_modules(checks.__path__))
@@ -150,26 +151,27 @@ LESSONS = [
 
 
 def judge_strange(ranks, module):
-    """{(check, strange thing): the verdict on a function that returns it, and on the thing itself for an answer}"""
+    """{(check, strange thing): the verdict on a function that returns it}, and on the thing itself for an answer."""
     found = importlib.import_module(module)
-    return {
-        (check, name): (
-            getattr(found, check)(lambda *_, thing=thing, **given: [thing][0], ranks),
-            getattr(found, check)(thing, ranks),
-        )
-        for check in sorted(exercises_of(found))
-        for name, thing in STRANGE.items()
+    checks = {name: getattr(found, name) for name in sorted(exercises_of(found))}
+    returned = {
+        (name, strange): check(lambda *_, thing=thing, **given: [thing][0], ranks)
+        for name, check in checks.items()
+        for strange, thing in STRANGE.items()
     }
+    handed_in = {(name, it): check(STRANGE[it], ranks) for name, check in checks.items() for it in HANDED_IN}
+    return returned, handed_in
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("module", LESSONS)
 def test_an_answer_of_the_wrong_type_is_told_so_by_every_check(pool, module, tmp_path):
     environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    verdicts = heard_alike(pool.run(2, judge_strange, module, environ=environ, timeout_s=280))
-    for case, (returned, handed_in) in verdicts.items():
-        assert returned not in ("correct", "not attempted") and returned.endswith((".", "?")), (case, returned)
-        assert handed_in != "correct" and (handed_in == "not attempted") == (case[1] == "None"), (case, handed_in)
+    returned, handed_in = heard_alike(pool.run(2, judge_strange, module, environ=environ, timeout_s=280))
+    for case, heard in returned.items():
+        assert heard not in ("correct", "not attempted") and heard.endswith((".", "?")), (case, heard)
+    for case, heard in handed_in.items():
+        assert heard != "correct" and (heard == "not attempted") == (case[1] == "None"), (case, heard)
 
 
 # ---- what the toolkit says ----

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 
-import openai
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -32,6 +31,8 @@ def live():
 
 @pytest.fixture(scope="module")
 def client(live):
+    import openai  # a second
+
     return openai.OpenAI(base_url=f"{live.address}/v1", api_key=TOKEN, max_retries=0, timeout=60)
 
 

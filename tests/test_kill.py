@@ -131,7 +131,7 @@ class Life:
         deadline, alive = time.monotonic() + 3 * PATIENCE_S, True
         while not condition() and alive:
             assert time.monotonic() < deadline, f"nothing happens: {self.heard}"
-            time.sleep(0.001)
+            time.sleep(0.005)
             alive = any(process.is_alive() for process in self.processes)
             self.listen()  # after that question, so that the last words of the dead are heard
 

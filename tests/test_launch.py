@@ -15,7 +15,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from manyhands.launch import allocation, commands, devices, join, rendezvous, settings
+from manyhands.launch import allocation, commands, devices, join, program, rendezvous, settings
 from manyhands.launch.launchers import LAUNCHERS, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -448,11 +448,11 @@ def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
 
 
 def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):
-    monkeypatch.setattr(join, "resolve", lambda: (_ for _ in ()).throw(LaunchError("RANK=5 of 2")))
-    monkeypatch.setattr(join.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(program, "resolve", lambda: (_ for _ in ()).throw(LaunchError("RANK=5 of 2")))
+    monkeypatch.setattr(program.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, said in (("5", "train.py: it cannot be\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
-            join.end("train.py: it cannot be", 2)
+            program.end("train.py: it cannot be", 2)
         assert capsys.readouterr().err == said

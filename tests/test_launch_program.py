@@ -166,7 +166,7 @@ def test_a_signal_reaches_all_nodes_and_a_run_that_leaves_in_good_order_is_well(
 
 def test_on_sigterm_the_first_node_is_left_alone_as_qdel_has_told_it(tmrsh, tmp_path):
     """A second SIGTERM would end its torchrun before its ranks have saved; that one rank hears is enough."""
-    first = f"trap 'echo twice' TERM; echo runs; until grep -q told {tmp_path}/x2; do sleep 0.1; done"
+    first = f"trap 'echo twice' TERM; echo runs; until grep -qs told {tmp_path}/x2; do sleep 0.1; done"
     run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x1 ]; then {first}; exit; fi; {WAITS}', "0")
     while not all((tmp_path / host).exists() and (tmp_path / host).read_text() for host in ("x1", "x2")):
         assert run.poll() is None

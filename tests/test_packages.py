@@ -1,6 +1,7 @@
 """Who may import whom: the contracts in pyproject.toml, which import-linter holds, and where a name may come from."""
 
 import ast
+import functools
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,7 @@ def strangers(sources):
     return found
 
 
+@functools.cache
 def defined(text):
     """The names that a module makes itself, at its top level or below an `if` or `try` there."""
     found = set()

@@ -131,6 +131,28 @@ def test_the_stop_button_frees_a_hung_cell(notebook, tmp_path):
     assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
 
 
+ANSWERS = """%%ranks
+from manyhands.checks import collectives as checks
+kept = 42
+def loops(*_):
+    while True: pass
+def right(points, count):
+    share = torch.tensor(points // 4 + (rank < points % 4))
+    hits = torch.tensor(count(share, rank))
+    dist.reduce(hits, 0)
+    return 4 * hits.item() / points if rank == 0 else None
+"""
+
+
+def test_an_answer_to_a_check_that_never_ends_is_freed_and_the_variables_are_kept(notebook):
+    assert notebook.run(ANSWERS).error is None
+    stopped = notebook.run("%%ranks --timeout 2\nchecks.estimate_pi(loops, ranks)")
+    assert "did not end within 2 s" in stopped.error[1]
+    after = notebook.run("%%ranks\nchecks.estimate_pi(right, ranks); say(kept)")
+    assert after.error is None, after.error
+    assert "(pi with one reduce): correct" in after.text and "42" in after.text
+
+
 def test_live_output_ends_in_the_same_output(notebook):
     cell = "%%ranks\nfor i in range(4):\n    print(f'{i} of rank 0' if rank == 0 else 'x'); time.sleep(0.8)"
     quiet = notebook.run(cell)
@@ -166,7 +188,7 @@ def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
 
 
 def test_nothing_of_ours_listens_beyond_loopback(notebook):
-    assert listening_addresses(notebook.mark()) == {"127.0.0.1"}
+    assert listening_addresses(notebook) == {"127.0.0.1"}
 
 
 def test_ranks_hung_in_mpi_are_restarted_and_the_cell_says_so(notebook):

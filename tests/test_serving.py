@@ -13,7 +13,6 @@ import time
 from unittest.mock import Mock
 
 import httpx
-import openai
 import pytest
 import torch
 from live_server import (
@@ -56,6 +55,8 @@ def live():
 
 @pytest.fixture
 def client(live):
+    import openai  # a second
+
     return openai.OpenAI(base_url=f"{live.address}/v1", api_key=TOKEN, max_retries=0, timeout=30)
 
 
@@ -119,6 +120,8 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
 
 
 def test_the_official_client_raises_its_own_errors_with_our_sentences(live, client):
+    import openai
+
     with pytest.raises(openai.AuthenticationError, match="the token is missing or wrong"):
         client.with_options(api_key="wrong" * 5).models.list()
     with pytest.raises(openai.BadRequestError, match="context of 96; ask for at most 94 more"):

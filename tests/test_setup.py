@@ -158,8 +158,12 @@ def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, 
     assert "--index-url" not in commands[1]
 
 
-def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(course, commands, venv, monkeypatch):
-    """Here it comes as a wheel: the install of it works. In a shared environment it writes the bytecode, too."""
+@pytest.mark.parametrize(("flags", "writes_none"), [(["--copy"], False), ([], True), ([], False)])
+def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(
+    course, commands, venv, monkeypatch, flags, writes_none
+):
+    """Here it comes as a wheel: the install of it works. It writes the bytecode that a class, or Python, writes not."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
     pip, uv = setup_environment.run, []
 
     def record(*command, may_fail=False, environ=()):
@@ -172,10 +176,11 @@ def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(c
     said = "global.find-links='/wheels'\nglobal.extra-index-url='https://a.example\\nhttps://b.example'\n:env:.timeout='9'\n"
     pip_itself = [sys.executable, "-c", f"print({said!r})"]
     monkeypatch.setattr(setup_environment, "pip_of", lambda python: (pip_itself, "pip.whl"))
-    build(monkeypatch, venv, "--copy")
+    build(monkeypatch, venv, *flags)
     (words, environ), (torch, _), (pip_too, _) = uv
     assert words[:5] == ["pip", "install", "-q", "--python", str(venv / "bin" / "python")]
-    assert "--compile-bytecode" in words and "--require-hashes" in words and torch[-1] == "torch==2.13.0"
+    assert ("--compile-bytecode" in words) == ("--compile-bytecode" in torch) == (writes_none or "--copy" in flags)
+    assert "--require-hashes" in words and torch[-1] == "torch==2.13.0"
     assert pip_too[-1] == "pip.whl"
     assert environ == {
         "UV_FIND_LINKS": "/wheels", "UV_INDEX": "https://a.example https://b.example",

@@ -18,11 +18,12 @@ from fake_course import assert_named, remember_an_event, take_the_place_of_the_l
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import compare
+from manyhands.tools.lesson_run import Run
 from slurm_nodes import ENDED, slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
-LESSONS = ["02_collectives"]  # the job file runs lesson 03, below
+LESSONS = ["02_collectives"]  # the job file runs the start of lesson 03, below
 RANKS, NODES = 4, 2
 
 
@@ -36,7 +37,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def course(tmp_path_factory):
-    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands")
+    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands", only=("02", "03"))
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +73,32 @@ def assert_same_numbers(found, expected, launcher):
     assert compare(found, expected) == []
 
 
-@pytest.mark.lesson
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, course, environ, under_torchrun, lesson):
+@pytest.fixture(scope="session")
+def short_course(course, tmp_path_factory):
+    """The course with the start of lesson 03 alone: what starts its ranks is what is looked at."""
+    folder = tmp_path_factory.mktemp("short") / "many-hands"
+    return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
+
+
+@pytest.fixture(scope="session")
+def of_short_course(short_course, tmp_path_factory):
+    """The metrics of its lesson 03 on four ranks under torchrun, with the lesson's short flags."""
+    (lesson,) = find_lessons(short_course, only=["03"])
+    outcome = Run(lesson, "torchrun", RANKS, tmp_path_factory.mktemp("run"), lesson.short).carry_out(PATIENCE_S)
+    assert not outcome.error, outcome.error
+    return outcome.metrics
+
+
+@pytest.mark.ranks
+def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, environ, of_short_course):
+    lesson = "03_data_parallel"
     done = slurm.run(
         "srun", f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
-        f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=course, timeout_s=PATIENCE_S,
+        f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=short_course, timeout_s=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node1: ranks 0-1" in done.stdout and "node2: ranks 2-3" in done.stdout
-    assert_same_numbers(metrics(environ, lesson), under_torchrun(lesson), "srun")
+    assert_same_numbers(metrics(environ, lesson), of_short_course, "srun")
 
 
 @pytest.mark.lesson
@@ -98,14 +115,15 @@ def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
     assert_same_numbers(found, under_torchrun(lesson), "srun")
 
 
-@pytest.mark.lesson
-def test_sbatch_runs_the_job_file_on_two_nodes(slurm, course, environ, under_torchrun):
-    job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel"), environ=environ, cwd=course)
+@pytest.mark.ranks
+def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course):
+    command = ["sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel")]
+    job = slurm.submit(*command, environ=environ, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = (course / f"ddp_shakespeare.o{job}").read_text()
+    output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
     assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
-    assert_same_numbers(metrics(environ, "03_data_parallel"), under_torchrun("03_data_parallel"), "torchrun")
+    assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, "torchrun")
 
 
 @pytest.mark.lesson
@@ -151,13 +169,6 @@ def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path)
     assert sorted(done.stdout.splitlines())[-RANKS:] == [
         f"[rank {r}] rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)
     ]
-
-
-@pytest.fixture(scope="session")
-def short_course(course, tmp_path_factory):
-    """The course with the start of lesson 03 alone: what starts its ranks is what is looked at."""
-    folder = tmp_path_factory.mktemp("short") / "many-hands"
-    return only_the_start_of_lesson_03(Path(shutil.copytree(course, folder)))
 
 
 ON_TWO_NODES = [f"rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)]

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from manyhands.jobs import stamp
@@ -173,15 +174,15 @@ def test_on_slurm_the_first_and_the_last_row_run_once_and_a_preempted_task_reque
     shutil.copy(root / "scripts" / "launch.py", course / "scripts")
     (course / "jobs" / "sweep.tsv").write_text(TO_BE_PREEMPTED)
     environ = {
-        "VENV": sys.prefix, "NPROC_PER_NODE": "1", "MANYHANDS_OUTPUTS": str(tmp_path / "out"),
+        "VENV": str(Path(sys.executable).parents[1]), "NPROC_PER_NODE": "1", "MANYHANDS_OUTPUTS": str(tmp_path / "out"),
         "MANYHANDS_SCRIPTS": str(root / "scripts"),
     }  # fmt: skip
     with nodes as slurm:
-        refused = slurm.submit("sbatch", "jobs/sweep.slurm", environ=environ, cwd=course)
+        refused = slurm.submit("sbatch", "--array=1-2", "jobs/sweep.slurm", environ=environ, cwd=course)
         slurm.drain()
-        for i in range(1, 7):
+        for i in (1, 2):
             said = (course / f"sweep.o{refused}.{i}").read_text()
-            assert "jobs/sweep.tsv has 3 rows, but this array has tasks: 6, 1 to 6" in said
+            assert "jobs/sweep.tsv has 3 rows, but this array has tasks: 2, 1 to 2" in said
         job = slurm.submit("sbatch", "--array=1-3", "jobs/sweep.slurm", environ=environ, cwd=course)
         # the last task has the array's own number: told to requeue 77, Slurm would take all of 77_1, 77_2, 77_3
         last = course / f"sweep.o{job}.3"

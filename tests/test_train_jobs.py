@@ -29,7 +29,7 @@ ALL = 3 * 40 * 41 // 2  # what 40 steps of two ranks of fake_train add up to
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
     """The course, with fake_train in the trainer's place."""
-    copy = copy_course(tmp_path_factory.mktemp("course") / "many-hands")
+    copy = copy_course(tmp_path_factory.mktemp("course") / "many-hands", only=())
     shutil.copy(copy / "scripts" / "train.py", copy / "scripts" / "real_train.py")
     shutil.copy(os.path.join(os.path.dirname(__file__), "fake_train.py"), copy / "scripts" / "train.py")
     launch = copy / "scripts" / "launch.py"  # fake_train takes flags that the trainer would refuse
@@ -283,7 +283,7 @@ agreed = PreemptionHandler.agreed
 
 
 def waiting(self):
-    while self._turn == 19 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+    while self._turn == 9 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
         time.sleep(0.05)
     return agreed(self)
 
@@ -291,12 +291,16 @@ def waiting(self):
 PreemptionHandler.agreed = waiting
 runpy.run_path("scripts/real_train.py", run_name="__main__")
 """
-NANO = ["--train.steps=40", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2", "--log.every=5"]
+STEPS = 24
+NANO = [
+    f"--train.steps={STEPS}", "--model.n-layer=2", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2",
+    "--log.every=5",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def real_course(course):
-    """The course with its own trainer, which with LINGER waits at step 20 of a job's first start."""
+    """The course with its own trainer, which with LINGER waits at step 10 of a job's first start."""
     folder = course.with_name("real")
     shutil.copytree(course, folder, ignore=shutil.ignore_patterns("notebooks", "assets"))
     (folder / "scripts" / "train.py").write_text(PATIENT)
@@ -307,9 +311,9 @@ def final_numbers(job):
     (metrics,) = [
         json.loads(path.read_text())
         for path in job.outputs.glob("train/2*/metrics.json")
-        if "40" in json.loads(path.read_text())["exact"]["val_losses"]
+        if str(STEPS) in json.loads(path.read_text())["exact"]["val_losses"]
     ]
-    return metrics["exact"]["val_losses"]["40"], metrics["launcher"], metrics["world_size"]
+    return metrics["exact"]["val_losses"][str(STEPS)], metrics["launcher"], metrics["world_size"]
 
 
 @pytest.mark.slurm

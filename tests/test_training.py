@@ -48,6 +48,10 @@ BASE = Options(
     log=LogOptions(every=1, eval_every=4, eval_batches=1, sample=3, prompt="t", plots=False),
     checkpoint=CheckpointOptions(every=4, keep=9),
 )
+SHORT = replace(
+    BASE, train=replace(BASE.train, steps=4), log=replace(BASE.log, sample=1),
+    checkpoint=replace(BASE.checkpoint, every=2),
+)  # fmt: skip
 ONE = (1, ParallelOptions())
 DDP = (2, ParallelOptions())
 ZERO1 = (2, ParallelOptions(strategy="zero1"))
@@ -107,22 +111,22 @@ def train(pool, layout, outputs, options=BASE, folder=None):
     return pool.run(n_ranks, carry_out, options, outputs)
 
 
-def interrupted_at_4(run, folder):
-    """A folder that holds of `run`'s checkpoints only the one after 4 steps."""
+def interrupted_at_2(run, folder):
+    """A folder that holds of `run`'s checkpoints only the one after 2 steps."""
     folder.mkdir()
-    shutil.copytree(Path(run[0]["checkpoints"]) / "step-00000004", folder / "step-00000004")
+    shutil.copytree(Path(run[0]["checkpoints"]) / "step-00000002", folder / "step-00000002")
     return folder
 
 
 @pytest.fixture(scope="module")
 def one_process(pool, tmp_path_factory):
-    return train(pool, ONE, tmp_path_factory.mktemp("one"))[0]
+    return train(pool, ONE, tmp_path_factory.mktemp("one"), SHORT)[0]
 
 
 def assert_same_science(one_process, run):
     for step, loss in run[0]["losses"].items():
         assert loss == pytest.approx(one_process["losses"][step], abs=BUDGET_FP64)
-    assert run[0]["val_losses"][8] == pytest.approx(one_process["val_losses"][8], abs=BUDGET_FP64)
+    assert run[0]["val_losses"][4] == pytest.approx(one_process["val_losses"][4], abs=BUDGET_FP64)
     for name, weight in one_process["weights"].items():
         torch.testing.assert_close(run[0]["weights"][name], weight, rtol=0, atol=BUDGET_FP64)
 
@@ -133,25 +137,26 @@ def assert_same_science(one_process, run):
     ids=["ddp-fsdp", "zero1-tp", "fsdp-one", "tp-pp", "pp-zero1", "one-fsdp*tp", "fsdp*tp-hybrid", "hybrid-ddp"],
 )  # fmt: skip
 def test_what_one_layout_saved_another_continues(pool, one_process, saves, resumes, tmp_path):
-    saved = train(pool, saves, tmp_path)
+    saved = train(pool, saves, tmp_path, SHORT)
+    assert sorted(saved[0]["losses"]) == [1, 2, 3, 4]
     assert_same_science(one_process, saved)
-    continued = train(pool, resumes, tmp_path, folder=interrupted_at_4(saved, tmp_path / "cut"))
-    assert continued[0]["first"] == 4
-    assert sorted(continued[0]["losses"]) == [5, 6, 7, 8]
+    continued = train(pool, resumes, tmp_path, SHORT, interrupted_at_2(saved, tmp_path / "cut"))
+    assert continued[0]["first"] == 2
+    assert sorted(continued[0]["losses"]) == [3, 4]
     assert_same_science(one_process, continued)
 
 
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, TP, PP], ids=["ddp", "zero1", "fsdp", "tp", "pp"])
 def test_a_run_resumed_on_its_own_layout_continues_bit_for_bit_dropout_included(pool, layout, tmp_path):
-    options = replace(BASE, model=replace(BASE.model, dropout=0.2), train=replace(BASE.train, precision="fp32"))
+    options = replace(SHORT, model=replace(BASE.model, dropout=0.2), train=replace(SHORT.train, precision="fp32"))
     whole = train(pool, layout, tmp_path, options)
-    folder = interrupted_at_4(whole, tmp_path / "cut")
+    folder = interrupted_at_2(whole, tmp_path / "cut")
     continued = train(pool, layout, tmp_path, options, folder)
     for rank, (one, other) in enumerate(zip(whole, continued, strict=True)):
         assert one["bits"] == other["bits"], f"rank {rank}"
         for name, weight in one["weights"].items():
             assert torch.equal(weight, other["weights"][name]), name
-    for step in range(5, 9):
+    for step in (3, 4):
         assert whole[0]["losses"][step] == continued[0]["losses"][step]
 
 
@@ -438,7 +443,7 @@ def test_each_micro_batch_each_validation_batch_and_each_token_is_progress(pool,
 
 def train_program(ending, folder):
     """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
-    from manyhands.launch import join
+    from manyhands.launch import program
     from manyhands.launch.ranks import remember
     from manyhands.train import run
 
@@ -450,7 +455,7 @@ def train_program(ending, folder):
         if ending == "interrupt":
             raise KeyboardInterrupt
         if ending == "refusal":
-            join.end("train.py: why", 2)
+            program.end("train.py: why", 2)
         print("its last line", file=sys.stderr, end="")
         return 0
 

@@ -1,8 +1,8 @@
 """Virtual time follows the formulas, repeats bit for bit also on a loaded machine, and moves real data."""
 
 import io
-import subprocess
-import sys
+import random
+import time
 
 import pytest
 import torch
@@ -101,17 +101,30 @@ def test_asynchronous_messages_overlap_with_compute_and_wait_for_each_other(run)
     assert step_s < sum(span.end_s - span.start_s for span in spans if span.lane != "waiting")
 
 
-def _straggling(ranks, n_steps=6):
-    """A rank that is slow from step 2 on, asynchronous buckets included: (steps, spans) on rank 0."""
+def _straggling(ranks, late_s=0.0):
+    """A rank that is slow from step 2 on, asynchronous buckets included: (steps, spans) on rank 0.
+
+    In real time each rank is up to `late_s` late for all that it does, as on a machine on which much else runs.
+    """
+    luck = random.Random(ranks.rank)
+
+    def wait():
+        time.sleep(luck.uniform(0, late_s))
+
     net = VirtualNetwork(ranks, Link(1e-4, 1e8), slowdown=lambda rank, step: 2.5 if (rank, step) > (1, 1) else 1 / 3)
     gradient = torch.ones(30_001)
-    for step in range(n_steps):
+    for step in range(6):
+        wait()
         with net.step(step):
+            wait()
             net.compute(2e-3, "forward")
             with net.asynchronous("bucket") as work:
+                wait()
                 net.all_reduce(gradient)
+            wait()
             net.compute(1e-3, "backward")
             net.wait(work)
+            wait()
             net.all_reduce(gradient[:1000])
     return net.gather_steps(), net.gather_spans()
 
@@ -124,20 +137,10 @@ def _pictures(steps, spans):
         yield picture.getvalue()
 
 
-def test_steps_spans_and_figures_repeat_bit_for_bit_also_under_load(run):
-    quiet = run(3, _straggling)[0]
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
-    try:
-        loaded = [run(3, _straggling)[0] for _ in range(2)]
-    finally:
-        for process in load:
-            process.kill()
-            process.wait()
-    pictures = list(_pictures(*quiet))
-    for steps, spans in loaded:
-        assert steps == quiet[0]
-        assert spans == quiet[1]
-        assert list(_pictures(steps, spans)) == pictures
+def test_steps_spans_and_figures_repeat_bit_for_bit_however_late_the_ranks_are(run):
+    at_once, late = run(3, _straggling)[0], run(3, _straggling, 0.02)[0]
+    assert late == at_once
+    assert list(_pictures(*late)) == list(_pictures(*at_once))
 
 
 def _one_slow_rank(ranks, slowdown):

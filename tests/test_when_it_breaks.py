@@ -86,6 +86,7 @@ def test_a_run_that_is_killed_and_preempted_lies_on_the_undisturbed_one_bit_for_
     assert [step for step, loss in lives if loss != losses[step]] == []
 
 
+@pytest.mark.usefixtures("real_python")
 def test_nothing_is_left_of_a_child_that_ignores_every_request(tmp_path):
     deaf = tmp_path / "deaf.py"
     deaf.write_text(

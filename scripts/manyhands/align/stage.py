@@ -93,13 +93,14 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     texts_b = [Sequence(ids, n, how, row, {end}) for ids, row in zip(prompts, numbers, strict=True)]
     device, P = prompts_bP.device, max(map(len, prompts))
     for i in range(n):
-        ids_bT, _ = rows([(text.ids, []) for text in texts_b], length=P + i)
-        going = [j for j, text in enumerate(texts_b) if text.finish is None]
-        last = [len(texts_b[j].ids) - 1 for j in going]
-        # what stands behind a row's last token is not seen by it: attention is causal
-        logits_bV = logits(ids_bT.to(device))[going, last, :vocab_size]
+        # what stands behind a row's last token is not seen by it: attention is causal. A rank without any that goes on
+        # calls, too: the others wait for its part of the weights
+        going = [text for text in texts_b if text.finish is None]
+        ids_gT, _ = rows([(text.ids, []) for text in going or texts_b[:1]], length=P + i)
+        logits_gTV = logits(ids_gT.to(device))
         if going:
-            write_next([texts_b[j] for j in going], logits_bV)
+            last_g = [len(text.ids) - 1 for text in going]
+            write_next(going, logits_gTV[range(len(going)), last_g, :vocab_size])
     written = [(text.ids, [False] * text.prompt_length + [True] * len(text.drawn)) for text in texts_b]
     return tuple(part.to(device) for part in rows(written, length=prompts_bP.shape[1] + n))
 

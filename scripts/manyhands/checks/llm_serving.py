@@ -108,7 +108,9 @@ PAIRS = (  # p, q
     ((0.1, 0.2, 0.7), (0.6, 0.3, 0.1)), ((0.5, 0.5), (0.9, 0.1)), ((0.0, 0.4, 0.6), (0.5, 0.5, 0.0)),
     ((0.3, 0.2, 0.1, 0.4), (0.05, 0.05, 0.0, 0.9)),  # three tokens to draw from after a refusal
 )  # fmt: skip
-GRID = 20
+# (u, v): a Fibonacci lattice. The share of its points in any [0, a) x [0, b) differs from a*b by 0.013 at most
+LATTICE = [((i + 0.5) / 144, (89 * i % 144 + 0.5) / 144) for i in range(144)]
+NEAR = 0.075
 
 
 @exercise("C", "keep it, or draw another")
@@ -120,35 +122,34 @@ def judged(answer, ranks=None):
         written_V, held = torch.zeros(len(p), dtype=torch.float64), 0.0
         for draft in [i for i, x in enumerate(q) if x > 0]:
             for token, was_kept in _of_each_draw(answer, draft, p_V, q_V):
-                written_V[token] += q[draft] / GRID**2
-                held += q[draft] * was_kept / GRID**2
+                written_V[token] += q[draft] / len(LATTICE)
+                held += q[draft] * was_kept / len(LATTICE)
         _judge_distribution(written_V, held, p_V, q_V)
 
 
 def _of_each_draw(answer, draft, p_V, q_V):
-    """What is answered for each (u, v) of a grid."""
-    for i in range(GRID):
-        for j in range(GRID):
-            token, was_kept = answer(draft, p_V, q_V, (i + 0.5) / GRID, (j + 0.5) / GRID)
-            token = int(number(token))
-            if not 0 <= token < len(p_V):
-                raise Wrong(f"return a token from 0 to {len(p_V) - 1}, not {token}")
-            if was_kept and token != draft:
-                raise Wrong(f"it says that the draft token {draft} was kept, and writes {token}")
-            yield token, bool(was_kept)
+    """What is answered for each (u, v) of the lattice."""
+    for u, v in LATTICE:
+        token, was_kept = answer(draft, p_V, q_V, u, v)
+        token = int(number(token))
+        if not 0 <= token < len(p_V):
+            raise Wrong(f"return a token from 0 to {len(p_V) - 1}, not {token}")
+        if was_kept and token != draft:
+            raise Wrong(f"it says that the draft token {draft} was kept, and writes {token}")
+        yield token, bool(was_kept)
 
 
 def _judge_distribution(written_V, held, p_V, q_V):
-    accepted_V, near = torch.minimum(p_V, q_V), 1.5 / GRID
+    accepted_V = torch.minimum(p_V, q_V)
     refused, case = 1 - accepted_V.sum(), f"p={p_V.tolist()}, q={q_V.tolist()}"
-    if ((written_V - p_V).abs() <= near).all():
-        if held < 1 - refused - near:
+    if ((written_V - p_V).abs() <= NEAR).all():
+        if held < 1 - refused - NEAR:
             raise Wrong(f"the tokens follow p, but {held:.2f} of the drafts are kept, and {1 - refused:.2f} could be")
         return
     how = "a draft token is kept with probability p/q, and not the other way round"
-    if held > 1 - near:
+    if held > 1 - NEAR:
         how = "every draft token is kept, whatever p says"
-    elif abs(held - accepted_V.sum()) <= near:
+    elif abs(held - accepted_V.sum()) <= NEAR:
         how = "after a refusal you draw from max(0, q - p), and it should be max(0, p - q)"
     likely_V, missing_V = p_V * q_V, (p_V - q_V).clamp(min=0)
     slips = {
@@ -161,7 +162,7 @@ def _judge_distribution(written_V, held, p_V, q_V):
     }
     distance = {why: (written_V - wrong_V).abs().max().item() for why, wrong_V in slips.items()}
     closest = min(distance, key=distance.get)
-    because = f"; {closest}" if distance[closest] <= near else ", which is not p"
+    because = f"; {closest}" if distance[closest] <= NEAR else ", which is not p"
     raise Wrong(f"{case}: the tokens come with {[round(x, 2) for x in written_V.tolist()]}{because}")
 
 

@@ -62,23 +62,20 @@ def sharded_order(answer, ranks=None):
 
 def _shares(answer, length, epoch, done, n):
     """Every rank's list, each as if in a process of its own: with other random numbers, another id and clock."""
-    shares = []
-    with unspoilt(RANDOM_STATE):
+    shares, plain_hash = [], hash
+    own = {
+        "os.getpid": lambda: 1000 + rank, "time.time": lambda: 1e9 + 60 * rank, "time.time_ns": lambda: 10**18 + rank,
+        # that of texts, alone or in a tuple, is another one in each process of Python
+        "builtins.hash": lambda x: plain_hash(x) + rank * any(isinstance(it, (str, bytes)) for it in tree_leaves(x)),
+    }  # fmt: skip
+    with unspoilt(RANDOM_STATE), contextlib.ExitStack() as process:
+        for name, function in own.items():
+            process.enter_context(mock.patch(name, function))
         for rank in range(n):
-            for seed in (torch.manual_seed, np.random.seed, random.seed):
+            for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
                 seed(rank)
-            own = {"os.getpid": 1000 + rank, "time.time": 1e9 + 60 * rank, "time.time_ns": 10**18 + rank}
-            with contextlib.ExitStack() as process:
-                for name, value in own.items():
-                    process.enter_context(mock.patch(name, return_value=value))
-                process.enter_context(mock.patch("builtins.hash", functools.partial(_hash_of_process, hash, rank)))
-                shares.append(plain(list(answer(length, epoch, done, rank, n))))
+            shares.append(plain(list(answer(length, epoch, done, rank, n))))
     return shares
-
-
-def _hash_of_process(plain_hash, rank, value):
-    """That of texts, alone or in a tuple, is another one in each process of Python."""
-    return plain_hash(value) + rank * any(isinstance(leaf, (str, bytes)) for leaf in tree_leaves(value))
 
 
 def _goes_on(answer, length, epoch, done, n):

@@ -19,6 +19,11 @@ def _go_to(folder):
         os.chdir(folder)
 
 
+def _environment():
+    """As it is kept, in bytes: to decode it costs more than many an answer, and this is asked for at each call."""
+    return dict(vars(os.environ)["_data"])
+
+
 # (what it is now, how to set it) of what a function may set and forget to set back
 SETTINGS = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -27,7 +32,7 @@ SETTINGS = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (_folder, _go_to),
-    (lambda: dict(os.environ), lambda before: (os.environ.clear(), os.environ.update(before))),
+    (_environment, lambda before: (os.environ.clear(), os.environb.update(before))),
 )
 RANDOM_STATE = (
     (torch.get_rng_state, torch.set_rng_state),

@@ -5,6 +5,7 @@ refuse_bounds(options)              # Refused: train.steps=0 is too small; use a
 """
 
 import dataclasses
+import functools
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -24,10 +25,16 @@ SENTENCES = {
 }  # fmt: skip
 
 
+@functools.cache  # one takes 5 ms to make
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
 def refuse_bounds(options: Any) -> None:
     """Raises Refused for the first value of a dataclass that its type does not allow."""
+    kind: Any = type(options)
     try:
-        TypeAdapter(type(options)).validate_python(dataclasses.asdict(options))
+        _adapter(kind).validate_python(dataclasses.asdict(options))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         why = SENTENCES.get(first["type"], "cannot be: " + first["msg"]).format(**first.get("ctx", {}))

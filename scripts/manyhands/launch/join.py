@@ -13,13 +13,11 @@ import gc
 import json
 import os
 import platform
-import signal
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +26,11 @@ from manyhands.course import lesson_parameters
 from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo
-from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve, without_launchers
-from manyhands.launch.program import mend_streams, say_nothing_yet, say_status, write
+from manyhands.launch.launchers import LaunchError, resolve, without_launchers
+from manyhands.launch.program import end, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
 
-PATIENCE_S = 10  # launchers end a job with its first failure: those with nothing to say let rank 0 speak first
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 LESSON_S = 300  # times the patience: lesson 11 trains on one rank while others wait; messages on GPUs begin slowly
 NOTEBOOK_S = 86_400  # more than the --timeout of any cell, on a busy machine too
@@ -126,30 +123,6 @@ def _take_flags(lesson, script):
         end(lesson_parameters.help_text(known, script), 0, "stdout")
     lesson.update(lesson_parameters.parse(known, sys.argv[1:]))
     return Path(script).stem
-
-
-def end(text: str, status: int, stream: str = "stderr", everybody: bool = False) -> NoReturn:
-    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
-
-    All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
-    """
-    launcher = ""
-    try:
-        info = resolve()
-        rank, launcher = info.rank, info.launcher
-    except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
-        rank = claimed("rank", 0)
-        everybody = everybody or rank >= claimed("world_size", 1 << 62)  # RANK=5 of 2: there may be no rank 0 to say it
-    if rank == 0 or everybody:
-        say_status(status, text)
-        if text:
-            mend_streams()  # `--help | head`
-            print(text, file=getattr(sys, stream), flush=True)
-    elif status and not launcher_named(launcher).waits_for_all:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when rank 0 has ended
-        time.sleep(PATIENCE_S)
-    raise SystemExit(status)
 
 
 def _enter(name, wanted, timeout_s, quiet):

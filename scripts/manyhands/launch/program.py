@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import NoReturn
 
 from manyhands.launch import settings
-from manyhands.launch.launchers import LaunchError, claimed
+from manyhands.launch.launchers import LaunchError, claimed, launcher_named, resolve
 from manyhands.launch.ranks import joined
 
 STATUS_FILE = "MANYHANDS_STATUS_FILE"
@@ -33,6 +34,7 @@ REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
 NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end again as it ended
 LATE_S = 0.5  # between ranks that hear the same Ctrl-C
+SPEAKS_FIRST_S = 10  # launchers end a job with its first failure: who has nothing to say lets rank 0 speak first
 LOST_S = 10.0  # a launcher ends the others within this time of the first rank's end
 INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C ended
 MEMORY = (
@@ -176,6 +178,30 @@ def end_process(status: int, failed: bool = False) -> NoReturn:
     if mpi:  # C's own end, not Python's: there MPICH says goodbye, and else mpiexec kills whoever ends a moment later
         ctypes.CDLL(None).exit(status)
     os._exit(status)
+
+
+def end(text: str, status: int, stream: str = "stderr", everybody: bool = False) -> NoReturn:
+    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
+
+    All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
+    """
+    launcher = ""
+    try:
+        info = resolve()
+        rank, launcher = info.rank, info.launcher
+    except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
+        rank = claimed("rank", 0)
+        everybody = everybody or rank >= claimed("world_size", 1 << 62)  # RANK=5 of 2: there may be no rank 0 to say it
+    if rank == 0 or everybody:
+        say_status(status, text)
+        if text:
+            mend_streams()  # `--help | head`
+            print(text, file=getattr(sys, stream), flush=True)
+    elif status and not launcher_named(launcher).waits_for_all:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when rank 0 has ended
+        time.sleep(SPEAKS_FIRST_S)
+    raise SystemExit(status)
 
 
 def is_alone() -> bool:

@@ -14,14 +14,16 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from manyhands.config.bounds import Positive, Seconds
-from manyhands.gpt.sampling import Sampling
+
+if TYPE_CHECKING:
+    from manyhands.gpt.sampling import Sampling
 
 # what changes no answer here
 HARMLESS = {
@@ -135,8 +137,10 @@ class Request(Strict):
         """Tokens to draw at most; none: all that the context has room for."""
         return self.max_completion_tokens or self.max_tokens
 
-    def sampling(self, words) -> Sampling:
+    def sampling(self, words) -> "Sampling":
         """How to draw. Raises Refusal for a bias on what is no token of `words`."""
+        from manyhands.gpt.sampling import Sampling  # late: it brings torch, and `serve.py --help` needs none
+
         bias = {int(i): value for i, value in self.logit_bias.items() if i.isdecimal() and i == str(int(i[:9]))}
         if len(bias) < len(self.logit_bias) or max(bias, default=0) >= len(words):
             sentence = f"logit_bias: use ids of tokens, 0 to {len(words) - 1}, as its names"

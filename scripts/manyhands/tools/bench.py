@@ -227,7 +227,7 @@ def take_turn(row, folder, steps):
 def run_world(row, folder, steps) -> list[dict]:
     """The lines that one world of a row reports. Raises RuntimeError, one sentence, if it does not end well."""
     if row.name.startswith(PLAIN):
-        code = f"from manyhands.tools import bench; bench.plain_loop({steps}, compiled={bool(row.flags)})"
+        code = f"from manyhands.tools import bench; bench.plain_loop({steps}, {bool(row.flags)}, {LINE_STEPS})"
         command = [sys.executable, "-c", code]
     else:
         model = [f"--model.{name.replace('_', '-')}={value}" for name, value in MODEL.items()]
@@ -293,7 +293,7 @@ def trainer_table(rows) -> Table:
     return found
 
 
-def plain_loop(steps, compiled):
+def plain_loop(steps, compiled, line_steps):
     """The loop to compare with, as nanoGPT's train.py writes it: one process, no ranks, nothing of the trainer in it.
 
     The model is the trainer's own. AdamW as torch gives it (not fused), decay on matrices only; windows drawn by
@@ -331,8 +331,8 @@ def plain_loop(steps, compiled):
             optimizer.zero_grad(set_to_none=True)
             if step % 50 == 0:
                 print(f"step {step} loss {loss.item():.4f}", flush=True)
-            if (step + 1) % LINE_STEPS == 0:
+            if (step + 1) % line_steps == 0:
                 now = time.perf_counter()
-                tokens_per_s = LINE_STEPS * SEQUENCES * block_size / (now - began)
+                tokens_per_s = line_steps * SEQUENCES * block_size / (now - began)
                 lines.write(json.dumps({"step": step + 1, "tokens_per_s": tokens_per_s}) + "\n")
                 began = now

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import jinja2
 import psutil
-import torch
 from junitparser import Failure, JUnitXml, TestCase, TestSuite
 from rich.console import Console
 from rich.text import Text
@@ -34,7 +33,6 @@ from manyhands.launch.commands import ranks_on_a_node
 from manyhands.launch.devices import device_named, gpus_here
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
-from manyhands.launch.metrics import commit, compare, cpu_name
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
 from manyhands.launch.settings import device, environment
@@ -96,6 +94,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
+    from manyhands.launch import metrics  # noqa: F401 - it brings torch: not for --help, nor when runs have begun
+
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     timeout_s = options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S)
     here, outcomes = gather_metadata(root), {}
@@ -260,6 +260,8 @@ def _stale(lesson):
 def judge(outcomes) -> list[LessonResult]:
     """One LessonResult per lesson. Each run's metrics are compared with the first's, and with those of the first on as
     many ranks, where exact values count too. A pair whose halves differ was not run as it will be shown."""
+    from manyhands.launch.metrics import compare
+
     results = {}
     for outcome in outcomes:
         lesson = outcome.run.lesson
@@ -299,6 +301,10 @@ def export_recorded(results, folder) -> list[Path]:
 
 def gather_metadata(root) -> dict[str, str]:
     """When, where, devices, versions, commit: name -> text."""
+    import torch
+
+    from manyhands.launch.metrics import commit, cpu_name
+
     gpu = next((backend for backend in (torch.cuda, torch.xpu) if backend.is_available()), None)
     where = Allocation.find()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}

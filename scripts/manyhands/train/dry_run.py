@@ -23,10 +23,9 @@ from manyhands.data.shakespeare import DataError, from_cache
 from manyhands.gpt.model import GPTConfig
 from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, RanksError
-from manyhands.launch.join import end
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.machine import available_memory_bytes
-from manyhands.launch.program import write
+from manyhands.launch.program import end, write
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic

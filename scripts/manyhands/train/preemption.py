@@ -30,7 +30,7 @@ from pathlib import Path
 from manyhands.course.folders import write_whole
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.processes import end_with_parent
-from manyhands.launch.program import Refused, end_by, importing, is_first_rank
+from manyhands.launch.program import Refused, end, end_by, importing, is_first_rank
 
 # one number each, from 1: the larger one wins. SIGHUP: the terminal of the run is gone
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
@@ -98,8 +98,6 @@ def act_on_options(prog, read, act):
         status, why = ended.code or 0, ""
     else:
         return act(options)
-    from manyhands.launch.join import end
-
     end(why, status)
 
 

@@ -19,9 +19,9 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, to_dict
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.sampling import continued, drawing
-from manyhands.launch.join import end, join, leave, refuse
+from manyhands.launch.join import join, leave, refuse
 from manyhands.launch.metrics import Metrics
-from manyhands.launch.program import DIVERGED, INTERRUPTED, Refused, reason, say_status
+from manyhands.launch.program import DIVERGED, INTERRUPTED, Refused, end, reason, say_status
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
