@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from manyhands.tools.lesson_run import write_kernelspec
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = [
@@ -60,7 +61,8 @@ def opened(browser, lab, name):
 class Lab:
     """`with Lab(course, folder) as lab`: a running server; `address`, `token` and `process` say where it is.
 
-    What the server and its kernels write, settings and outputs, goes below `folder`.
+    What the server and its kernels write, settings and outputs, goes below `folder`. Its kernel "Many Hands" is run by
+    sys.executable.
     """
 
     def __init__(self, course, folder):
@@ -68,17 +70,21 @@ class Lab:
         places = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "runtime"}
         self.environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder / "outputs"), "MANYHANDS_LIVE": "1"}
         self.environ |= {f"JUPYTER_{name}": str(folder / place) for name, place in places.items()}
+        self.environ["JUPYTER_PATH"] = str(folder / "jupyter")  # before the kernel that is installed
+        write_kernelspec(folder / "jupyter" / "kernels" / "manyhands")
 
     def __enter__(self):
         command = [sys.executable, "-m", "manyhands.notebook.jupyter", "lab", "--open", "no"]
         with open(self.log, "w") as log:
-            started = subprocess.Popen(command, cwd=self.course, env=self.environ, stdout=log, stderr=log)
-        self.process = psutil.Process(started.pid)
+            self.started = subprocess.Popen(command, cwd=self.course, env=self.environ, stdout=log, stderr=log)
         deadline = time.monotonic() + 120
         while not (found := ADDRESS.search(self.log.read_text())):
-            assert started.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            assert self.started.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.1)
         self.address, self.token = found[1], found[3]
+        listening = [c for c in psutil.net_connections("tcp4") if c.status == psutil.CONN_LISTEN]
+        (pid,) = {c.pid for c in listening if c.laddr.port == int(found[2])}
+        self.process = psutil.Process(pid)  # where programs are forks, another one than that which was started
         return self
 
     def __exit__(self, *error):
@@ -87,6 +93,7 @@ class Lab:
         _, left = psutil.wait_procs(family, timeout=15)
         for process in left:
             process.kill()
+        self.started.wait(timeout=60)
 
     def url(self, lesson):
         return f"{self.address}/lab/tree/notebooks/{lesson}.ipynb?token={self.token}"
@@ -106,7 +113,7 @@ class NotebookPage:
         while self.page.evaluate(IDLE) == busy:
             asked = self.page.locator(".jp-Dialog").all_inner_texts()
             assert time.monotonic() < deadline, f"not {'busy' if busy else 'idle'} after {timeout_s} s; {asked}"
-            self.page.wait_for_timeout(50)
+            self.page.wait_for_timeout(200)
 
     def cell(self, text):
         """The first cell that shows `text`, scrolled into view."""
