@@ -143,14 +143,11 @@ def write_course(root):
 
 
 def take_the_place_of_the_lessons(course):
-    """A copy of the course, on nodes with GPUs that are none, whose lessons are made up: `jobs/preflight.*` runs them.
+    """A copy of the course without lessons, on nodes with GPUs that are none: `jobs/preflight.*` runs made-up lessons.
 
     One is well, one raises on rank 1, one hangs as a notebook, one is slow as a notebook, one says on which nodes its
     ranks are.
     """
-    for lesson in find_lessons(course):
-        lesson.script.unlink()
-        lesson.notebook.unlink()
     bodies = {"01_good": GOOD, "02_raises": RAISES, "03_hangs": HANGS_AS_A_NOTEBOOK, "04_slow": SLOW}
     for name, body in bodies.items():
         write_lesson(course, name, body)

@@ -489,6 +489,22 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     assert not alive(pid)
 
 
+def test_a_process_that_was_met_before_it_had_its_environment_belongs_to_the_run(monkeypatch):
+    """Whoever forks it, a scheduler's daemon say, may have none of the mark; what it then starts has."""
+    monkeypatch.setattr(processes, "SETTLED_S", 600)
+    family = processes.Family("mine")
+    command = ["bash", "-c", f"read; export {processes.MARK}=mine; exec sleep 600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert family.members() == []
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        deadline = time.monotonic() + 60
+        while not (found := family.members()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        child.kill()
+    assert [process.pid for process in found] == [child.pid]
+
+
 def test_memory_counts_all_processes_of_a_run(tmp_path, monkeypatch):
     """The inner process stays until there is a sample of both."""
     outer = "import subprocess, sys; x = bytearray(60 << 20); subprocess.run([sys.executable, '-c', *sys.argv[1:]])"

@@ -199,7 +199,7 @@ def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, shor
 
 @pytest.fixture(scope="session")
 def made_up(tmp_path_factory):
-    return take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands"))
+    return take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands", only=()))
 
 
 @pytest.mark.ranks

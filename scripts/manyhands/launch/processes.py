@@ -33,6 +33,7 @@ MARK = "MANYHANDS_RUN"
 LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
 SAMPLE_S = 0.5  # between samples of the memory; more often at the start
 POLL_S = 0.01
+SETTLED_S = 5  # at this age a process has long been what it was started for
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ECHO_S = 5.0  # one request to leave may arrive twice within this time
 TIMED_OUT = 124  # as timeout(1)
@@ -68,7 +69,8 @@ class Family:
             try:
                 environ = process.environ()
                 if environ.get(self.variable) != self.mark:
-                    if environ or process.create_time() < self._since_s:  # it is empty for a moment during exec
+                    born_s = process.create_time()  # before exec its environment is that of who forked it, then empty
+                    if born_s < (time.time() if environ else self._since_s) - SETTLED_S:
                         self._strangers.add(process)
                 elif _alive(process) and process.pid != os.getpid():
                     found.append(process)
