@@ -1182,7 +1182,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
 ranks = join(name="11_when_it_breaks", device="cpu")
-corpus, told = load_corpus(ranks), []
+corpus, told, global_batch = load_corpus(ranks), [], 24
 signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
 catch_up(globals(), "small_gpt", "windows", "Trainee", "train_step", "adam", "state_of", "go_on")
 catch_up(globals(), "write", "save_whole", "save", "restore", "damaged", "newest", "train")

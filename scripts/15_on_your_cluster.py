@@ -379,8 +379,7 @@ if rank == 0:
 # network card, GPU 1 beside cores 16 to 23 and the other card](../assets/15_affinity.svg)
 #
 # [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/), as `nvidia-smi topo -m` shows it:
-# **the GPUs are numbered from the other end**. Bind ranks to cores in order, and every one of them is far from its GPU. (The
-# network card nearest to a GPU NCCL finds by itself.)
+# **the GPUs are numbered from the other end**. Bind ranks to cores in order, and every one of them is far from its GPU.
 #
 # ### Build A: the cores beside a GPU
 #
@@ -458,8 +457,7 @@ n_here, usable = len(neighbours), devices.cores(devices.look(os.environ))
 predicted = min(n_here, usable) if common else 1
 
 # %% [markdown]
-# Expect the lower row's point at the dashed line, which is the upper row's times the prediction. A busy
-# machine lengthens the whiskers.
+# Expect the lower row's point at the dashed line, which is the upper row's times the prediction.
 
 # %%
 # %%ranks
@@ -478,9 +476,8 @@ if rank == 0:
     say(f"{ratio:.1f} times as long ({samples} samples); predicted {predicted}: {beside}")
 
 # %% [markdown]
-# No error, no warning, and a fraction of the speed. `print(os.sched_getaffinity(0))` in the first minute of a job shows it; the
-# course's first line (`launcher ...`) names the cores. On GPUs the arithmetic does not suffer; data loading, launches and
-# gradients on their way to the network do.
+# No error, no warning, and a fraction of the speed. `print(os.sched_getaffinity(0))` in the first minute of a job shows it. On
+# GPUs the arithmetic does not suffer; data loading, launches and gradients on their way to the network do.
 
 # %% [markdown]
 # ## What NCCL says (CORE, 8 min)

@@ -103,14 +103,14 @@ def planned(tmp_path, monkeypatch):
 
 def test_on_gpus_that_nobody_names_runs_take_turns_with_no_more_ranks_than_gpus(planned, monkeypatch):
     """Side by side on the same GPUs they would take each other's time and memory, and be recorded so."""
-    monkeypatch.setattr(preflight, "device_named", lambda name: "cuda")
-    monkeypatch.setattr(preflight, "gpus_here", lambda environ=None: ("cuda", 8))
+    monkeypatch.setattr(devices, "device_named", lambda name: "cuda")
+    monkeypatch.setattr(devices, "gpus_here", lambda environ=None: ("cuda", 8))
     _, runs, timeout_s = planned()
     assert {run.device for run in runs} == {"cuda"} and timeout_s == 1200
     assert [run.n_ranks for run in runs] == [8, 2, 2, 4, 4, 8, 8]
     assert preflight.at_once(runs[1], [], 64, 2**40) and not preflight.at_once(runs[1], [runs[0]], 64, 2**40)
     assert planned("--timeout", "77")[2] == 77
-    monkeypatch.setattr(preflight, "gpus_here", lambda environ=None: ("cuda", 1))
+    monkeypatch.setattr(devices, "gpus_here", lambda environ=None: ("cuda", 1))
     assert {(run.device, run.n_ranks) for run in planned("--device", "cuda")[1]} == {("cuda", 1)}
     assert {run.device for run in planned()[1]} == {"cpu"}  # the ranks of a lesson would not take one GPU
 

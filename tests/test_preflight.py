@@ -242,7 +242,7 @@ def test_a_second_sigterm_does_not_cut_short_what_the_first_one_began():
     assert ended == ["all runs"]
 
 
-def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flown, monkeypatch, capsys):
+def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flown, monkeypatch, capsys, forked_python):
     root, made = flown[0], []
     script = root / "scripts" / "04_differs.py"
     before = script.read_text()
@@ -251,6 +251,7 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
         made.append((run.lesson.name, run.way))
         return flown[2][run.lesson.name, run.way]
 
+    monkeypatch.setattr(sys, "executable", forked_python)  # what another Python has done does not count
     monkeypatch.setattr(runs.Run, "carry_out", fly_again)
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
     again = ["--ranks", "2", "--lesson=01", "--lesson=02", "--lesson=04", "--resume"]

@@ -23,13 +23,21 @@ CONFIG = GPTConfig(vocab_size=11, block_size=T, n_layer=1, n_head=2, n_embd=8)
 IDS = (torch.arange(4000) ** 2 // 7) % 11  # a text with an order that can be learnt
 
 
+class Groups(dict):
+    """{n: a group of the first n ranks}, made by all ranks when it is asked for."""
+
+    def __missing__(self, n):
+        self[n] = dist.new_group(range(n))
+        return self[n]
+
+
 def lesson(*names, **given):
     """These definitions of the lesson, over a small corpus and model, on this rank."""
     alone = not dist.is_initialized()
     rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     around = {
         "corpus": SimpleNamespace(train_ids=IDS), "config": CONFIG, "T": T, "steps": STEPS, "global_batch": BATCH,
-        "micro_batch": 1, "rank": rank, "world_size": world_size, "device": torch.device("cpu"),
+        "micro_batch": 1, "group_of": Groups(), "rank": rank, "world_size": world_size, "device": torch.device("cpu"),
     }  # fmt: skip
     needed = [
         name

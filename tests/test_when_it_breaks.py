@@ -26,7 +26,8 @@ STEPS, EVERY = 14, 4
 
 
 def lessons_own(corpus=None):
-    return taken_from(LESSON, *RUN, corpus=corpus or Corpus.from_text("test", "to be, or not to be " * 40))
+    corpus = corpus or Corpus.from_text("test", "to be, or not to be " * 40)
+    return taken_from(LESSON, *RUN, corpus=corpus, global_batch=24)
 
 
 # ---- kill -9, SIGTERM, and the curve ----

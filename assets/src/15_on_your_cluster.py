@@ -46,8 +46,8 @@ def _affinity():
         write(axes, x + 10.5, 8.2, f"domain {domain}", weight="bold")
         for core in range(8):
             patch = of_rank(gpu)
-            box(axes, x + 1.2 + 2.35 * core, 11, 2.1, 3.4, str(8 * domain + core), face=tint(patch["fc"], 0.3), size=8)
-        write(axes, x + 10.5, 16.4, "cores", colour=QUIET)
+            box(axes, x + 1.2 + 2.35 * core, 11, 2.1, 3.4, face=tint(patch["fc"], 0.3))
+        write(axes, x + 10.5, 16.4, f"cores {8 * domain} to {8 * domain + 7}", colour=QUIET)
         rank_box(axes, gpu, x + 2, 18.6, 17, 4, f"GPU {gpu}, rank {gpu}")
         if domain in (0, 2):
             box(axes, x + 4, 24.6, 13, 3.6, f"network card {domain // 2}")

@@ -28,12 +28,13 @@ from manyhands.course.pairs import PairError, as_notebook, as_script, check, for
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/", f"{SOLUTIONS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
+JOBS = "ddp_shakespeare", "preflight", "sweep", "train"
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
     ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
     "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt",
-    "assets/**/*", "data/README.md", "jobs/README.md", "jobs/*.pbs", "jobs/*.slurm", "jobs/*.tsv", "jobs/*.def",
-    "jobs/sites/*.toml", "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock",
-    "scripts/manyhands/**/*",
+    "assets/**/*", "data/README.md", "jobs/README.md", "jobs/manyhands.def", "jobs/sweep.tsv", "jobs/sites/*.toml",
+    *(f"jobs/{name}.{kind}" for kind in ("pbs", "slurm") for name in JOBS),
+    "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
 )  # fmt: skip
 
 

@@ -30,13 +30,12 @@ from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
 from manyhands.launch.commands import ranks_on_a_node
-from manyhands.launch.devices import device_named, gpus_here
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
 from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
 from manyhands.launch.settings import device, environment
-from manyhands.tools import classroom, flights
+from manyhands.tools import flights
 from manyhands.tools.lesson_run import GPU_TIMEOUT_S, NOTEBOOK_RANKS, TIMEOUT_S, Run, positive
 
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -78,6 +77,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     options = flags.parse_args(argv)
     output = (options.output or root / "outputs" / "preflight").resolve()
     if options.attendees:
+        from manyhands.tools import classroom  # like `devices` it brings torch: not for --help
+
         return classroom.main(options.attendees, options.nodes or 1, options.gpus_per_node or 0, output)
     if options.nodes or options.gpus_per_node:
         flags.error("--nodes and --gpus-per-node are what a class has: name its --attendees, too")
@@ -94,8 +95,6 @@ def main(argv=None, description=None, root=ROOT) -> int:
     except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
-    from manyhands.launch import metrics  # noqa: F401 - it brings torch: not for --help, nor when runs have begun
-
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     timeout_s = options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S)
     here, outcomes = gather_metadata(root), {}
@@ -157,8 +156,10 @@ def main(argv=None, description=None, root=ROOT) -> int:
 
 def usual_device(named) -> str:
     """What `named` means. "auto" is the CPU on a machine with one GPU, as for lessons, which have more ranks."""
-    alone = Allocation.find().kind == "local" and gpus_here()[1] == 1
-    return "cpu" if named == "auto" and alone else device_named(named)
+    from manyhands.launch import devices
+
+    alone = Allocation.find().kind == "local" and devices.gpus_here()[1] == 1
+    return "cpu" if named == "auto" and alone else devices.device_named(named)
 
 
 def usual_ranks(kind) -> list[int] | None:
@@ -168,7 +169,9 @@ def usual_ranks(kind) -> list[int] | None:
         return [where.num_nodes * ranks_on_a_node(where, environ)]
     if kind == "cpu":
         return None
-    gpus = gpus_here(environ)[1]
+    from manyhands.launch import devices
+
+    gpus = devices.gpus_here(environ)[1]
     return sorted({n for n in (2, 4) if n < gpus} | {gpus})
 
 
