@@ -152,6 +152,12 @@ def test_a_script_without_a_notebook_or_with_half_of_one_is_not_stale(lesson):
     assert stale_script(lesson.script) == ""
 
 
+def test_a_program_that_joins_by_a_lessons_name_beside_the_notebooks_is_not_stale(lesson, monkeypatch):
+    """As the child of lesson 11 does, in the folder in which JupyterLab has opened the notebook."""
+    monkeypatch.chdir(lesson.notebook.parent)
+    assert stale_script(f"{lesson.name}.py") == ""
+
+
 def test_a_missing_form_is_a_difference(lesson):
     lesson.notebook.unlink()
     assert pairs.difference(lesson) == "notebooks/05_tiny.ipynb is missing"

@@ -86,7 +86,8 @@ def stale_script(script: str | Path) -> str:
     """
     script = Path(script).absolute()
     lesson = Lesson(script.stem, script.parents[1])
-    if not lesson.notebook.exists() or lesson.notebook.stat().st_mtime <= script.stat().st_mtime:
+    here = lesson.notebook.exists() and script.exists()  # a program that joins by a lesson's name has none of it
+    if not here or lesson.notebook.stat().st_mtime <= script.stat().st_mtime:
         return ""
     with suppress(PairError):
         if found := difference(lesson):
