@@ -54,7 +54,7 @@
 #
 # *Three usual mistakes:* a download inside the job; variables copied from another machine's wiki; a job that uses one core of 64.
 #
-# *When late:* skip build B (read the solution), keep the log and the zoo.
+# *When late:* skip build A (read the solution), keep the log and the zoo.
 #
 # *Ask the room:* "Your job is three times slower than the neighbour's, with the same file. What differs?" (The environment.)
 #
@@ -170,7 +170,7 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ### Build B: one copy per node
+# ### Build A: one copy per node
 #
 # Data that each epoch reads again belongs on the node's own disk ([**node-local**](../assets/glossary.md#node-local)). One rank
 # of each node copies, and nobody reads before the copy is whole. Write `stage(copy, source, target, local_rank)`. `copy(source,
@@ -189,7 +189,7 @@ checks.stage(stage, ranks, folder=folder)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution B
+# solution A
 def stage(copy, source, target, local_rank):
     """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
     if local_rank == 0:  # not rank: rank 0 is on the first node only
@@ -381,7 +381,7 @@ if rank == 0:
 # [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/), as `nvidia-smi topo -m` shows it:
 # **the GPUs are numbered from the other end**. Bind ranks to cores in order, and every one of them is far from its GPU.
 #
-# ### Build A: the cores beside a GPU
+# ### Build B: the cores beside a GPU
 #
 # Write `cores_beside(gpu, domains)`. `domains` is a list of `(cores, gpus)`. A GPU gets an equal share of its domain's cores, in
 # the order in which the GPUs stand there; what does not divide stays free.
@@ -399,7 +399,7 @@ checks.cores_beside(cores_beside, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution A
+# solution B
 def cores_beside(gpu, domains):
     """The cores for the rank of this GPU: a list."""
     for cores, gpus in domains:
@@ -600,7 +600,7 @@ if rank == 0:
 # configuration whose warm-up was 1,000 steps in a run of 515, so that the learning rate never reached its peak. `train.py` refuses
 # that too.)
 #
-# ### Exercise 3: mend it (MORE, 6 min)
+# ### Exercise 2: mend it (MORE, 6 min)
 #
 # Write `flags_of(lines, task, tasks)`, for the lines of such a file: comments begin with `#`, lines may be empty, the first other
 # line is the header. Where the array has not as many `tasks` as there are rows, raise a `ValueError` that names both numbers.
@@ -618,7 +618,7 @@ checks.flags_of(flags_of, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 3
+# solution 2
 def flags_of(lines, task, tasks):
     """The flags of task number `task` (the first is 1) of an array of `tasks`: a list of words."""
     names, *rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
@@ -630,7 +630,7 @@ def flags_of(lines, task, tasks):
 checks.flags_of(flags_of, ranks, solution=True)
 
 # %% [markdown]
-# ### Exercise 2: your job's directives (MORE, 6 min)
+# ### Exercise 3: your job's directives (MORE, 6 min)
 #
 # Write `directives(nodes, gpus, cores, minutes)`: the `#SBATCH` lines, as a list, of a job in which one torchrun on each node
 # starts a rank per GPU. A node has so many `gpus` and `cores`; the job gets all of them, for so many `minutes`.
@@ -648,7 +648,7 @@ checks.directives(directives, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 2
+# solution 3
 def directives(nodes, gpus, cores, minutes):
     """Lines for the head of a Slurm job file: --nodes, --ntasks-per-node, --cpus-per-task, --gpus-per-node, --time."""
     asked = {"nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": cores, "gpus-per-node": gpus}
@@ -682,7 +682,7 @@ checks.directives(directives, ranks, solution=True)
 # |---|---|---|
 # | nodes for you, now | `qsub -I -l select=1:system=polaris -l walltime=0:30:00 ...` | `salloc --nodes=1 --gpus-per-node=4 --time=0:30:00 ...` |
 # | then, there | `NPROC_PER_NODE=4 bash jobs/train.pbs --train.steps 20` | `bash jobs/train.slurm --train.steps 20` |
-# | look into a running job | `qstat -f 4711 \| grep exec_host`, then `ssh` to that node, where the site allows it | `srun --jobid=4711 --overlap --pty bash` |
+# | look into a running job | `qstat -f 4711` names its nodes (`exec_host`): `ssh` there, where the site allows it | `srun --jobid=4711 --overlap --pty bash` |
 # | once inside | `nvidia-smi`, `top`, `ls -l` of the log: does it grow? | the same |
 # | one variable for one job | `NCCL_DEBUG=INFO qsub -v NCCL_DEBUG ...` | `NCCL_DEBUG=INFO sbatch ...` |
 #

@@ -41,7 +41,9 @@ REJECTED = {
         ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"{minutes // 60:02d}:{minutes % 60:02d}"',
          "two numbers are minutes and seconds"),
         ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"{minutes}:00:00"', "the first of three numbers is hours"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"{minutes}min"', "sbatch reads minutes"),
         ('asked["time"] =', "_ =", "a line with --time is missing"),
+        ('"nodes": nodes', '"nodes": f"{nodes}-{nodes}"', "is no number"),
     ],
     "flags_of": [
         (ROW, "rows[task % len(rows)]", "those are row 2's, and row 1 is task 1's"),
@@ -69,6 +71,8 @@ class TestAnswers(Answers):
         "directives": [
             (PAIRS, 'f"#SBATCH --{option} {value}"'),
             ('"gpus-per-node": gpus', '"gres": f"gpu:{gpus}"'),
+            ('"gpus-per-node": gpus', '"gres": f"gpu:a100:{gpus}"'),
+            ('"gpus-per-node": gpus', '"gpus-per-node": f"h100:{gpus}"'),
             ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes"),
             ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"0-{minutes // 60}:{minutes % 60}"'),
         ],

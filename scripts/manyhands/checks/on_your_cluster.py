@@ -33,7 +33,7 @@ def _nodes():
     return found
 
 
-@exercise("A", "the cores beside a GPU")
+@exercise("B", "the cores beside a GPU")
 def cores_beside(answer, ranks=None):
     """`answer(gpu, domains)`, domains [(cores, GPUs)]: that GPU's equal share of the cores nearest to it, in order."""
     for name, domains in in_turn(_nodes()):
@@ -59,7 +59,7 @@ def cores_beside(answer, ranks=None):
 WAITS = ("barrier", "all_reduce", "all_gather", "all_to_all")  # no rank leaves these before all have come
 
 
-@exercise("B", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
+@exercise("A", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
 def stage(answer, ranks, folder):
     """`answer(copy, source, target, local_rank)`: one rank of each node copies, and nobody returns before it has.
 
@@ -69,7 +69,7 @@ def stage(answer, ranks, folder):
     for per_node in sorted({1, min(2, n), n}):
         node, local_rank = divmod(rank, per_node)
         content = bytes(luck(per_node).randrange(256) for _ in range(100))
-        source, target = Path(folder) / "build B, source", Path(folder) / f"build B, node {node} of {per_node}"
+        source, target = Path(folder) / "build A, source", Path(folder) / f"build A, node {node} of {per_node}"
         if local_rank == 0:
             target.write_bytes(content[:50])  # what a killed job left
         if rank == 0:
@@ -161,7 +161,7 @@ def network(answer, ranks=None):
 SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-n": "ntasks"}
 
 
-@exercise(2, "your job's directives")
+@exercise(3, "your job's directives")
 def directives(answer, ranks=None):
     """`answer(nodes, gpus, cores, minutes)`: lines for sbatch; one torchrun on each node starts a rank per GPU."""
     draw = luck(2)
@@ -169,21 +169,25 @@ def directives(answer, ranks=None):
         cores, minutes = gpus * draw.choice((5, 7, 9)), draw.randint(61, 179)
         asked = _read_directives(answer(nodes, gpus, cores, minutes))
         case = f"for {nodes} nodes with {gpus} GPUs and {cores} cores each"
-        gres = asked.get("gres", "").removeprefix("gpu:")
         for option, wanted, found, slips in (
             ("nodes", nodes, asked.get("nodes"), {}),
             ("ntasks-per-node", 1, asked.get("ntasks-per-node"), {
                 f"that starts {gpus} torchruns on each node, and each of them {gpus} ranks": gpus}),
             ("cpus-per-task", cores, asked.get("cpus-per-task"), {
                 f"those are one rank's; the one task of a node holds all {gpus} ranks": cores // gpus}),
-            ("gpus-per-node", gpus, asked.get("gpus-per-node", gres or None), {
+            ("gpus-per-node", gpus, asked.get("gpus-per-node", asked.get("gres")), {
                 "that is the number of the whole job": gpus * nodes}),
         ):  # fmt: skip
             if found is None:
                 raise Wrong(f"{case} a line with --{option}={wanted} is missing")
-            expect_equal(int(found), wanted, f"{case} --{option}", slips)
+            number = found.rpartition(":")[2]  # gpu:4, a100:4 and gpu:a100:4 are four
+            if not number.isdecimal():
+                raise Wrong(f"{case} --{option} should be {wanted}, and {found!r} is no number")
+            expect_equal(int(number), wanted, f"{case} --{option}", slips)
         if "time" not in asked:
             raise Wrong(f"{case} a line with --time is missing: the job would get what the queue gives by itself")
+        if not re.fullmatch(r"(\d+-\d+|\d+)(:\d+){0,2}", asked["time"]):
+            raise Wrong(f"{case} --time={asked['time']}: sbatch reads minutes, hours:minutes:seconds and days-hours")
         slips = {"two numbers are minutes and seconds": minutes // 60 + minutes % 60 / 60,
                  "the first of three numbers is hours": 60.0 * minutes}  # fmt: skip
         expect_equal(_minutes(asked["time"]), float(minutes), f"--time for {minutes} minutes, in minutes,", slips)
@@ -213,7 +217,7 @@ def _minutes(text):
     return 24 * 60 * int(days or 0) + 60.0 * hours + minutes + seconds / 60
 
 
-@exercise(3, "each row once")
+@exercise(2, "each row once")
 def flags_of(answer, ranks=None):
     """`answer(lines, task, tasks)`: the flags of task number `task` of an array of `tasks`, the first one 1."""
     draw = luck(3)

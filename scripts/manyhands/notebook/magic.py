@@ -221,11 +221,9 @@ def _outlook(result):
     if result.dead:
         return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
     if result.restarted:
-        held = (
-            f" ({name_ranks(result.stuck, 0)} could not be woken in time, as in MPI or NCCL over nodes)"
-            if result.stuck
-            else ""
-        )
+        held = ""
+        if result.stuck:
+            held = f" ({name_ranks(result.stuck, 0)} could not be woken in time, as in MPI or NCCL over nodes)"
         return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."
     if result.rejoined:
         return (

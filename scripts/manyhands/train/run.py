@@ -108,10 +108,8 @@ class Run:
     def loop(self, watch, step_done):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, self.preemption.agreed()
-        first, compile_s = (
-            self.step,
-            SLOW_S if options.train.compile else None,
-        )  # its first passes of either kind compile
+        first = self.step
+        compile_s = SLOW_S if options.train.compile else None  # the first passes of either kind compile
         if stop is None and self.eval_pending and self.due(every.eval_every):
             watch.at(self.step, "evaluation", compile_s)
             stop = self.evaluate()
