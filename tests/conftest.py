@@ -171,8 +171,8 @@ FORKED = [
     "test_checkpoint.py", "test_same_science.py", "test_data_parallel.py", "test_screen.py", "test_recorded.py",
     "test_plan_program.py", "test_slurm.py", "test_train_jobs.py", "test_cluster.py", "test_ranks.py",
     "test_side_by_side.py", "test_jobs.py", "test_pairs.py", "test_bench.py", "test_chat_page.py",
-    "test_contributing.py", "test_when_it_breaks.py", "test_meshes_and_planning.py",
-    "test_contributing.py", "test_browser.py", "test_widgets_browser.py",
+    "test_contributing.py", "test_when_it_breaks.py", "test_meshes_and_planning.py", "test_browser.py",
+    "test_widgets_browser.py", "test_every_strategy_ends.py",
 ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def written(model, text, n, seed, sampling=Sampling(), vocab=VOCAB):  # noqa: B0
     """What the model alone writes after a text, up to its first marker."""
     ids = [vocab.index(c) for c in text]
     new = generate(model, torch.tensor([ids]), n, sampling, seed)[0, len(ids) :].tolist()
-    ends = [i for i, id in enumerate(new) if len(vocab[id]) > 1]
+    ends = [i for i, token in enumerate(new) if len(vocab[token]) > 1]
     return "".join(vocab[i] for i in new[: ends[0] if ends else n])
 
 

@@ -385,7 +385,7 @@ def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
         ((lambda x: {}.get(x), appends), "Your function returned None, which the check cannot use (TypeError"),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append'."),
         ((lambda x: "6", appends), "Your function returned the text '6', which the check cannot use (TypeError"),
-        ((lambda x: 2 * x, lambda numbers: [][0]), "Your code raised IndexError: list index out of range."),
+        ((lambda x: 2 * x, lambda numbers: numbers[99]), "Your code raised IndexError: list index out of range."),
         ((lambda x: 2 * x, len), "3 and 3 numbers are 9."),
         ((len, appends), "Your code raised TypeError: object of type 'int' has no len()."),
         ((lambda x: sys.exit(2), appends), "Your code ended the program (SystemExit): return instead."),

@@ -112,7 +112,7 @@ def test_a_chat_is_the_template_of_lesson_13_and_counts_its_tokens(live, client)
         "<|system|>", "<|end|>", "<|user|>", "<|end|>", "<|assistant|>",
     ]  # fmt: skip
     new = generate(live.model, torch.tensor([ids]), 30, Sampling(), 9)[0, len(ids) :].tolist()
-    marker = next((i for i, id in enumerate(new) if id in live.service.words.markers), 30)
+    marker = next((i for i, token in enumerate(new) if token in live.service.words.markers), 30)
     assert reply.choices[0].message.content == "".join(VOCAB[i] for i in new[:marker])
     assert reply.usage.prompt_tokens == 9 + 6 + 5
     assert reply.usage.completion_tokens == min(marker + 1, 30)

@@ -128,8 +128,8 @@ def _take_flags(lesson, script):
 def _enter(name, wanted, timeout_s, quiet):
     info = resolve()
     if info.launcher == "torchrun":
-        for name in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
-            del os.environ[name]
+        for of_mpich in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
+            del os.environ[of_mpich]
     if info.mpi and info.launcher != "notebook":
         info = ask_mpi(info)
     if info.single_node:

@@ -52,5 +52,5 @@ if __name__ == "__main__" and sys.argv[1] == "relay":
     relay(*map(int, sys.argv[2:]))
 elif __name__ == "__main__":
     shorten()
-    os.set_inheritable(int(os.environ.get(SHORT, 0)), True)
+    os.set_inheritable(int(os.environ.get(SHORT, "0")), True)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -175,8 +175,10 @@ def end_process(status: int, failed: bool = False) -> NoReturn:
     if mpi and status != INTERRUPTED and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
     flush()
-    if mpi:  # C's own end, not Python's: there MPICH says goodbye, and else mpiexec kills whoever ends a moment later
-        ctypes.CDLL(None).exit(status)
+    # C's own end, not Python's: MPICH says goodbye there; without it mpiexec kills whoever ends a moment later. PyDLL
+    # keeps the interpreter's lock, which exit handlers of torch need
+    if mpi:
+        ctypes.PyDLL(None).exit(status)
     os._exit(status)
 
 
