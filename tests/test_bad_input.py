@@ -36,6 +36,7 @@ def corpus(tmp_path_factory):
     return {
         "MANYHANDS_SHAKESPEARE": "",
         "MANYHANDS_SHAKESPEARE_URL": "",
+        "MANYHANDS_PLAYS": "",
         "MANYHANDS_DATA": str(tmp_path_factory.mktemp("d")),
     }
 

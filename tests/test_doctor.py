@@ -223,8 +223,9 @@ def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):
 
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
+    monkeypatch.setenv("MANYHANDS_PLAYS", "")
     monkeypatch.setattr(shakespeare, "download", lambda url: pytest.fail("the doctor downloads nothing"))
-    says(doctor.data, "warning", "not here", "prepare_data.py", "MANYHANDS_SHAKESPEARE=")
+    says(doctor.data, "warning", "not here", "data/plays.txt", "MANYHANDS_SHAKESPEARE=")
     (tmp_path / shakespeare.FILE_NAME).write_text("To be, or not to be")
     says(doctor.data, "error", "is not the course's Shakespeare")
     monkeypatch.setattr(shakespeare, "checked", lambda content, where, cure: content)

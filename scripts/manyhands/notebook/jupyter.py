@@ -84,12 +84,14 @@ def start_lab(open_browser):
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
-        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",    ]  # fmt: skip
+        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",
+        "--log-level=WARN",  # forty lines of its log would bury the address, which it says in any case
+    ]  # fmt: skip
     if not open_browser:
         command.append("--no-browser")
     if os.geteuid() == 0:
         command.append("--allow-root")
-    sys.stdout.flush()
+    print("JupyterLab is starting; Ctrl-C twice stops it. Its address:", flush=True)
     os.execve(sys.executable, command, environ)
 
 

@@ -15,7 +15,6 @@ import torch
 from manyhands.checkpoint.export import tokenizer_of
 from manyhands.data import shakespeare
 from manyhands.gpt.model import GPT
-from manyhands.launch import settings
 from manyhands.serve.vocabulary import Vocabulary
 
 TOKENS = 8192  # of the held-out text, in windows of the model's context
@@ -38,9 +37,8 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
     if file is not None:
         text = file.read_text(encoding="utf-8")
     else:  # the course's text if it lies here: a server asks the web for nothing
-        named, cached = settings.path("MANYHANDS_SHAKESPEARE"), shakespeare.from_cache()
-        content = named.read_bytes() if named else cached[1] if cached else None
-        text = content.decode() if content else shakespeare.offline_text()
+        found = shakespeare.at_hand()
+        text = found[1].decode() if found else shakespeare.offline_text()
         text = text[len(text) * 9 // 10 :]
     ids = words.tokenizer.encode(words.known(text[: 16 * TOKENS]))[:TOKENS]
     if len(ids) < 256:

