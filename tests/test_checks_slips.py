@@ -241,7 +241,7 @@ SLIPS = {
         "Rank 3: The sum is [7.0, 7.0], not [6.0, 6.0]."),
     "not waited for": (begins_but_does_not_wait,
         "Rank 0: You started all_reduce with async_op=True and did not wait for it: call wait() of what it returns."),
-    "nor the barrier": (lambda x, rank, n: dist.barrier(async_op=True) and right(x) * 2, "You started barrier with asyn"),
+    "nor the barrier": (lambda x, rank, n: dist.barrier(async_op=True) and right(x), "You started barrier with async"),
     "a message left behind": (leaves_a_message_behind, "Rank 0: The sum is [0.0, 0.0], not [6.0, 6.0]."),
     "fails in a hook": (fails_in_a_hook, "Rank 0: Your code raised TypeError: "),
     "not yet": (raises(NotImplementedError("tomorrow")), "not attempted"),
