@@ -20,6 +20,8 @@ REJECTED = {
          "on Polaris the cores for GPU 0 should be [24, 25, 26, 27, 28, 29, 30, 31], not [0, 1, 2, 3, 4, 5, 6, 7]: "
          "those are counted off by the GPU's number"),
         (SHARE, "range(k * each, (k + 1) * each)", "should be"),
+        (SHARE, "range(cores[0] + k * each, cores[0] + (k + 1) * each)", "should be"),
+        (SHARE, "','.join(map(str, cores))", "return a list of numbers, not the text"),
     ],
     "network": [
         (WAYS, r're.findall(r"Using network (\w+)()", log)', "what you return should be"),
@@ -28,10 +30,23 @@ REJECTED = {
         (WAYS, r're.findall(r"Bootstrap : Using (\w+)(\S+)", log)', "what you return should be"),
         (WAYS, r're.findall(r"via NET/(\w+)/(\S+)", log)', "AWS Libfabric"),
         ('all("GDRDMA"', 'any("GDRDMA"', "some of its channels do not say GDRDMA"),
+        ('all("GDRDMA" in device for _, device in ways)', '"GDRDMA" in ways[0][1]', "some of its channels do not say"),
+        ('all("GDRDMA" in device for _, device in ways)', 'all("GDRDMA" in device for _, device in ways[:3])',
+         "some of its channels do not say"),
+        (WAYS, r're.findall(r"via NET/(IB|Socket|IBext_v8|AWS Libfabric|Mellanox Fabric)/(\S+)", log)', "not None"),
         ("return ways[0][0],", 'return "IB",', "IB is what NCCL has found"),
         ("if ways:", "ways = ways or [('Socket', '')]\n    if ways:", "should be None"),
     ],
     "directives": [
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"01:{minutes - 60}:00"', "--time"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', '__import__("datetime").timedelta(minutes=minutes)',
+         "--time for"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"',
+         '__import__("time").strftime("%H:%M:%S", __import__("time").gmtime(60 * minutes))', "--time for"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "60 * minutes", "one number is minutes, not seconds"),
+        ("return [", "[", "return lines, not None (is a `return` missing?)"),
+        ('[f"#SBATCH --{option}={value}" for option, value in asked.items()]', "asked", "return lines, not the dict"),
+        ("asked.items()]", 'asked.items()] + ["srun torchrun train.py"]', "at the first command"),
         (PAIRS, 'f"# SBATCH --{option}={value}"', "without a blank in it"),
         (PAIRS, 'f"#SBATCH --{option}=${value}"', "holds a variable"),
         ('"ntasks-per-node": 1', '"ntasks-per-node": gpus', "that starts 4 torchruns on each node"),
@@ -46,10 +61,16 @@ REJECTED = {
         ('"nodes": nodes', '"nodes": f"{nodes}-{nodes}"', "is no number"),
     ],
     "flags_of": [
-        (ROW, "rows[task % len(rows)]", "those are row 2's, and row 1 is task 1's"),
+        ('f"--{name}", value', '{"0": "--optimizer.lr"}.get(str(names.index(name)), "--train.global-batch"), value',
+         "the flags of task 1 should be"),
+        ("zip(names, rows[task - 1], strict=True)", "zip(names[:2], rows[task - 1])", "should be"),
+        ('names, *rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]',
+         "names, *rows = [line.split() for line in lines[1:] if line.strip()]", "should"),
+        ("names, *rows =", "rows = [names, *_] =", "the header is no row"),
+        (ROW, "rows[task % len(rows)]", "and row 1 is task 1's"),
         (ROW, "[names, *rows][task - 1]", "the header holds names, and is no row"),
         ("for name, value in zip(names, rows[task - 1], strict=True)",
-         "for row in rows[task : task + 1] for name, value in zip(names, row)", "those are row 2's"),
+         "for row in rows[task : task + 1] for name, value in zip(names, row)", "those are row"),
         ("for name, value in zip(names, rows[task - 1], strict=True)",
          "for row in (rows + rows)[task - 1 + (task == len(rows)) * len(rows) + (task == len(rows)) :][:1]"
          " for name, value in zip(names, row)", "trains with the defaults"),
@@ -57,7 +78,7 @@ REJECTED = {
         ("if tasks != len(rows):", "if False:", "leaves a row out"),
         ("an array of {tasks} tasks for {len(rows)} rows; submit it with --array=1-{len(rows)}", "wrong size",
          "raise a ValueError that names"),
-        ('if line.strip() and not line.startswith("#")', "if line.strip()", "an array of 2 tasks for 3 rows"),
+        ('if line.strip() and not line.startswith("#")', "if line.strip()", "should do: count"),
     ],
 }  # fmt: skip
 
@@ -74,6 +95,10 @@ class TestAnswers(Answers):
             ('"gpus-per-node": gpus', '"gres": f"gpu:a100:{gpus}"'),
             ('"gpus-per-node": gpus', '"gpus-per-node": f"h100:{gpus}"'),
             ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes"),
+            ("return [", 'return ["#!/bin/bash", "# 2 nodes", ""] + ['),
+            (PAIRS, PAIRS.replace('}"', '}\\n"')),
+            (PAIRS, PAIRS.replace("SBATCH --", "SBATCH --exclusive --")),
+            (PAIRS, """f'#SBATCH --{option}="{value}"'"""),
             ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"0-{minutes // 60}:{minutes % 60}"'),
         ],
         "flags_of": [("[word for", "list(word for", 'f"--{name}", value)]', 'f"--{name}", value))')],
@@ -81,6 +106,12 @@ class TestAnswers(Answers):
 
 
 WAIT = "dist.barrier()  # all ranks"
+A_TOKEN = """rank, n, x = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+    for turn in range(2 if n > 1 else 0):
+        if rank or turn:
+            dist.recv(x, (rank - 1) % n)
+        if turn == 0 or rank < n - 1:
+            dist.send(x, (rank + 1) % n)"""
 
 
 class TestCopies(AnswersOfRanks):
@@ -90,12 +121,25 @@ class TestCopies(AnswersOfRanks):
         "stage": [
             ("if local_rank == 0:", "if dist.get_rank() == 0:", "local rank 0 is one per node"),
             ("if local_rank == 0:", "if True:", "2 copies of the same file"),
-            (WAIT, "", "nobody waits for local rank 0 of node 0 after its copy"),
-            ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "nobody waits for"),
-            ("if local_rank == 0:", "if local_rank == 0 and not target.exists():", "half a file, of a job"),
-            ("copy(source, target)", "target.write_bytes(source.read_bytes())", "nobody has called copy"),
+            (WAIT, "", "was back before node 0 had its copy"),
+            ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "had its copy"),
+            (WAIT, "dist.barrier(async_op=True)", "did not wait for it"),
+            (WAIT, "groups = [dist.new_group([r]) for r in range(dist.get_world_size())]\n"
+             "    dist.barrier(group=groups[dist.get_rank()])", "had its copy"),
+            (WAIT, "dist.broadcast(torch.ones(1), 0)", "broadcast alone lets some ranks go on"),
+            ("if local_rank == 0:", "if local_rank == 0 and not target.exists():", "half a file, of a killed job"),
+            ("copy(source, target)", "target.write_bytes(source.read_bytes())", "nobody has called `copy`"),
+            (WAIT, "dist.barrier()\n    target.unlink(missing_ok=True)", "a rank removed it after the copy"),
             ("copy(source, target)", "copy(target, source)", "the file at the target is not the source"),
             (WAIT, "    dist.barrier()", "all ranks wait, also those that copy nothing"),
         ],
     }  # fmt: skip
-    right = {"stage": [(WAIT, "dist.all_gather_object([None] * dist.get_world_size(), local_rank)")]}
+    right = {
+        "stage": [
+            (WAIT, "dist.all_gather_object([None] * dist.get_world_size(), local_rank)"),
+            (WAIT, "x = torch.ones(1)\n    dist.reduce(x, 0)\n    dist.broadcast(x, 0)"),
+            (WAIT, "x = torch.ones(1)\n    for r in range(dist.get_world_size()):\n        dist.broadcast(x, r)"),
+            (WAIT, "n = dist.get_world_size()\n    dist.reduce_scatter_tensor(torch.ones(1), torch.ones(n))"),
+            (WAIT, A_TOKEN),
+        ]
+    }

@@ -169,6 +169,11 @@ def waits_for_a_message_on_rank_1(x, rank, n):
     return torch.full((2,), 6.0)
 
 
+def begins_but_does_not_wait(x, rank, n):
+    dist.all_reduce(x.clone(), async_op=True)
+    return right(x)
+
+
 def leaves_a_message_behind(x, rank, n):
     dist.isend(torch.tensor([222.0, 222.0]), (rank + 1) % n)
     return torch.zeros(2)
@@ -234,6 +239,9 @@ SLIPS = {
         "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make"),
     "wrong on the last rank": (lambda x, rank, n: right(x) + (rank == n - 1),
         "Rank 3: The sum is [7.0, 7.0], not [6.0, 6.0]."),
+    "not waited for": (begins_but_does_not_wait,
+        "Rank 0: You started all_reduce with async_op=True and did not wait for it: call wait() of what it returns."),
+    "nor the barrier": (lambda x, rank, n: dist.barrier(async_op=True) and right(x), "You started barrier with async"),
     "a message left behind": (leaves_a_message_behind, "Rank 0: The sum is [0.0, 0.0], not [6.0, 6.0]."),
     "fails in a hook": (fails_in_a_hook, "Rank 0: Your code raised TypeError: "),
     "not yet": (raises(NotImplementedError("tomorrow")), "not attempted"),
@@ -311,6 +319,13 @@ def all_at_the_same_time(x, rank, n):
     return x
 
 
+def looks_until_it_has_come(x, rank, n):
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    return x
+
+
 def in_unequal_parts(x, rank, n):
     """An all-to-all in which rank r gets r + 1 numbers from everybody."""
     numbers, sizes = torch.ones(n * (n + 1) // 2), list(range(1, n + 1))
@@ -320,7 +335,7 @@ def in_unequal_parts(x, rank, n):
 
 RIGHT = [
     by_messages_to_rank_0, first_a_length_from_anybody, receives_before_it_sends, in_pairs_of_groups,
-    all_at_the_same_time, in_unequal_parts,
+    all_at_the_same_time, looks_until_it_has_come, in_unequal_parts,
 ]  # fmt: skip
 
 

@@ -59,12 +59,12 @@ class Verdict(str):
         pass
 
 
-def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=False):
+def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=False, in_flight=False):
     """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
 
     `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE
     that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls. `in_place`: an
-    answer may change the tensors that it is given.
+    answer may change the tensors that it is given. `in_flight`: it may return while a collective is on its way.
 
     The check is called by all ranks as `check(answer, ranks, solution=False, seed=0, **given)`. It says its verdict on
     rank 0 and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
@@ -76,7 +76,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
         @functools.wraps(body)
         def check(answer, ranks=None, solution=False, seed=0, **given):
             for turn in range(2):
-                witness = Witness(body, in_place)
+                witness = Witness(body, in_place, in_flight)
                 verdict = _one_turn((seed, turn), witness, answer, ranks, given, timeout_s, if_calls_differ)
                 if verdict != CORRECT:
                     break
@@ -117,13 +117,17 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     trial = functools.partial(witness.body, witness.watched(answer), ranks, **given)
     if group is None:
         return _verdict(trial, witness, timeout_s)
-    matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group)
+    matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group, witness.begins_async)
     with matching:
         verdict = _verdict(stopped_after(timeout_s)(trial), witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
         return _DIFFER, "Your code ended the process group, which all that follows needs: leave it alone."
+    if matching.not_waited_for and not witness.in_flight and verdict[0] in (_FINE, _WRONG):
+        # numbers that are wrong follow from it
+        begun = f"you started {matching.not_waited_for[0]} with async_op=True"
+        return _WRONG, _sentence(f"{begun} and did not wait for it: call wait() of what it returns")
     return verdict
 
 

@@ -21,10 +21,13 @@ LENGTHS = (8, 7, 1, 0, 1000)
 def ring_reduce_scatter(answer, ranks):
     """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
-    # chunk c of rank r has a 1 at (c, r) and 0 elsewhere: so what it holds afterwards tells whose numbers are in it
+    # chunk c of rank r has one number at (c, r) and 0 elsewhere: so what it holds afterwards tells whose are in it. It
+    # is odd, and no float32 or int32 holds it
+    number = 2 * luck(1).randrange(2**39, 2**40) + 1
     x_nnn = torch.zeros(n, n, n, dtype=torch.float64)  # [chunk, chunk, rank]
-    x_nnn[range(n), range(n), rank] = 1
+    x_nnn[range(n), range(n), rank] = number
     seen = _run_half(answer, ranks, x_nnn)
+    x_nnn /= number  # how often it came
     right = (rank + 1) % n
     for chunk, other, source in x_nnn.nonzero().tolist():
         if other != chunk:
@@ -34,6 +37,8 @@ def ring_reduce_scatter(answer, ranks):
     if finished and right not in finished:
         raise Wrong(f"chunk {finished[0]} is finished here, not chunk {right}: at the first hop send chunk {rank}")
     for source, times in enumerate(often[right].tolist()):
+        if not times.is_integer():
+            raise Wrong(f"chunk {right} holds rank {source}'s numbers {times:.10g} times: keep the dtype all the way")
         if times not in (0, 1):
             raise Wrong(f"chunk {right} holds rank {source}'s numbers {times:g} times; once each is the sum")
     if right not in finished:
@@ -106,18 +111,18 @@ def mended_ring(answer, ranks):
 
 
 def _judge_ring(answer, ranks, lengths):
-    runs = []  # first every length on every rank, then the verdict: nobody is left waiting by a fault found early
-    for length, dtype in itertools.product(lengths, (torch.float64, torch.int64)):
-        row_N = torch.arange(length, dtype=dtype)
-        x_N = row_N * (ranks.rank + 1)
+    runs, n = [], ranks.world_size  # first every length on every rank, then the verdict: nobody is left waiting
+    for length, (dtype, most) in itertools.product(lengths, ((torch.float64, 2**48), (torch.int64, 2**58))):
+        drawn = [torch.randint(most, (length,), generator=generator(100 * length + r)).to(dtype) for r in range(n)]
+        x_N = drawn[ranks.rank].clone()
         with wire.watch() as seen:
             returned = answer(x_N)
-        runs.append((row_N, x_N, returned, seen))
-    n = ranks.world_size
-    for row_N, x_N, returned, seen in runs:
-        wanted_N, length = row_N * (n * (n + 1) // 2), x_N.numel()
+        runs.append((drawn, x_N, returned, seen))
+    for drawn, x_N, returned, seen in runs:
+        wanted_N, length = sum(drawn), x_N.numel()
         what = f"for {count(length, 'number')} ({str(x_N.dtype).removeprefix('torch.')}) the sum"
-        expect_tensor(returned, wanted_N, what, close=0)
+        slips = {"that is this rank's own" if r == ranks.rank else f"that is rank {r}'s": drawn[r] for r in range(n)}
+        expect_tensor(returned, wanted_N, what, slips if n > 1 else None, close=0)
         _judge_messages(seen, f"{what} is right", n, 2, math.ceil(length / n), x_N.element_size())
         if not torch.equal(x_N, wanted_N):
             raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")

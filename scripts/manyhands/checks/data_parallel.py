@@ -83,7 +83,7 @@ def gradient_hook(answer, ranks):
         expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
-@exercise("D", "start a bucket")
+@exercise("D", "start a bucket", in_flight=True)
 def bucket_start(answer, ranks):
     """`answer(bucket)` begins one all-reduce of `bucket.flat_P`, divided before; its handle is `bucket.work`."""
     for step in range(2):

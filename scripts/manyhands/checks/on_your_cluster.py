@@ -4,13 +4,16 @@ Only the copies need messages, and a folder that all ranks see: the nodes are ma
 """
 
 import re
+import string
+import time
 from pathlib import Path
 
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import in_turn, luck
-from manyhands.checks.expect import count, expect_equal, expect_refusal, plain
+from manyhands.checks.expect import count, expect_equal, expect_number, expect_refusal, plain
+from manyhands.checks.witness import listed, said, shown
 from manyhands.launch import recorded_runs
 from manyhands.measure import wire
 
@@ -19,16 +22,17 @@ POLARIS = [(list(range(8 * d, 8 * d + 8)), [3 - d]) for d in range(4)]
 
 
 def _nodes():
-    draw, found = luck(1), [("Polaris", POLARIS)]
+    draw, threads = luck(1), [(list(range(4 * d, 4 * d + 4)) + list(range(8 + 4 * d, 12 + 4 * d)), [d]) for d in (0, 1)]
+    found = [("Polaris", POLARIS), ("a node whose cores have two threads", threads)]
     for share, domains in ((2, 2), (3, 2), (2, 4)):
         gpus, first, node = list(range(share * domains)), 0, []
         while gpus == sorted(gpus):
             draw.shuffle(gpus)
         for d in range(domains):
-            first += 1  # a core that the system keeps for itself
-            own = share * draw.randint(2, 6) + draw.randrange(share)
-            node.append((list(range(first, first + own)), gpus[share * d : share * (d + 1)]))
-            first += own
+            cores = list(range(first, first + share * draw.randint(3, 6) + draw.randrange(share) + 1))
+            first += len(cores)
+            cores.remove(draw.choice(cores[1 : len(cores) // share]))  # the system keeps it for itself
+            node.append((cores, gpus[share * d : share * (d + 1)]))
         found.append((f"a node of {count(domains, 'domain')} with {share} GPUs each", node))
     return found
 
@@ -41,7 +45,10 @@ def cores_beside(answer, ranks=None):
         each_of_all = len(every) // sum(len(gpus) for _, gpus in domains)
         for gpu, cores, gpus in sorted((gpu, own, its) for own, its in domains for gpu in its):
             each, k, shared = len(cores) // len(gpus), gpus.index(gpu), len(gpus) > 1
-            found = sorted(plain(list(answer(gpu, [(list(own), list(its)) for own, its in domains]))))
+            found = answer(gpu, [(list(own), list(its)) for own, its in domains])
+            if isinstance(found, str):
+                raise Wrong(f"return a list of numbers, not {shown(found)}")
+            found = sorted(plain(list(found)))
             counted = every[gpu * each_of_all :][:each_of_all]
             slips = {
                 "those are counted off by the GPU's number; look up in which domain it is": (
@@ -56,66 +63,90 @@ def cores_beside(answer, ranks=None):
             expect_equal(found, cores[k * each : (k + 1) * each], f"on {name} the cores for GPU {gpu}", slips)
 
 
-WAITS = ("barrier", "all_reduce", "all_gather", "all_to_all")  # no rank leaves these before all have come
+MEET = ("barrier", "all_reduce", "all_gather", "all_to_all", "reduce_scatter")  # nobody leaves before all have come
+MESSAGES = ("send", "recv")
+SLOW_S = 0.15  # what one node's copy takes longer
 
 
 @exercise("A", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
 def stage(answer, ranks, folder):
     """`answer(copy, source, target, local_rank)`: one rank of each node copies, and nobody returns before it has.
 
-    What another job left half-written at `target` does not count. `folder`: one that all ranks see.
+    Each node is the slow one in turn, and each rank looks at all nodes' files as soon as it is back. What another job
+    left half-written at `target` does not count. `folder`: one that all ranks see.
     """
     n, rank = ranks.world_size, ranks.rank
-    for per_node in sorted({1, min(2, n), n}):
+    for per_node, slow in ((k, slow) for k in sorted({1, min(2, n), n}) for slow in range(-(-n // k))):
         node, local_rank = divmod(rank, per_node)
-        content = bytes(luck(per_node).randrange(256) for _ in range(100))
-        source, target = Path(folder) / "build A, source", Path(folder) / f"build A, node {node} of {per_node}"
+        content = bytes(luck(10 * per_node + slow).randrange(256) for _ in range(100))
+        source = Path(folder) / "build A, source"
+        where = f"of {per_node}, {slow} is slow"  # a rank that goes on does not disturb those that still look
+        targets = [Path(folder) / f"build A, node {k} {where}" for k in range(-(-n // per_node))]
         if local_rank == 0:
-            target.write_bytes(content[:50])  # what a killed job left
+            targets[node].write_bytes(content[:50])  # what a killed job left
         if rank == 0:
             source.write_bytes(content)
         dist.barrier()
         made = []
         with wire.watch() as seen:
 
-            def copy(here, there, made=made, seen=seen):
+            def copy(here, there, is_slow=node == slow, made=made, seen=seen):
+                time.sleep(SLOW_S * is_slow)
                 Path(there).write_bytes(Path(here).read_bytes())
                 made.append(len(seen.calls))
 
-            answer(copy, source, target, local_rank)
-        waited = [call.op for call in seen.calls[max(made, default=0) :] if call.op in WAITS]
+            answer(copy, source, targets[node], local_rank)
+            without = [k for k, target in enumerate(targets) if not _holds(target, content)]
+        calls = [call.op for call in seen.calls[max(made, default=0) :]]
         said = [None] * n
-        dist.all_gather_object(said, (len(made), bool(waited)))
-        _judge_copies(said, per_node, target, content)
+        dist.all_gather_object(said, (len(made), without, calls))
+        _judge_copies(said, per_node, targets[node], content)
+
+
+def _holds(target, content):
+    return target.exists() and target.read_bytes() == content
 
 
 def _judge_copies(said, per_node, target, content):
-    """Raise Wrong by what the ranks say: [(copies made, did it wait for the others afterwards)]."""
+    """Raise Wrong by what the ranks say: [(copies made, nodes without the file when it was back, its calls then)]."""
     nodes = [said[first : first + per_node] for first in range(0, len(said), per_node)]
     case = f"on {count(len(nodes), 'node')} of up to {count(per_node, 'rank')}"
-    if not any(made for made, _ in said):
-        raise Wrong(f"{case} nobody has called copy: what lay at the target is half a file, of a job that was killed")
+    if not any(made for made, *_ in said):
+        raise Wrong(f"{case} nobody has called `copy`: what lies at the target may be half a file, of a killed job")
     for node, of_ranks in enumerate(nodes):
-        copies = sum(made for made, _ in of_ranks)
+        copies = sum(made for made, *_ in of_ranks)
         if copies == 0:
             raise Wrong(f"{case} node {node} has no copy: rank 0 is one of the whole job, local rank 0 is one per node")
         if copies > 1:
             raise Wrong(f"{case} node {node} made {copies} copies of the same file, and one is enough for its ranks")
-        for local_rank, (made, waited) in enumerate(of_ranks):
-            if made and not waited:
-                who = f"local rank {local_rank} of node {node}"
-                raise Wrong(f"{case} nobody waits for {who} after its copy: the others may read half a file")
+    if not target.exists():
+        raise Wrong(f"{case} the target is gone: a rank removed it after the copy")
     if target.read_bytes() != content:
         raise Wrong(f"{case} the file at the target is not the source")
+    for rank, (_, without, calls) in enumerate(said):
+        if without:
+            raise Wrong(f"{case} rank {rank} was back before node {without[0]} had its copy: it may read half a file")
+        if calls and not _all_meet(calls, len(said)):
+            raise Wrong(f"{case} {listed(sorted(set(calls)))} alone lets some ranks go on before all have come")
+
+
+def _all_meet(calls, n):
+    """Whether after these calls each rank knows that all have come. (A check waits at each one: a job does not.)"""
+    if n == 1 or set(calls) & {*MEET, *MESSAGES}:  # whether messages are enough, the slow nodes have shown
+        return True
+    to_one = [i for i, op in enumerate(calls) if op in ("reduce", "gather")]
+    from_one = [i for i, op in enumerate(calls) if op in ("broadcast", "scatter")]
+    return len(from_one) >= n or (to_one and from_one and to_one[0] < from_one[-1])
 
 
 NETWORKS = ("IB", "Socket", "IBext_v8", "AWS Libfabric", "Mellanox Fabric")
+WAYS = range(4)  # two nodes, two channels from each to the other
 
 
 def _log(name, direct, per_node=2):
-    """What NCCL says of two nodes whose channels between them go over `name`, None: of one node."""
+    """What NCCL says of two nodes whose channels between them go over `name`, None: of one; direct: those of WAYS."""
     draw, nodes = luck(len(name or "")), 2 if name else 1
-    lines, n = [], nodes * per_node
+    lines, n, ways = [], nodes * per_node, iter(WAYS)
     for rank in range(n):
         node, gpu = divmod(rank, per_node)
         pid = draw.randint(1000, 9999)
@@ -130,7 +161,7 @@ def _log(name, direct, per_node=2):
         for channel in range(2):
             way = "P2P/IPC"
             if other // per_node != node:
-                way = f"NET/{name}/{draw.randrange(4)}" + "/GDRDMA" * (direct is True or (direct == "half" and channel))
+                way = f"NET/{name}/{draw.randrange(4)}" + "/GDRDMA" * (next(ways) in direct)
             send = " [send]" * way.startswith("NET")
             ends = f"{rank}[{gpu}] -> {other}[{other % per_node}]"
             lines.append(begin + f"Channel {channel:02}/0 : {ends}{send} via {way}")
@@ -140,9 +171,11 @@ def _log(name, direct, per_node=2):
 @exercise(1, "what the log says")
 def network(answer, ranks=None):
     """`answer(log)`: (network that carries data between nodes, do all its channels say GDRDMA?); None on one node."""
-    cases = [(f"a log of two nodes over {name}", _log(name, direct), (name, direct is True))
-             for name in NETWORKS for direct in (True, False, "half") if name != "Socket" or not direct]  # fmt: skip
-    cases.append(("a log of one node, where no channel goes over a network,", _log(None, False), None))
+    drawn = "".join(luck(5).choices(string.ascii_uppercase, k=4))
+    some = [set(), {*WAYS}, *({*WAYS} - {one} for one in WAYS)]  # the one that is not direct may be any of them
+    cases = [(f"a log of two nodes over {name}", _log(name, direct), (name, direct == {*WAYS}))
+             for name in (*NETWORKS, drawn) for direct in some if name != "Socket" or not direct]  # fmt: skip
+    cases.append(("a log of one node, where no channel goes over a network,", _log(None, set()), None))
     cases.append(("the published log", recorded_runs.text("15_nccl_sockets.out"), ("Socket", False)))
     for what, log, wanted in in_turn(cases):
         given, slips = plain(answer(log)), {}
@@ -165,8 +198,10 @@ SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-n": "ntasks"}
 def directives(answer, ranks=None):
     """`answer(nodes, gpus, cores, minutes)`: lines for sbatch; one torchrun on each node starts a rank per GPU."""
     draw = luck(2)
-    for nodes, gpus in in_turn([(2, 4), (16, 4), (3, 8)]):
-        cores, minutes = gpus * draw.choice((5, 7, 9)), draw.randint(61, 179)
+    times = [7, 59, 60, 1500, 2880, draw.randint(61, 179)]
+    draw.shuffle(times)
+    for (nodes, gpus), minutes in zip(in_turn([(2, 4), (16, 4), (3, 8)] * 2), times, strict=True):
+        cores = gpus * draw.choice((5, 7, 9))
         asked = _read_directives(answer(nodes, gpus, cores, minutes))
         case = f"for {nodes} nodes with {gpus} GPUs and {cores} cores each"
         for option, wanted, found, slips in (
@@ -188,21 +223,29 @@ def directives(answer, ranks=None):
             raise Wrong(f"{case} a line with --time is missing: the job would get what the queue gives by itself")
         if not re.fullmatch(r"(\d+-\d+|\d+)(:\d+){0,2}", asked["time"]):
             raise Wrong(f"{case} --time={asked['time']}: sbatch reads minutes, hours:minutes:seconds and days-hours")
-        slips = {"two numbers are minutes and seconds": minutes // 60 + minutes % 60 / 60,
-                 "the first of three numbers is hours": 60.0 * minutes}  # fmt: skip
-        expect_equal(_minutes(asked["time"]), float(minutes), f"--time for {minutes} minutes, in minutes,", slips)
+        slips = {"one number is minutes, not seconds": 60 * minutes} if asked["time"].isdecimal() else {
+            "two numbers are minutes and seconds": minutes // 60 + minutes % 60 / 60,
+            "the first of three numbers is hours": 60 * minutes}  # fmt: skip
+        expect_number(_minutes(asked["time"]), minutes, f"--time for {minutes} minutes, in minutes,", slips=slips)
 
 
 def _read_directives(lines):
     """{long name of an option: its value}; raise Wrong for a line that sbatch would not read, or not as it is meant."""
+    if not isinstance(lines, (list, tuple, str)):
+        raise Wrong(f"return lines, not {shown(lines)}")
     asked = {}
-    for line in "\n".join(lines if isinstance(lines, (list, tuple)) else [str(lines)]).splitlines():
-        if not line.startswith("#SBATCH "):
-            raise Wrong(f"sbatch does not read {line!r}: a directive begins with #SBATCH, without a blank in it")
+    for line in "\n".join([lines] if isinstance(lines, str) else map(str, lines)).splitlines():
+        words = line.split()
+        if words and not line.startswith("#"):
+            raise Wrong(f"sbatch stops to read directives at the first command, and {line!r} is one")
+        if not words or words[0] != "#SBATCH":
+            if "SBATCH" in line:
+                raise Wrong(f"`sbatch` does not read {line!r}: a directive begins with #SBATCH, without a blank in it")
+            continue
         if "$" in line:
             raise Wrong(f"{line!r} holds a variable, and sbatch reads it before any shell runs")
-        for option, value in re.findall(r"(-\w|--[\w-]+)[ =]?([\w:.-]*)", line.split(" #")[0].removeprefix("#SBATCH")):
-            asked[SHORT.get(option, option.removeprefix("--"))] = value
+        options = re.findall(r"""(?<!\S)(-\w|--[\w-]+)(?:[ =]?(?!-)["']?([\w:.-]*))""", line.split(" #")[0])
+        asked |= {SHORT.get(option, option.removeprefix("--")): value for option, value in options}
     return asked
 
 
@@ -217,22 +260,40 @@ def _minutes(text):
     return 24 * 60 * int(days or 0) + 60.0 * hours + minutes + seconds / 60
 
 
+OPTIONS = ["optimizer.lr", "train.global-batch", "optimizer.beta2", "train.seed"]
+
+
 @exercise(2, "each row once")
 def flags_of(answer, ranks=None):
     """`answer(lines, task, tasks)`: the flags of task number `task` of an array of `tasks`, the first one 1."""
     draw = luck(3)
-    for rows in in_turn([2, 5, 3]):
-        values = [[f"{draw.randint(1, 9)}e-{k + 3}", str(12 * (k + 1))] for k in range(rows)]
-        table = ["optimizer.lr\ttrain.global-batch", *("\t".join(row) for row in values)]
-        lines = ["# a comment", "", table[0], table[1], "", *table[2:], ""]
-        words = [["--optimizer.lr", lr, "--train.global-batch", batch] for lr, batch in values]
+    for rows, front in in_turn([(2, 1), (5, 0), (1, 2), (3, 2)]):
+        names = draw.sample(OPTIONS, draw.randint(1, len(OPTIONS)))
+        values = [[f"{draw.randint(1, 9)}e-{10 * k + c}" for c in range(1, len(names) + 1)] for k in range(rows)]
+        lines = ["# a comment", ""] * front + ["\t".join(names)]
+        for row in values:
+            lines += [*(["# another"] if draw.random() < 0.5 else []), "\t".join(row), ""]
+        words = [
+            [word for pair in zip(names, row, strict=True) for word in (f"--{pair[0]}", pair[1])] for row in values
+        ]
         for task in range(1, rows + 1):
-            found = answer(list(lines), task, rows)
+            found = _flags(answer, list(lines), task, rows)
             slips = {f"those are row {k}'s, and row 1 is task 1's": row for k, row in enumerate(words, 1)}
-            slips["the header holds names, and is no row"] = [
-                "--optimizer.lr", "optimizer.lr", "--train.global-batch", "train.global-batch"]  # fmt: skip
+            slips["the header holds names, and is no row"] = [word for name in names for word in (f"--{name}", name)]
             slips["then this task trains with the defaults, and nobody is told"] = []
-            expect_equal(found, words[task - 1], f"of a table of {rows} rows the flags of task {task}", slips)
+            expect_equal(found, words[task - 1], f"of a table of {count(rows, 'row')} the flags of task {task}", slips)
         for tasks in (rows - 1, rows + 1):
-            case = f"an array of {tasks} for {rows} rows leaves a row out, or a task without one"
+            case = f"an array of {tasks} for {count(rows, 'row')} leaves a row out, or a task without one"
             expect_refusal(lambda n=tasks, lines=lines: answer(list(lines), 1, n), case, tasks, rows)
+
+
+def _flags(answer, lines, task, rows):
+    """What the answer returns where there are as many tasks as rows; raise Wrong where it refuses that."""
+    try:
+        return answer(lines, task, rows)
+    except ValueError as error:
+        counted = {int(digits) for digits in re.findall(r"\d+", str(error))}
+        cause = "the header is no row, nor is a comment" if rows + 1 in counted else "count the rows"
+        raise Wrong(
+            f"{count(rows, 'task')} for {count(rows, 'row')} should do: {cause}; yours was {said(error)}"
+        ) from None

@@ -12,7 +12,7 @@ comes second, at least, sees both.
 import json
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from unittest import mock
 
@@ -28,6 +28,7 @@ from manyhands.launch.ranks import name_ranks
 _NAMES_OF_ONE_TRIAL = 1000  # groups that one answer may make; no name may come twice in a store
 _LOOK_EVERY_S = 0.002
 _ANY_SIZE = 2**62  # bytes: no receive from anybody is waiting
+_WAYS_TO_WAIT = ("wait", "synchronize", "is_completed", "get_future")
 # The dispatcher's names, where they are not those of torch.distributed
 _NAMES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
@@ -129,14 +130,16 @@ class Matching(TorchDispatchMode):
     """Inside it each communication of this rank is compared with the others'. All ranks of `group` enter and leave it.
 
     `by_answer()` says whether the learner's code makes the call that runs now, `given_group()` in which group it was
-    asked to, None if in any; `fault` is the first sentence, also where an answer has swallowed the exception.
+    asked to, None if in any, `begins_async()` whether it does not wait for it; `fault` is the first sentence, also
+    where an answer has swallowed the exception; `not_waited_for` names the collectives on their way.
     """
 
-    def __init__(self, group, patience_s, by_answer, given_group=lambda: None):
+    def __init__(self, group, patience_s, by_answer, given_group=lambda: None, begins_async=lambda: False):
         super().__init__()
         _, store = c10d._world.pg_map[group]
         self._store, self._rank = dist.PrefixStore("calls", store), group.rank()
         self._patience_s, self._by_answer, self._given_group = patience_s, by_answer, given_group
+        self._begins_async, self._begun = begins_async, {}  # {id of a handle: (the handle, name of its collective)}
         self._made, self.fault = Counter(), None
         # of receives without a source: [(channel, this rank, ranks in the group)]
         self._from_anybody, source_of = [], dist.Work._source_rank
@@ -145,23 +148,47 @@ class Matching(TorchDispatchMode):
             self._has_come(source := source_of(work))
             return source
 
-        self._sources = mock.patch.object(dist.Work, "_source_rank", noted)  # which dist.recv asks for
+        self._patches = ExitStack()
+        self._patched = {"_source_rank": noted}  # which dist.recv asks for
+        self._patched |= {name: self._waiting(getattr(dist.Work, name)) for name in _WAYS_TO_WAIT}
+
+    @property
+    def not_waited_for(self):
+        return [name for _, name in self._begun.values()]
+
+    def _waiting(self, wait):
+        """One of the ways to wait for a handle, which notes that it came to an end."""
+
+        def noted(work, *args, **kwargs):
+            ended = wait(work, *args, **kwargs)
+            if ended is not False:
+                self._begun.pop(id(work), None)
+            return ended
+
+        return noted
 
     def __enter__(self):
-        self._sources.start()
+        for name, noted in self._patched.items():
+            self._patches.enter_context(mock.patch.object(dist.Work, name, noted))
         return super().__enter__()
 
     def __exit__(self, *error):
-        self._sources.stop()
+        self._patches.close()
         self._store.set(f"left/{self._rank}", "1")
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if operator.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in operator._schema.arguments]
-            self._compare(operator._schema.name.split("::")[1], dict(zip(names, args, strict=False)) | kwargs)
-        return operator(*args, **kwargs)
+        if operator.namespace not in ("c10d", "_c10d_functional"):
+            return operator(*args, **kwargs)
+        names = [argument.name for argument in operator._schema.arguments]
+        called = operator._schema.name.split("::")[1]
+        self._compare(called, dict(zip(names, args, strict=False)) | kwargs)
+        found = operator(*args, **kwargs)
+        if self._begins_async():
+            work = dist.Work.unbox(found if isinstance(found, torch.ScriptObject) else found[-1])
+            self._begun[id(work)] = work, _name(called)
+        return found
 
     def _compare(self, operator, given):
         """Raises CallsDiffer or NobodyCalls where the call of `operator` with these arguments must not run."""
@@ -171,7 +198,7 @@ class Matching(TorchDispatchMode):
         if self.fault is not None:  # the ranks are no longer at the same call
             raise self.fault
         try:
-            name = _NAMES.get(operator, operator.rstrip("_"))
+            name = _name(operator)
             for tensor in tree_leaves(list(given.values())):
                 if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":  # which gloo may not take
                     what = f"rank {self._rank} hands {name} a tensor of {tensor.device}"
@@ -263,6 +290,10 @@ class Matching(TorchDispatchMode):
                 return missing
             time.sleep(_LOOK_EVERY_S)
         return []
+
+
+def _name(operator):
+    return _NAMES.get(operator, operator.rstrip("_"))
 
 
 def _group_of(given):

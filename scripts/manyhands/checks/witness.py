@@ -25,6 +25,7 @@ _LIBRARIES = tuple(
     {f"{Path(__file__).parents[1]}/", "<frozen "}
     | {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+_TORCH_DISTRIBUTED = tuple(f"{Path(dist.__file__).parent}/{name}.py" for name in ("distributed_c10d", "c10d_logger"))
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60  # characters
 _short.maxlist = _short.maxtuple = _short.maxdict = 12
@@ -37,9 +38,9 @@ class Changed(Exception):
 class Witness:
     """Sees each call of the learner's functions: what came back last, what they raised, which group they were given."""
 
-    def __init__(self, body, in_place=False):
-        """body: the function of the check, whose frames are not the learner's; in_place: tensors may be changed."""
-        self.body, self._in_place, self._answer, self.group = body, in_place, None, None
+    def __init__(self, body, in_place=False, in_flight=False):
+        """body: the function of the check, whose frames are not the learner's; in_place, in_flight: see `exercise`."""
+        self.body, self._in_place, self.in_flight, self._answer, self.group = body, in_place, in_flight, None, None
         self._called = self._returned = self._caller = self._raised = None
 
     def watched(self, answer):
@@ -96,6 +97,16 @@ class Witness:
                 return True
             frame = frame.f_back
         return False
+
+    def begins_async(self):
+        """Whether the learner's own code, no library, calls what runs now with async_op=True."""
+        frame, asked = sys._getframe(1), False
+        while frame is not None and frame.f_code.co_filename not in _TORCH_DISTRIBUTED:
+            frame = frame.f_back
+        while frame is not None and frame.f_code.co_filename in _TORCH_DISTRIBUTED:
+            asked |= frame.f_locals.get("async_op") is True
+            frame = frame.f_back
+        return asked and frame is not None and self._learners(frame.f_code)
 
     def names(self):
         """What the learner's functions call their arguments."""
