@@ -122,4 +122,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    entry.run_program("sample.py", main)
+    entry.run_program("sample.py", main, product=True)

@@ -10,12 +10,14 @@ In a notebook the `%%ranks` magic labels what each rank says. In a script each l
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import json
 import math
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import time
@@ -43,6 +45,7 @@ MEMORY = (
 
 
 _name = ""  # of the program that runs, for what it says as it ends
+_lost: list[OSError] = []  # why a file did not take what was printed on stdout; a reader that went away is no loss
 
 
 def listen(name: str) -> None:
@@ -82,10 +85,11 @@ def _say_ended_by(number):
             print(sentence, file=sys.stderr)
 
 
-def run(name: str, main: Callable[[], int | None]) -> NoReturn:
+def run(name: str, main: Callable[[], int | None], product: bool = False) -> NoReturn:
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
-    Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
+    `product`: what it prints is what it was started for, as `--help` is of any program; where the disk has no room for
+    that, a sentence says so, and status 0 becomes 1. Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
     and memory that is not there, are a sentence too, and status 1.
     """
     try:
@@ -110,6 +114,10 @@ def run(name: str, main: Callable[[], int | None]) -> NoReturn:
         else:
             status = _let_others_speak(error) or 1
         end_process(status, failed=True)
+    flush()
+    if _lost and (product or {"-h", "--help"} & set(sys.argv[1:])):
+        print(f"{name}: stdout cannot be written ({reason(_lost[0])}); make room, and start it again", file=sys.stderr)
+        status = status or 1
     end_process(status or 0)
 
 
@@ -264,7 +272,9 @@ class _Lossy(io.FileIO):
     def write(self, data):
         try:
             return super().write(data)
-        except OSError:  # nobody reads, the terminal is closed, the disk is full
+        except OSError as error:  # nobody reads, the terminal is closed, the disk is full
+            if self.fileno() == 1 and (error.errno == errno.ENOSPC or stat.S_ISREG(os.fstat(1).st_mode)):
+                _lost.append(error)
             return len(data)
 
 
