@@ -89,7 +89,8 @@ def run(name: str, main: Callable[[], int | None], product: bool = False) -> NoR
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
     `product`: what it prints is what it was started for, as `--help` is of any program; where the disk has no room for
-    that, a sentence says so, and status 0 becomes 1. Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
+    that, a sentence says so, and status 0 becomes 1.
+    Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
     and memory that is not there, are a sentence too, and status 1.
     """
     try:

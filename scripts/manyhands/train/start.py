@@ -15,6 +15,7 @@ from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
 from manyhands.launch.machine import available_memory_bytes
+from manyhands.launch.ranks import Agreement
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
@@ -94,7 +95,7 @@ def resume(run):
     metadata = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
     run.parallel.take_checkpoint(tensors)
     if metadata["rank_state_restored"]:
-        set_random_state(rank_state, run.ranks.device)
+        Agreement(run.ranks, None, CheckpointError).all(lambda: set_random_state(rank_state, run.ranks.device, newest))
     else:  # saved under another layout: draw on, but not what the first steps drew
         seed_dropout(run.options.train.seed, run.layout, run.ranks, metadata["step"])
     if run.scale and metadata.get("loss_scale"):
@@ -157,8 +158,14 @@ def random_state(device):
     return states
 
 
-def set_random_state(states, device):
-    """Go on drawing where `random_state` was taken."""
-    torch.set_rng_state(states["cpu"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"], device)
+def set_random_state(states, device, path):
+    """Go on drawing where `random_state` was taken. Raises CheckpointError, which names `path`, for no such state."""
+    try:
+        torch.set_rng_state(states["cpu"])
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states["device"], device)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} cannot be resumed from: the state of its random numbers is damaged ({error}); remove this"
+            " checkpoint, and the run goes on from the one before it"
+        ) from None
