@@ -196,11 +196,11 @@ def test_resume_never_keeps_off_a_folder_that_is_in_use_and_must_asks_for_a_chec
 
 
 def refused_with_a_random_state_of_garbage(ranks, options, outputs):
-    """What a rank hears that resumes from a checkpoint in which rank 1's generator cannot go on; its hashes are right."""
+    """What a rank hears that resumes from a checkpoint whose hashes are right and whose state of rank 1 is garbage."""
     run, _ = begin(ranks, options, outputs)
-    states = (
-        {"cpu": torch.full_like(torch.get_rng_state(), 255)} if ranks.rank == 1 else random_state(torch.device("cpu"))
-    )
+    states = random_state(torch.device("cpu"))
+    if ranks.rank == 1:
+        states["cpu"].fill_(255)
     with mock.patch("manyhands.train.run.random_state", return_value=states):
         go(run)
     run.close()
