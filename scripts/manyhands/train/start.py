@@ -6,6 +6,7 @@ own layout or another; and what each rank draws its dropout from.
 """
 
 import dataclasses
+import platform
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
-from manyhands.launch.machine import available_memory_bytes
+from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
+from manyhands.launch.settings import environment
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
@@ -69,6 +71,20 @@ def refuse_size(config, ranks):
             f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
             " (--dry-run computes what training adds)"
         )
+
+
+def refuse_compile(options, ranks):
+    """Raises OptionError on all ranks, which call it, where train.compile finds no compiler on one of their hosts."""
+
+    def look():
+        if options.train.compile and compiler_for(ranks.device.type, environment()) is None:
+            needs = "C++ compiler (CXX or g++)" if ranks.device.type == "cpu" else "C compiler (CC, gcc or clang)"
+            raise OptionError(
+                f"train.compile needs a {needs}, and {platform.node()} has none; load the site's compiler module, or"
+                " use --train.no-compile"
+            )
+
+    Agreement(ranks, None, OptionError).all(look)
 
 
 def resume(run):
