@@ -208,4 +208,4 @@ def _show_published(picture):
 
 
 if __name__ == "__main__":
-    entry.run_program("plan.py", main)
+    entry.run_program("plan.py", main, product=True)

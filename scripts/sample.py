@@ -48,14 +48,21 @@ def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
     """Yield `length` ids below `vocab_size`, one at a time, that follow the list `ids` as the model sees it.
 
     It looks at the last block_size ids. All draws come from `generator`, on the CPU. A vocabulary may be wider than the
-    alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn.
+    alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn. Raises Refused where a logit is NaN or
+    infinite.
     """
     import torch
     from manyhands.gpt.sampling import continued, drawing
 
     @torch.inference_mode()
     def logits(ids_1T):
-        return model(ids_1T)[0][..., :vocab_size].double().cpu()
+        logits_11V = model(ids_1T)[0][:, -1:, :vocab_size].double().cpu()
+        if not logits_11V.isfinite().all():
+            raise Refused(
+                "the model gives NaN or infinity, so nothing can be drawn: its weights hold such numbers, or are too"
+                " large; use another checkpoint (--step)"
+            )
+        return logits_11V
 
     ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
     return map(int, continued(logits, ids_1T, length, model.config.block_size, drawing(temperature, generator, top_k)))
@@ -122,4 +129,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    entry.run_program("sample.py", main)
+    entry.run_program("sample.py", main, product=True)

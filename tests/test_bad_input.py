@@ -135,6 +135,11 @@ def test_a_gpu_that_is_not_there_is_refused(corpus, tmp_path):
     refused([*TINY, "--train.device", "cuda"], corpus, tmp_path, ("cuda", "device=cpu"))
 
 
+def test_compiling_without_a_compiler_is_refused_before_anything_is_built(corpus, tmp_path):
+    words = ("train.compile needs a C++ compiler", "no-compile")
+    refused([*TINY, "--train.compile"], corpus | {"CXX": "no-such-compiler"}, tmp_path, words)
+
+
 def test_unreadable_data_is_refused_by_name(tmp_path, corpus):
     missing = corpus | {"MANYHANDS_SHAKESPEARE": str(tmp_path / "none.txt")}
     refused(TINY, missing, tmp_path, ("none.txt cannot be read", "unset the variable"))

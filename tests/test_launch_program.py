@@ -21,7 +21,7 @@ from manyhands.launch import commands, processes
 from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
 from manyhands.launch.commands import after_signal, blame, command_for
 from manyhands.launch.join import join, leave
-from manyhands.launch.program import DIVERGED, STATUS_FILE, read_status
+from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE, read_status
 from manyhands.launch.ranks import joined
 from rank_pool import run_on_ranks
 
@@ -370,8 +370,9 @@ def kept_as(monkeypatch, status, heard=None):
 
 @pytest.mark.parametrize(
     ("status", "heard", "starts"),
-    [(0, None, 1), (2, None, 1), (DIVERGED, None, 1), (1, None, 3), (137, None, 3), (143, signal.SIGTERM, 1)],
-)
+    [(0, None, 1), (2, None, 1), (DIVERGED, None, 1), (NO_ROOM, None, 1), (1, None, 3), (137, None, 3),
+     (143, signal.SIGTERM, 1)],
+)  # fmt: skip
 def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monkeypatch, capsys, status, heard, starts):
     seen = kept_as(monkeypatch, status, heard)
     assert commands.run(["mine"], None, 2) == status
@@ -443,6 +444,26 @@ def under_nohup():
 def test_under_nohup_torchrun_is_not_told_to_hear_the_hangup(under_nohup):
     (flag,) = [word for word in command_for(PROGRAM, {}, nproc=4) if word.startswith("--signals-to-handle=")]
     assert "SIGTERM" in flag and "SIGHUP" not in flag
+
+
+OUT_OF_MEMORY = """\
+import manyhands.launch.entry as entry
+class OutOfMemoryError(RuntimeError):
+    "As torch's, of which no GPU is needed to raise it."
+def main():
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB.")
+entry.run_program("train.py", main)
+"""
+
+
+def test_a_gpu_without_room_is_one_sentence_with_the_cure_and_a_status_that_is_not_tried_again(root, tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), STATUS_FILE: str(tmp_path / "status")}
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], env=environ, capture_output=True, text=True)
+    assert ended.stderr == (
+        "train.py: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller micro-batch (--train.micro-batch),"
+        " more GPUs or a smaller model (--dry-run says what train.py needs)\n"
+    )
+    assert ended.returncode == json.loads((tmp_path / "status").read_text())[0] == NO_ROOM
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")

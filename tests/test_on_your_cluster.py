@@ -55,6 +55,7 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
 
     wanted = set(re.findall(r"^[\w-]+==\S+", (root / "requirements.txt").read_text(), re.MULTILINE))
     calls = log.read_text()
+    assert {"gcc", "g++", "libc6-dev", "libibverbs1"} < set(re.search("^apt-get install (.*)$", calls, re.M)[1].split())
     installed = re.findall(r"^([\w-]+==\S+) \\$", (tmp_path / "log.pins").read_text(), re.MULTILINE)
     (torch,) = re.findall(r"^uv .*--index-url (\S+) (torch==\S+)$", calls, re.MULTILINE)
     assert torch == (index, "torch==2.13.0")

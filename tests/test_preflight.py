@@ -265,6 +265,35 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
     assert "4 runs of 9 went well before: kept" in capsys.readouterr().out
 
 
+def test_a_preflight_that_began_anew_keeps_no_runs_of_the_one_before_it(tmp_path, monkeypatch, capsys):
+    """Flight 1 was whole, flight 2 was interrupted after one run: flight 3 has one run to keep, not two."""
+    for name in ("01_good", "02_also"):
+        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
+    made, stop_after = [], [None]
+    metrics = {"corpus": None, "parameters": {}, "device": "cpu", "exact": {}, "close": {}, "world_size": 4}
+
+    def fly(run, timeout_s, stop):
+        if len(made) == stop_after[0]:
+            raise KeyboardInterrupt
+        made.append(run.lesson.name)
+        outcome = runs.Outcome(run, processes.Ended(0, 1.0, 0), None, metrics | {"lesson": run.lesson.name})
+        run.folder.mkdir(parents=True, exist_ok=True)
+        outcome.keep()
+        return outcome
+
+    monkeypatch.setattr(runs.Run, "carry_out", fly)
+    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+    assert preflight.main(["--notebooks"], root=tmp_path) == 0
+    made.clear()
+    stop_after[0] = 1
+    assert preflight.main(["--notebooks"], root=tmp_path) == 130
+    stop_after[0] = None
+    capsys.readouterr()
+    assert preflight.main(["--notebooks", "--resume"], root=tmp_path) == 0
+    assert made == ["01_good", "02_also"] and "1 run of 2 went well before: kept" in capsys.readouterr().out
+
+
 def test_the_report_is_written_after_each_run_and_says_how_many_are_still_to_come(tmp_path, monkeypatch):
     """Power fails, the wall time ends with SIGKILL: what was found so far is there."""
     for name in ("01_good", "02_also"):

@@ -227,6 +227,15 @@ def test_top_k_draws_among_the_k_likeliest_and_reaches_all_of_them(program):
     assert drawn == set(likeliest)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), 1e38])
+def test_weights_of_which_nothing_can_be_drawn_are_one_sentence_with_the_cure(written, tmp_path, bad):
+    weights = {name: torch.full_like(p.detach(), bad) for name, p in gpt(20).named_parameters()}
+    metadata = {"config": asdict(CONFIG), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
+    export.write_export(weights, metadata, tmp_path / "m.safetensors")
+    status, text, told = written("--length", 3, source=tmp_path / "m.safetensors")
+    assert status == 2 and "sample.py: the model gives NaN or infinity" in told and "use another checkpoint" in told
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +52,17 @@ def _cgroup_folders():
         inner = top / path.strip("/")
         folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
     return folders
+
+
+def compiler_for(kind: str, environ: Mapping[str, str], which: Callable = shutil.which) -> str | None:
+    """The compiler that torch.compile builds code with on "cpu", "cuda" or "xpu", or None: it would fail there.
+
+    Triton looks for CC, gcc and clang, and Inductor, on the CPU, for CXX and g++ (torch 2.13).
+    """
+    on_cpu = "clang++" if sys.platform == "darwin" else "g++"
+    variable, names = ("CXX", (on_cpu,)) if kind == "cpu" else ("CC", ("gcc", "clang"))
+    named = environ.get(variable)
+    return next(filter(None, map(which, [named] if named else names)), None)
 
 
 def cpus() -> list[int]:

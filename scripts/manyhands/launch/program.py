@@ -10,12 +10,14 @@ In a notebook the `%%ranks` magic labels what each rank says. In a script each l
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import json
 import math
 import os
 import re
 import signal
+import stat
 import sys
 import threading
 import time
@@ -32,7 +34,8 @@ STATUS_FILE = "MANYHANDS_STATUS_FILE"
 FRAME = 4  # rows of a text plot that show no values: title, frame, and the words below it
 REFUSED = 2  # what was asked for cannot be: nothing was run
 DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
-NOT_AGAIN = (0, REFUSED, DIVERGED)  # what would end again as it ended
+NO_ROOM = 66  # a GPU's memory is full: the same options need as much again
+NOT_AGAIN = (0, REFUSED, DIVERGED, NO_ROOM)  # what would end again as it ended
 LATE_S = 0.5  # between ranks that hear the same Ctrl-C
 SPEAKS_FIRST_S = 10  # launchers end a job with its first failure: who has nothing to say lets rank 0 speak first
 LOST_S = 10.0  # a launcher ends the others within this time of the first rank's end
@@ -40,9 +43,12 @@ INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C 
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
 )
-
+ON_A_GPU = (
+    "use a smaller micro-batch (--train.micro-batch), more GPUs or a smaller model (--dry-run says what train.py needs)"
+)
 
 _name = ""  # of the program that runs, for what it says as it ends
+_lost: list[OSError] = []  # why a file did not take what was printed on stdout; a reader that went away is no loss
 
 
 def listen(name: str) -> None:
@@ -82,9 +88,11 @@ def _say_ended_by(number):
             print(sentence, file=sys.stderr)
 
 
-def run(name: str, main: Callable[[], int | None]) -> NoReturn:
+def run(name: str, main: Callable[[], int | None], product: bool = False) -> NoReturn:
     """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
 
+    `product`: what it prints is what it was started for, as `--help` is of any program; where the disk has no room for
+    that, a sentence says so, and status 0 becomes 1.
     Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
     and memory that is not there, are a sentence too, and status 1.
     """
@@ -102,6 +110,7 @@ def run(name: str, main: Callable[[], int | None]) -> NoReturn:
         status = INTERRUPTED
     except Exception as error:
         status, said = 1 if isinstance(error, OSError | MemoryError) else REFUSED, _trouble(error)
+        status = NO_ROOM if _is_out_of_gpu_memory(error) else status
         if said:
             say_status(status, f"{name}: {said}")
             print(f"{name}: {said}", file=sys.stderr)
@@ -110,6 +119,10 @@ def run(name: str, main: Callable[[], int | None]) -> NoReturn:
         else:
             status = _let_others_speak(error) or 1
         end_process(status, failed=True)
+    flush()
+    if _lost and (product or {"-h", "--help"} & set(sys.argv[1:])):
+        print(f"{name}: stdout cannot be written ({reason(_lost[0])}); make room, and start it again", file=sys.stderr)
+        status = status or 1
     end_process(status or 0)
 
 
@@ -137,7 +150,14 @@ def _trouble(error):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason(error)}"
+    if _is_out_of_gpu_memory(error):
+        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # then follow lines about the allocator
+        return f"{what}: {ON_A_GPU}"
     return f"there is not enough memory: {error}".rstrip(": ") if isinstance(error, MemoryError) else ""
+
+
+def _is_out_of_gpu_memory(error):
+    return type(error).__name__ == "OutOfMemoryError"  # torch's, which is a RuntimeError; this module needs no torch
 
 
 class Refused(ValueError):
@@ -264,7 +284,9 @@ class _Lossy(io.FileIO):
     def write(self, data):
         try:
             return super().write(data)
-        except OSError:  # nobody reads, the terminal is closed, the disk is full
+        except OSError as error:  # nobody reads, the terminal is closed, the disk is full
+            if self.fileno() == 1 and (error.errno == errno.ENOSPC or stat.S_ISREG(os.fstat(1).st_mode)):
+                _lost.append(error)
             return len(data)
 
 

@@ -387,6 +387,17 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
     return f"127.0.0.1 answers, {name} has an address, no proxy stands between"
 
 
+def compiler(environ=os.environ, which=shutil.which):
+    """What torch.compile builds code with: a C compiler for GPUs, a C++ compiler for the CPU."""
+    from manyhands.launch.machine import compiler_for
+
+    found = {name: compiler_for(kind, environ, which) for kind, name in (("cuda", "C"), ("cpu", "C++"))}
+    if missing := [name for name, path in found.items() if path is None]:
+        says = f"no {' and no '.join(missing)} compiler: train.py refuses --train.compile"
+        raise warning(says, "load the site's compiler module, or install gcc and g++; nothing else needs them")
+    return ", ".join(found.values())
+
+
 def scheduler(environ=os.environ, which=shutil.which, login=...):
     """Slurm, PBS or neither, and whether this is a login node."""
     from manyhands.launch.machine import login_node
@@ -419,5 +430,5 @@ def data():
 CHECKS = {
     "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi, "kernel": kernel,
     "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits, "disk": disk, "network": network,
-    "scheduler": scheduler, "data": data,
+    "compiler": compiler, "scheduler": scheduler, "data": data,
 }  # fmt: skip

@@ -158,20 +158,26 @@ class Run:
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
         outcome = Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
         if not outcome.error:
-            write_whole(self._kept, json.dumps({"of": self._identity(), "ended": asdict(ended), "metrics": metrics}))
+            outcome.keep()
         return outcome
 
     @property
-    def _kept(self):
+    def kept(self) -> Path:
+        """Where an outcome that went well is noted, for a preflight that goes on with this one."""
         return self.folder / "outcome.json"
 
-    def _identity(self):
+    def identity(self) -> list[str]:
+        """What an earlier outcome must have been of to count for this run."""
         return [self.again(), hashlib.sha256(self.source.read_bytes()).hexdigest()]
 
     def earlier(self) -> "Outcome | None":
         """What came of this run before if it went well, with the same file, parameters and device; or None."""
-        kept = json.loads(self._kept.read_text()) if self._kept.exists() and not self.missing() else {"of": None}
-        return Outcome(self, Ended(**kept["ended"]), None, kept["metrics"]) if kept["of"] == self._identity() else None
+        kept = json.loads(self.kept.read_text()) if self.kept.exists() and not self.missing() else {"of": None}
+        return Outcome(self, Ended(**kept["ended"]), None, kept["metrics"]) if kept["of"] == self.identity() else None
+
+    def forget(self) -> None:
+        """From now on there is no earlier outcome: a preflight that begins anew counts only what it makes itself."""
+        self.kept.unlink(missing_ok=True)
 
     def first_error(self, ended, timeout_s, metrics, texts) -> "FirstError | None":
         """What went wrong in this run, or None if it is well; `texts`: see `rank_output`."""
@@ -213,6 +219,11 @@ class Outcome:
     ended: Ended
     error: FirstError | None
     metrics: dict | None = None
+
+    def keep(self) -> None:
+        """Note it in the run's folder, where `Run.earlier` finds it."""
+        kept = {"of": self.run.identity(), "ended": asdict(self.ended), "metrics": self.metrics}
+        write_whole(self.run.kept, json.dumps(kept))
 
     @property
     def state(self) -> str:

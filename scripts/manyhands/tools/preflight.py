@@ -101,8 +101,12 @@ def main(argv=None, description=None, root=ROOT) -> int:
     goes_on, last = flights.begin(output, options.resume)
     if goes_on and (other := flights.changed(flights.read(output)["metadata"], here, flights.SAME_RUNS)):
         console.print(f"nothing of the earlier preflight counts: {'; '.join(other)}")
-    elif goes_on:
+        goes_on = False
+    if goes_on:
         outcomes = {run: outcome for run in runs if (outcome := run.earlier())}
+    for run in runs:
+        if run not in outcomes:
+            run.forget()
     if outcomes:
         console.print(f"{_count(len(outcomes), 'run')} of {len(runs)} went well before: kept")
 

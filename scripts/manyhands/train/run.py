@@ -30,7 +30,16 @@ from manyhands.parallel.strategy import parallelize
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.report import Report
 from manyhands.train.stalls import StallWatch
-from manyhands.train.start import corpus_of, prompt_ids, random_state, refuse_size, refuse_text, resume, seed_dropout
+from manyhands.train.start import (
+    corpus_of,
+    prompt_ids,
+    random_state,
+    refuse_compile,
+    refuse_size,
+    refuse_text,
+    resume,
+    seed_dropout,
+)
 from manyhands.train.timing import profiled
 
 SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
@@ -299,6 +308,7 @@ def train(options):
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_text(options, config, corpus)
             refuse_size(config, ranks)
+            refuse_compile(options, ranks)
             run = Run(options, config, layout, corpus, ranks, preemption)
         except Refused as error:
             refuse(str(error))

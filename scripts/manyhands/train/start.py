@@ -6,6 +6,7 @@ own layout or another; and what each rank draws its dropout from.
 """
 
 import dataclasses
+import platform
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
-from manyhands.launch.machine import available_memory_bytes
+from manyhands.launch.machine import available_memory_bytes, compiler_for
+from manyhands.launch.ranks import Agreement
+from manyhands.launch.settings import environment
 
 WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
 
@@ -70,6 +73,20 @@ def refuse_size(config, ranks):
         )
 
 
+def refuse_compile(options, ranks):
+    """Raises OptionError on all ranks, which call it, where train.compile finds no compiler on one of their hosts."""
+
+    def look():
+        if options.train.compile and compiler_for(ranks.device.type, environment()) is None:
+            needs = "C++ compiler (CXX or g++)" if ranks.device.type == "cpu" else "C compiler (CC, gcc or clang)"
+            raise OptionError(
+                f"train.compile needs a {needs}, and {platform.node()} has none; load the site's compiler module, or"
+                " use --train.no-compile"
+            )
+
+    Agreement(ranks, None, OptionError).all(look)
+
+
 def resume(run):
     """Go on from the newest checkpoint of the folder, if there is one and it is wanted. Raises CheckpointError."""
     run.checkpoints.claim()  # it can be written, and no other run writes there
@@ -94,7 +111,7 @@ def resume(run):
     metadata = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
     run.parallel.take_checkpoint(tensors)
     if metadata["rank_state_restored"]:
-        set_random_state(rank_state, run.ranks.device)
+        Agreement(run.ranks, None, CheckpointError).all(lambda: set_random_state(rank_state, run.ranks.device, newest))
     else:  # saved under another layout: draw on, but not what the first steps drew
         seed_dropout(run.options.train.seed, run.layout, run.ranks, metadata["step"])
     if run.scale and metadata.get("loss_scale"):
@@ -157,8 +174,14 @@ def random_state(device):
     return states
 
 
-def set_random_state(states, device):
-    """Go on drawing where `random_state` was taken."""
-    torch.set_rng_state(states["cpu"])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states["device"], device)
+def set_random_state(states, device, path):
+    """Go on drawing where `random_state` was taken. Raises CheckpointError, which names `path`, for no such state."""
+    try:
+        torch.set_rng_state(states["cpu"])
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states["device"], device)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path} cannot be resumed from: the state of its random numbers is damaged ({error}); remove this"
+            " checkpoint, and the run goes on from the one before it"
+        ) from None
