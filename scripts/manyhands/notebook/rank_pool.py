@@ -177,7 +177,7 @@ class RankPool:
     def run(self, source, timeout_s, on_wait=None, whole=False):
         """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
 
-        on_wait(elapsed_s) is called while it runs. Of a very long text the middle is left out, unless `whole`.
+        on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
         """
         self._idle.cancel()
         cell = Cell(self)
@@ -254,7 +254,8 @@ class ControlLines:
             self.said = message["said"]
             return
         with self._changed:
-            self._replies[message["reply"], rank] = message["where"]
+            if message["reply"] == self._next_id:  # nobody waits for an answer to an earlier question
+                self._replies[message["reply"], rank] = message["where"]
             self._changed.notify_all()
 
     def wait_for_all(self, timeout_s):
