@@ -206,7 +206,7 @@ def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
     assert output.error[1].startswith("rank 2 died")
     assert ": lost its connection to a rank that died" in output.error[2]
     after = notebook.run("%%ranks\nprint(1)")
-    assert after.error[1] == "rank 2 died: run the cell with start_ranks(...), then the cells below it"
+    assert after.error[1].startswith("rank 2 died: run the cell with start_ranks(...) at the top, the next one,")
     notebook.start()
     assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
 
@@ -236,6 +236,15 @@ def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process
         assert left_behind(other, 30) == []
         assert a.run("%%ranks\ndist.barrier(); say('still here')").text == "all ranks | still here\n"
     assert left_behind(mark, 30) == []
+
+
+def test_after_a_restart_of_the_kernel_a_cell_says_which_cells_to_run(tmp_path, root):
+    with Kernel(tmp_path, root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
+        assert kernel.run("%%ranks\nprint(1)").error[:2] == (
+            "RanksError",
+            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then the catch_up cell of this "
+            "section",
+        )
 
 
 def test_idle_ranks_stop_and_the_next_cell_says_why(tmp_path, root):

@@ -46,6 +46,11 @@ def register():
     get_ipython().register_magic_function(ranks, "cell")
 
 
+def load_ipython_extension(shell):
+    """Register the magic as the kernel "Many Hands" starts: a cell run before any ranks are there says what to do."""
+    shell.register_magic_function(ranks, "cell")
+
+
 def ranks(line, cell):
     """%%ranks [--timeout SECONDS] [--all]: run this cell on every rank."""
     pool = current_ranks()

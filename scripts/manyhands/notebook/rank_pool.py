@@ -36,8 +36,10 @@ def replace_ranks(pool):
 def current_ranks():
     """The ranks of this kernel. Raises RanksError where there are none."""
     if _current is None or _current.client is None:
-        why = _current.why_stopped if _current is not None else "no ranks have been started"
-        raise RanksError(f"{why}: run the cell with start_ranks(...), then the cells below it")
+        why = _current.why_stopped if _current is not None else "no ranks yet"
+        raise RanksError(
+            f"{why}: run the cell with start_ranks(...) at the top, the next one, then the catch_up cell of this section"
+        )
     return _current
 
 
