@@ -101,6 +101,14 @@ def test_the_same_error_on_all_ranks_is_said_once(notebook):
     assert value.startswith("rank 0: NameError") and lines.count("same error") == 3
 
 
+def test_a_name_of_the_lesson_that_is_not_defined_says_whose_it_is_and_which_cell_uses_it(notebook):
+    assert notebook.run("%%ranks\n# first\ndef uses_it():\n    return handed_on()").error is None
+    lines = " ".join(notebook.run("%%ranks\nuses_it()").error[2].split())
+    assert "the cell, line 2" in lines and "an earlier cell, line 4" in lines
+    assert "handed_on is Build B's: run that cell, its solution," in lines
+    assert 'catch_up(globals(), "handed_on")' in lines
+
+
 def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
     began = time.monotonic()
     output = notebook.run("""%%ranks --timeout 2
@@ -242,8 +250,7 @@ def test_after_a_restart_of_the_kernel_a_cell_says_which_cells_to_run(tmp_path, 
     with Kernel(tmp_path, root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
         assert kernel.run("%%ranks\nprint(1)").error[:2] == (
             "RanksError",
-            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then the catch_up cell of this "
-            "section",
+            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up",
         )
 
 

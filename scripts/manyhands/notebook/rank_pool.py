@@ -38,7 +38,7 @@ def current_ranks():
     if _current is None or _current.client is None:
         why = _current.why_stopped if _current is not None else "no ranks yet"
         raise RanksError(
-            f"{why}: run the cell with start_ranks(...) at the top, the next one, then the catch_up cell of this section"
+            f"{why}: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up"
         )
     return _current
 
