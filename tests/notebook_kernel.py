@@ -23,6 +23,13 @@ TINY = """
 # %% tags=["parameters"]
 n_ranks = 4        # processes; in a script the launcher decides
 length = 3         # numbers per rank, >= 1
+
+# %% [markdown]
+# ### Build B: hand it on
+
+# %%
+def handed_on():
+    raise NotImplementedError
 """
 JOIN = """%%ranks
 import torch, os, time, signal

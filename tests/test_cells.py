@@ -115,7 +115,7 @@ def test_ranks_are_given_the_longer_to_wake_the_busier_the_machine(monkeypatch, 
     ended = cell.Cell(pool)
     ended.run("dist.barrier()", 60)
     assert pool.treated == treated
-    assert ended.timed_out == {1: "60 s", 20: "600 s (60 s, 10.0 times as this machine is busy)"}[load]
+    assert ended.timed_out == {1: "60 s", 20: "180 s (60 s, 3.0 times as this machine is busy)"}[load]
 
 
 def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
@@ -215,3 +215,28 @@ def test_the_group_of_a_notebook_is_more_patient_than_any_cell_and_a_scripts_gro
         monkeypatch.setattr(join, "resolve", lambda launcher=launcher: launchers.RankInfo(launcher, 0, 1, 0, 1))
         join._enter("02_collectives", "auto", timeout_s, quiet=True)
     assert [patience.total_seconds() for patience in given] == [86_400, 9000, 60]
+
+
+def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop_it(monkeypatch):
+    shown = []
+    monkeypatch.setattr(magic, "display", lambda page, **_: shown.append(page) or types.SimpleNamespace(update=update))
+
+    def update(page, **_):
+        shown.append(page)
+
+    line = {"call": "recv", "line": 4, "source": "dist.recv(x, src=1)"}
+    control = types.SimpleNamespace(said="", tell=lambda ranks, do: None, where=lambda ranks, timeout_s: {0: line})
+    running = cell.Cell(types.SimpleNamespace(world_size=4, control=control))
+    running.done, running.limit = dict.fromkeys((2, 1, 3)), engine_processes.TimeLimit(60)
+    live = magic._Live(control)
+    for elapsed_s in (9.9, 10.1):
+        live.last = 0.0
+        live.update(elapsed_s, running)
+    assert "recv" not in shown[0]["text/plain"]
+    assert shown[1]["text/plain"].splitlines()[1:] == [
+        "... 10 s",
+        "rank 0: waiting in recv, line 4: dist.recv(x, src=1)",
+        "ranks 1-3: done (output is shown when all ranks are)",
+        "The square button above stops the cell; otherwise it is stopped after 60 s.",
+    ]
+    assert "rank 0: waiting in recv, line 4" in shown[1]["text/html"]

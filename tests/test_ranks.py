@@ -101,6 +101,14 @@ def test_the_same_error_on_all_ranks_is_said_once(notebook):
     assert value.startswith("rank 0: NameError") and lines.count("same error") == 3
 
 
+def test_a_name_of_the_lesson_that_is_not_defined_says_whose_it_is_and_which_cell_uses_it(notebook):
+    assert notebook.run("%%ranks\n# first\ndef uses_it():\n    return handed_on()").error is None
+    lines = " ".join(notebook.run("%%ranks\nuses_it()").error[2].split())
+    assert "the cell, line 2" in lines and "an earlier cell, line 4" in lines
+    assert "handed_on is Build B's: run that cell, its solution," in lines
+    assert 'catch_up(globals(), "handed_on")' in lines
+
+
 def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
     began = time.monotonic()
     output = notebook.run("""%%ranks --timeout 2
@@ -206,7 +214,7 @@ def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
     assert output.error[1].startswith("rank 2 died")
     assert ": lost its connection to a rank that died" in output.error[2]
     after = notebook.run("%%ranks\nprint(1)")
-    assert after.error[1] == "rank 2 died: run the cell with start_ranks(...), then the cells below it"
+    assert after.error[1].startswith("rank 2 died: run the cell with start_ranks(...) at the top, the next one,")
     notebook.start()
     assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
 
@@ -236,6 +244,14 @@ def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process
         assert left_behind(other, 30) == []
         assert a.run("%%ranks\ndist.barrier(); say('still here')").text == "all ranks | still here\n"
     assert left_behind(mark, 30) == []
+
+
+def test_after_a_restart_of_the_kernel_a_cell_says_which_cells_to_run(tmp_path, root):
+    with Kernel(tmp_path, root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
+        assert kernel.run("%%ranks\nprint(1)").error[:2] == (
+            "RanksError",
+            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up",
+        )
 
 
 def test_idle_ranks_stop_and_the_next_cell_says_why(tmp_path, root):

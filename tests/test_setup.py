@@ -512,6 +512,7 @@ def test_the_kernel_of_a_shared_environment_knows_its_data(tmp_path, monkeypatch
     jupyter.install_kernel(user=False)
     spec = json.loads((tmp_path / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
     assert spec["env"]["MANYHANDS_DATA"] == str(data)
+    assert spec["argv"][-3:] == ["-f", "{connection_file}", *jupyter.AT_START], "its cells know %%ranks from the start"
 
 
 def refuse_to_write(*arguments, **options):

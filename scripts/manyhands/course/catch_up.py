@@ -12,6 +12,7 @@ nobody stumbles upon them; `show_solution(globals(), "exchange")` prints one.
 import ast
 import base64
 import dis
+import re
 import zlib
 from types import FunctionType
 
@@ -67,6 +68,36 @@ def _found(script, names):
         if name not in found:
             raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
     return found
+
+
+def whose(script, name):
+    """A sentence on where the lesson `script` defines `name`, and which cells to run; "" where it does not.
+
+    Raises OSError or SyntaxError where the script cannot be read.
+    """
+    text = script.read_text("utf-8")
+    for node in ast.parse(text).body:
+        if name not in _defined_by(node):
+            continue
+        headings = re.findall(r"^# #+ (.+)", "\n".join(text.splitlines()[: node.lineno]), re.MULTILINE)
+        heading = headings[-1] if headings else "the lesson's first cells"
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            return f'{name} is defined below "{re.sub(r" [(][^()]*[)]$", "", heading)}": run the cells there first.'
+        call = f'catch_up(globals(), "{name}")'
+        if task := re.match(r"((Build|Exercise) \w+)\b", heading):
+            return f"{name} is {task[1]}'s: run that cell, its solution, or {call}."
+        return f'{name} is defined below "{re.sub(r" [(][^()]*[)]$", "", heading)}": run that cell, or {call}.'
+    return ""
+
+
+def _defined_by(node):
+    """The names that a statement of a cell defines."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return {(one.asname or one.name).split(".")[0] for one in names}
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def _definitions(text):

@@ -88,9 +88,12 @@ def idle_s() -> float:
     return _positive("MANYHANDS_IDLE_S", "seconds") or 1800.0
 
 
-def patience() -> float:
-    """How many times as long as on an idle machine a lesson's ranks, and its notebook, wait."""
-    return _positive("MANYHANDS_PATIENCE", "times") or min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), 20.0)
+def patience(most: float = 20.0) -> float:
+    """How many times as long as on an idle machine a lesson's ranks, and its notebook, wait.
+
+    The load counts up to `most` times; MANYHANDS_PATIENCE is taken as it is.
+    """
+    return _positive("MANYHANDS_PATIENCE", "times") or min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), most)
 
 
 def _positive(name: str, unit: str) -> float | None:

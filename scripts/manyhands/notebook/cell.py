@@ -8,6 +8,7 @@ from manyhands.notebook.engine_processes import TimeLimit
 
 GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
+BUSY_TIMES = 3  # a busy machine makes a cell's limit so many times as long, and no longer: people wait for it
 LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
 
 # What CUDA, HIP, NCCL and Intel's XCCL say where a process has lost its device or its peers: it must start again.
@@ -29,15 +30,19 @@ class Cell:
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
+        self.limit = None
         self._pending = {}
 
     def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on every rank; returns once all are done, freed or given up. `whole`: all that they print."""
+        """Run `source` on every rank; returns once all are done, freed or given up. `whole`: all that they print.
+
+        on_wait(elapsed_s, this cell) is called again and again while it runs.
+        """
         number = self.pool.next_cell()
         self._pending = {
             rank: view.apply_async(engine.run_cell, source, number, whole) for rank, view in enumerate(self.pool.views)
         }
-        began, limit = time.monotonic(), TimeLimit(timeout_s)
+        began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
         telling = deadline = None  # once a rank has failed
         while self._pending:
             try:
@@ -46,18 +51,22 @@ class Cell:
                 now = time.monotonic()
                 if deadline is None and (self.errors or self.dead):
                     telling, deadline = TimeLimit(TELLING_S), now + GRACE_S
-                if self._pending and (limit.over() if deadline is None else now > deadline):
+                if self._pending and (self.limit.over() if deadline is None else now > deadline):
                     if deadline and not telling.over() and self._some_are_telling():
                         deadline = now + 0.5
                         continue
-                    self.timed_out = str(limit)
+                    self.timed_out = str(self.limit)
                     self._free()
                 elif on_wait is not None:
-                    on_wait(time.monotonic() - began)
+                    on_wait(time.monotonic() - began, self)
             except KeyboardInterrupt:
                 self.interrupted = True
                 self._free()
         self._recover()
+
+    def places(self):
+        """Where the ranks are that have not ended: as `ControlLines.where` says it; who is slow to answer is silent."""
+        return self.pool.control.where(sorted(self._pending), 0.3)
 
     def _collect(self, into):
         """Move the ranks that ended from pending to `into`, those that died to `dead`."""

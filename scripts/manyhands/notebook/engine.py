@@ -24,6 +24,8 @@ import threading
 from IPython import get_ipython
 from IPython.core.displaypub import CapturingDisplayPublisher
 
+from manyhands.course.catch_up import whose
+from manyhands.course.folders import script_of
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined, wrapped
 
@@ -154,8 +156,9 @@ def run_cell(source, cell, whole=False):
     rendezvous.begin_cell(cell)
     shell = get_ipython()
     try:
-        with recording(shell, whole) as _recorder:
+        with recording(shell, whole, cell) as _recorder:
             _running.set()
+            shell.execution_count = cell  # by which a traceback names the cell that a function comes from
             shell.run_cell(source, store_history=False)
             try:
                 _await_device()
@@ -209,7 +212,8 @@ class Recorder(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, whole=False):
+    def __init__(self, whole=False, cell=None):
+        self.cell = cell  # its number
         self.items, self.error, self.lock = [], None, threading.Lock()
         self.kept = math.inf if whole else KEPT_CHARS
         self.deaf = False  # once a rank is being freed, what it says is about that and no longer the cell's
@@ -238,7 +242,9 @@ class Recorder(io.TextIOBase):
 
     def fail(self, kind, value, traceback_lines):
         if self.error is None:
-            lines = _lines_of_the_cell(traceback_lines)
+            lines = _lines_of_the_cell(traceback_lines, self.cell)
+            if hint := _whose(value):
+                lines += wrapped(hint)
             self.error = {"name": kind.__name__, "value": str(value), "traceback": lines}
 
     def result(self):
@@ -253,9 +259,9 @@ class _Publisher(CapturingDisplayPublisher):
 
 
 @contextlib.contextmanager
-def recording(shell, whole=False):
+def recording(shell, whole=False, cell=None):
     """Within the block everything that IPython's `shell` puts out goes into the Recorder that this yields."""
-    recorder = Recorder(whole)
+    recorder = Recorder(whole, cell)
 
     def display_value(value):  # of a cell's last line
         if value is not None:
@@ -301,10 +307,23 @@ def _last_states(text):
     return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
 
 
-def _lines_of_the_cell(traceback_lines):
-    """A traceback that reads well on light and dark pages: no colours, narrow, no frame of ours."""
+def _whose(error):
+    """Where the lesson defines the name that `error` misses, "" where that is not known."""
+    if type(error) is not NameError or not error.name:
+        return ""
+    with contextlib.suppress(OSError, SyntaxError):
+        return whose(script_of(settings.value("MANYHANDS_LESSON", "")), error.name)
+    return ""
+
+
+def _lines_of_the_cell(traceback_lines, cell):
+    """A traceback that reads well on light and dark pages: no colours, narrow, no frame of ours.
+
+    Of its cells that with the number `cell` is "the cell", any other one an earlier cell.
+    """
     text = re.sub(r"\x1b\[[\d;]*m", "", "\0".join(traceback_lines))
-    text = re.sub(r"Cell In ?\[\d+\], line", "the cell, line", text)
+    text = re.sub(rf"Cell In ?\[{cell}\], line", "the cell, line", text)
+    text = re.sub(r"Cell In ?\[\d+\], line", "an earlier cell, line", text)
     *frames, said = re.sub(r"^-{20,}\0(\w+) +Traceback", r"\1: Traceback", text).split("\0")
     theirs = [frame for frame in frames if "/manyhands/notebook/engine.py:" not in frame.partition("\n")[0]]
     return [*"\n".join(theirs).split("\n"), *wrapped(said)]

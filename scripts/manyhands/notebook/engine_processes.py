@@ -53,13 +53,13 @@ echo "rank ${PMI_RANK-${OMPI_COMM_WORLD_RANK-$SLURM_PROCID}} ended with status $
 
 
 class TimeLimit:
-    """`over()` once `seconds` have passed, times the highest load per core that was seen meanwhile."""
+    """`over()` once `seconds` have passed, times the highest load per core that was seen meanwhile, up to `most`."""
 
-    def __init__(self, seconds):
-        self.seconds, self.times, self._began = seconds, 1.0, time.monotonic()
+    def __init__(self, seconds, most=20.0):
+        self.seconds, self.most, self.times, self._began = seconds, most, 1.0, time.monotonic()
 
     def over(self):
-        self.times = max(self.times, settings.patience())
+        self.times = max(self.times, settings.patience(self.most))
         return time.monotonic() - self._began > self.seconds * self.times
 
     def __str__(self):

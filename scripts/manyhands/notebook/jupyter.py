@@ -19,6 +19,7 @@ from manyhands.course.lessons import course_here, find_lessons
 from manyhands.launch.settings import environment
 
 KERNEL = "manyhands"
+AT_START = ["--IPKernelApp.extra_extensions=manyhands.notebook.magic"]  # %%ranks is known before any ranks are there
 REMEMBERED = ".manyhands-env"  # one line in the course's folder: the environment that `make ... ENV=` named
 
 
@@ -43,6 +44,9 @@ def install_kernel(user):
     try:
         place = {"user": True} if user else {"prefix": sys.prefix}
         folder = install(**place, kernel_name=KERNEL, display_name="Many Hands", env=environ)
+        spec = json.loads((Path(folder) / "kernel.json").read_text())
+        spec["argv"] += AT_START
+        write_whole(Path(folder) / "kernel.json", json.dumps(spec, indent=1) + "\n")
     except OSError:
         if user or before != sys.executable:
             raise

@@ -2,8 +2,8 @@
 
     %%ranks [--timeout SECONDS] [--all]
 
-The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, or by
-MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines.
+The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, up
+to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines.
 In a script the line is a comment and the cell's lines run anyway, on every rank.
 """
 
@@ -23,6 +23,7 @@ from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
 LIVE_AFTER_S = 2.0
+WHERE_AFTER_S, WHERE_EVERY_S = 10.0, 1.0  # by then people wonder whether it hangs
 CELL_S = 60.0
 START_CELL_S = 300.0  # on a parallel file system the first import of torch alone takes minutes
 # JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
@@ -43,6 +44,11 @@ class CellFailed(Exception):
 
 def register():
     get_ipython().register_magic_function(ranks, "cell")
+
+
+def load_ipython_extension(shell):
+    """Register the magic as the kernel "Many Hands" starts: a cell run before any ranks are there says what to do."""
+    shell.register_magic_function(ranks, "cell")
 
 
 def ranks(line, cell):
@@ -138,13 +144,17 @@ def _bar(colour):
 
 
 class _Live:
-    """What is shown while a cell runs longer than two seconds: elapsed time and what rank 0 says."""
+    """What is shown while a cell runs longer than two seconds: elapsed time and what rank 0 says.
+
+    From ten seconds on also where each rank is, and how to stop the cell.
+    """
 
     def __init__(self, control):
         self.control, self.handle, self.last = control, None, 0.0
+        self.asked, self.where = 0.0, ""
         control.said = ""
 
-    def update(self, elapsed_s):
+    def update(self, elapsed_s, cell):
         if elapsed_s < LIVE_AFTER_S - 0.25 or time.monotonic() - self.last < 0.25:
             return
         self.last = time.monotonic()
@@ -152,11 +162,14 @@ class _Live:
         if elapsed_s < LIVE_AFTER_S:
             return
         shown = _ANSI.sub("", self.control.said).rstrip()
+        if elapsed_s >= WHERE_AFTER_S and self.last - self.asked >= WHERE_EVERY_S:
+            self.asked, self.where = self.last, waiting(cell)
+        where = f"\n{self.where}" if self.where else ""
         page = {
-            "text/plain": f"{shown}\n... {elapsed_s:.0f} s",
+            "text/plain": f"{shown}\n... {elapsed_s:.0f} s{where}",
             "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">'
             f"{html.escape(shown)}\n"
-            f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0</i></pre>",
+            f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0{html.escape(where)}</i></pre>",
         }
         if self.handle is None:
             self.handle = display(page, raw=True, display_id=True)
@@ -166,6 +179,20 @@ class _Live:
     def close(self, followed):
         if self.handle is not None:
             clear_output(wait=followed)  # without output of the ranks nothing would follow that clears it
+
+
+def waiting(cell):
+    """Where the ranks of a running cell are, who is done, and how to stop it: lines of text."""
+    at, n = {}, cell.world_size
+    for rank, place in cell.places().items():
+        at.setdefault(_place(place), []).append(rank)
+    lines = [f"{name_ranks(ranks, n)}: {place}" for place, ranks in at.items()]
+    if cell.done:
+        lines.append(f"{name_ranks(sorted(cell.done), n)}: done (output is shown when all ranks are)")
+    limit_s = cell.limit.seconds * cell.limit.times
+    return "\n".join(
+        [*lines, f"The square button above stops the cell; otherwise it is stopped after {limit_s:.0f} s."]
+    )
 
 
 def report(result):

@@ -36,8 +36,10 @@ def replace_ranks(pool):
 def current_ranks():
     """The ranks of this kernel. Raises RanksError where there are none."""
     if _current is None or _current.client is None:
-        why = _current.why_stopped if _current is not None else "no ranks have been started"
-        raise RanksError(f"{why}: run the cell with start_ranks(...), then the cells below it")
+        why = _current.why_stopped if _current is not None else "no ranks yet"
+        raise RanksError(
+            f"{why}: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up"
+        )
     return _current
 
 
@@ -177,7 +179,7 @@ class RankPool:
     def run(self, source, timeout_s, on_wait=None, whole=False):
         """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
 
-        on_wait(elapsed_s) is called while it runs. Of a very long text the middle is left out, unless `whole`.
+        on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
         """
         self._idle.cancel()
         cell = Cell(self)
@@ -254,7 +256,8 @@ class ControlLines:
             self.said = message["said"]
             return
         with self._changed:
-            self._replies[message["reply"], rank] = message["where"]
+            if message["reply"] == self._next_id:  # nobody waits for an answer to an earlier question
+                self._replies[message["reply"], rank] = message["where"]
             self._changed.notify_all()
 
     def wait_for_all(self, timeout_s):

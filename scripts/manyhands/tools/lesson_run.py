@@ -23,6 +23,7 @@ from manyhands.launch.commands import command_for
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
 from manyhands.launch.settings import environment
+from manyhands.notebook.jupyter import AT_START
 
 KERNEL = "manyhands"
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
@@ -258,7 +259,7 @@ class Outcome:
 def write_kernelspec(folder):
     """The kernel `manyhands`, run by this Python, in a place of the run's own: no `make kernel` is needed."""
     folder.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", *AT_START]
     spec = {"argv": argv, "display_name": "Many Hands", "language": "python"}
     (folder / "kernel.json").write_text(json.dumps(spec))
 
