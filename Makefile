@@ -25,11 +25,13 @@ LESSON ?=
 PROCESSES ?= 2
 AT_ONCE = -n $(PROCESSES)
 # what failed beside other tests runs once more, each after the other; whatever fails again, fails
+TESTS = $(RUN) -m manyhands.launch.machine "make test" && $(RUN) scripts/prepare_data.py && \
+	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear $(AT_ONCE)
 ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test test-gpu check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -111,15 +113,15 @@ lint: environment  ## format, habits, import rules, types: ruff, import-linter, 
 	@PYTHONPATH=scripts "$(BIN)/lint-imports"
 	@$(RUN) -m mypy
 
-test test-gpu check lint: | tests
+test test-full test-gpu check lint: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
-test: environment  ## all tests (ARGS="-k ring"); some need root, slurm-wlm, munge and chromium, and say so
-	@$(RUN) -m manyhands.launch.machine "make test"
-	@$(RUN) scripts/prepare_data.py
-	@$(RUN) -m manyhands.notebook.jupyter kernel
-	@$(RUN) -m pytest --cache-clear $(AT_ONCE) $(ARGS) || { test $$? = 1 && $(ALONE); }
+test: environment  ## minutes: every lesson, program, strategy, check and message once (ARGS="-k ring")
+	@$(TESTS) -m "not full" $(ARGS) || { test $$? = 1 && $(ALONE); }
+
+test-full: environment  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
+	@$(TESTS) $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none
 	@$(RUN) scripts/prepare_data.py
@@ -127,4 +129,4 @@ test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xp
 
 check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.launch.machine "make check"
-	@$(RUN) -m pytest $(AT_ONCE) -m "not lesson and not slurm and not browser and not ranks" $(ARGS)
+	@$(RUN) -m pytest $(AT_ONCE) -m "not full and not lesson and not ranks" $(ARGS)

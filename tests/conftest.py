@@ -176,6 +176,13 @@ FORKED = [
 ]  # fmt: skip
 
 
+# what `make test-full` adds; single tests are marked `full`
+FULL = [
+    "test_stand_in_device.py", "test_checks_seeds.py", "test_slurm.py", "test_cluster.py", "test_flights.py",
+    "test_deepspeed.py", "test_side_by_side.py", "test_new_strategy.py",
+]  # fmt: skip
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """What is imported and collected stays to the end: to look for garbage in it takes seconds, then and later."""
@@ -192,6 +199,8 @@ def pytest_collection_modifyitems(items):
         for fixture, mark in (("pool", "ranks"), ("gpus", "gpu")):
             if fixture in item.fixturenames:
                 item.add_marker(mark)
+        if item.path.name in FULL or item.get_closest_marker("slurm") or item.get_closest_marker("browser"):
+            item.add_marker("full")
     items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
 
 

@@ -1,7 +1,7 @@
-"""Each lesson as its users run it: the notebook at full length once, the script short, equal numbers from each.
+"""Each lesson as its users run it: notebook and script in their shortest runs, with equal numbers.
 
-Lesson 02 runs from every launcher on 2 and 4 ranks, 03 from two on 2 and under torchrun on 4; the others as a script in
-test_stand_in_device. What runs on 2 ranks is the attendees' copy, in which nobody has written a line yet. `make
+`make test-full` adds the notebook at full length, and lesson 02 from every launcher on 2 and 4 ranks, 03 from two on 2
+and under torchrun on 4. What runs on 2 ranks is the attendees' copy, in which nobody has written a line yet. `make
 preflight` runs every lesson every way.
 """
 
@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import nbformat
 import pytest
+import shortest
 import torch
 import torch.distributed as dist
 from each_section import run, sections
@@ -26,7 +27,7 @@ from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
 from manyhands.data.corpus import load_corpus
 from manyhands.launch.metrics import compare
-from manyhands.tools.lesson_run import find_metrics, write_kernelspec
+from manyhands.tools.lesson_run import Run, find_metrics, write_kernelspec
 from manyhands.train.isoflop import Point
 from papermill.inspection import inspect_notebook
 from rank_pool import ranks_of
@@ -126,6 +127,22 @@ def test_every_exercise_has_a_folded_solution(lesson):
 
 @each(LESSONS, pytest.mark.lesson)
 @pytest.mark.timeout(600)
+def test_the_attendees_notebook_and_the_script_with_its_solutions_give_the_same_numbers(lesson, attendees, tmp_path):
+    """On 2 ranks. In the notebook nobody has written a line yet; the script runs the solutions."""
+    found, parameters = {}, shortest.values(lesson)
+    for way, source in (("notebook", attendees[lesson.name]), ("torchrun", lesson)):
+        outcome = Run(source, way, 2, tmp_path / way, parameters).carry_out(timeout_s=280)
+        assert not outcome.error, f"{way}: {outcome.error}"
+        found[way] = outcome.metrics
+        assert (found[way]["lesson"], found[way]["world_size"]) == (lesson.name, 2)
+    assert compare(found["torchrun"], found["notebook"]) == []
+    log = (tmp_path / "torchrun" / "log.txt").read_text(errors="replace")
+    verdicts = re.findall(r"\bsolution \w+ \(.*\): (.*)", log)
+    assert len(verdicts) >= 3 and all(verdict.startswith("correct") for verdict in verdicts)
+
+
+@each(LESSONS, pytest.mark.lesson, pytest.mark.full)
+@pytest.mark.timeout(600)
 def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tmp_path):
     """The nbval run on the lesson's own number of ranks: cells tagged nbval-check-output must print what is stored."""
     kernel = tmp_path / "jupyter" / "kernels" / "manyhands"  # before the one that is installed: this one is a fork
@@ -147,6 +164,7 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     assert metrics["exact"] or lesson.number == "04"
 
 
+@pytest.mark.full
 @pytest.mark.lesson
 @pytest.mark.parametrize(("number", "way", "n_ranks"), LAUNCHERS, ids=lambda value: str(value))
 def test_every_launcher_gives_the_metrics_of_torchrun(number, way, n_ranks, short_run):
@@ -156,7 +174,7 @@ def test_every_launcher_gives_the_metrics_of_torchrun(number, way, n_ranks, shor
     assert compare(short_run(lesson, "torchrun", n_ranks), metrics) == []
 
 
-@each(MATRIX, pytest.mark.lesson)
+@each(MATRIX, pytest.mark.lesson, pytest.mark.full)
 def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in lesson.short.items()]
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}
@@ -172,6 +190,7 @@ def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
         assert alone["close"], "the losses of the same global batch are what is compared"
 
 
+@pytest.mark.full
 @pytest.mark.lesson
 def test_our_own_ddp_trains_as_the_librarys_does(short_run):
     (lesson,) = find_lessons(ROOT, only=["03"])

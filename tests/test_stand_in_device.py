@@ -9,36 +9,17 @@ import subprocess
 import sys
 
 import pytest
+import shortest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
 from manyhands.checks import start as checks
-from manyhands.course.lesson_parameters import parse, read
 from manyhands.course.lessons import find_lessons
 from manyhands.tools.lesson_run import LABELS, Run
 from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
 
 PROGRAM = str(ROOT / "tests" / "stand_in_device.py")
 EACH_SECTION = str(ROOT / "tests" / "each_section.py")
-# shorter than the short runs of other tests: here all that counts is that each line runs
-SHORTEST = {
-    "00_start": "--iterations 10",
-    "01_one_device": "--repeats 1 --peak-s 0.05",
-    "02_collectives": "--largest-mib 0.1 --repeats 1 --wait-s 0.5 --points 1000",
-    "03_data_parallel": "--steps 2 --repeats 1",
-    "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",
-    "05_same_science": "--steps 2 --sweep-tokens 1024 --repeats 1",
-    "06_zero_fsdp": "--layers 2 --steps 1",
-    "07_tensor_parallel": "--layers 1 --sequences 1 --steps 2",
-    "08_pipeline_parallel": "--layers 2 --micro-batches 2 --rows 1",
-    "09_context_and_experts": "--positions 16 --tokens 32 --steps 10 --seeds 1",
-    "10_meshes_and_planning": "--layers 2 --gpus 8",
-    "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
-    "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2",
-    "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
-    "14_llm_serving": "--steps 2 --texts 2 --draws 500",
-    "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1",
-}
 LESSONS = find_lessons()
 TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "
 TRAIN += "--log.eval-batches 1 --log.sample 4 --log.no-plots "
@@ -80,8 +61,7 @@ each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: less
 def test_the_attendees_script_runs_on_two_gpus_and_speaks_of_them(lesson, attendees, tmp_path):
     """Nobody has written a line in it yet."""
     way = "mpiexec" if int(lesson.number) % 4 == 0 else "torchrun"
-    values = parse(read(lesson.script), SHORTEST[lesson.name].split())
-    outcome = OnGpus(attendees[lesson.name], way, 2, tmp_path / "run", values).carry_out(timeout_s=360)
+    outcome = OnGpus(attendees[lesson.name], way, 2, tmp_path / "run", shortest.values(lesson)).carry_out(timeout_s=360)
     log = LABELS.sub("", (tmp_path / "run" / "log.txt").read_text(errors="replace"))
     assert not outcome.error, f"{outcome.error}\n{log[-3000:]}"
     assert (outcome.metrics["world_size"], outcome.metrics["device"]) == (2, "cuda")
@@ -98,7 +78,7 @@ def test_the_attendees_script_runs_on_two_gpus_and_speaks_of_them(lesson, attend
 @pytest.mark.parametrize("lesson", [one for one in LESSONS if one.number != "04"], ids=lambda lesson: lesson.name)
 def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     """A world of one, without GPUs. Whatever a section needs from above it catches up with; in 04 it needs all."""
-    done = run([sys.executable, EACH_SECTION, str(lesson.script), *SHORTEST[lesson.name].split()], tmp_path)
+    done = run([sys.executable, EACH_SECTION, str(lesson.script), *shortest.FLAGS[lesson.name].split()], tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -89,7 +89,7 @@ def start_lab(open_browser):
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
         f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",
-        "--log-level=WARN",  # forty lines of its log would bury the address, which it says in any case
+        "--log-level=ERROR", "--LabApp.log_level=ERROR",  # else forty lines bury the address
     ]  # fmt: skip
     if not open_browser:
         command.append("--no-browser")

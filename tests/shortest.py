@@ -1,0 +1,27 @@
+"""The shortest run of each lesson in which every line still runs: shorter than the short runs of `lessons`."""
+
+from manyhands.course.lesson_parameters import parse, read
+
+FLAGS = {
+    "00_start": "--iterations 10",
+    "01_one_device": "--repeats 1 --peak-s 0.05",
+    "02_collectives": "--largest-mib 0.1 --repeats 1 --wait-s 0.5 --points 1000",
+    "03_data_parallel": "--steps 2 --repeats 1",
+    "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",
+    "05_same_science": "--steps 2 --sweep-tokens 1024 --repeats 1",
+    "06_zero_fsdp": "--layers 2 --steps 1",
+    "07_tensor_parallel": "--layers 1 --sequences 1 --steps 2",
+    "08_pipeline_parallel": "--layers 2 --micro-batches 2 --rows 1",
+    "09_context_and_experts": "--positions 16 --tokens 32 --steps 10 --seeds 1",
+    "10_meshes_and_planning": "--layers 2 --gpus 8",
+    "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
+    "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2",
+    "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
+    "14_llm_serving": "--steps 2 --texts 2 --draws 500",
+    "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1",
+}
+
+
+def values(lesson):
+    """The parameters of the shortest run of a Lesson: {name: value}."""
+    return parse(read(lesson.script), FLAGS[lesson.name].split())
