@@ -377,6 +377,21 @@ def saves_in_a_folder_of_another_name(path, name, content, rank, gather):  # rig
     return path
 
 
+def the_last_rank_finishes(path, name, content, rank, gather):  # right: nobody says that it is rank 0
+    files = written(path, name, content, gather)
+    if name == list(files)[-1]:
+        renamed(path, files)
+    gather(None)
+
+
+def every_rank_writes_the_manifest(path, name, content, rank, gather):
+    a_manifest(_partial(path), written(path, name, content, gather))
+    gather(None)
+    if rank == 0:
+        _partial(path).rename(path)
+    gather(None)
+
+
 def makes_the_folder_first(path, files):
     """An empty folder may be replaced, and until then it is there."""
     a_manifest(_partial(path), files)
@@ -391,6 +406,7 @@ def guesses_names(path, files):
 SAVES = {
     "an empty folder first": (saving(finish=makes_the_folder_first),
         "step-0006 was there, under its final name, before rank 0 had all on the disk"),
+    "all write the manifest": (every_rank_writes_the_manifest, "one rank alone writes the manifest"),
     "names that are guessed": (saving(finish=guesses_names), "the manifest lists 3 of 3 shards; "),
     "under the final name": (
         saving(lambda path, name, content, gather: dict(gather((name, ours.write(path / name, content)))), a_manifest),
@@ -402,7 +418,7 @@ SAVES = {
         saving(finish=lambda path, files: (_partial(path).rename(path), a_manifest(path, files))),
         "before rank 0 had the manifest on the disk"),
     "and does not wait": (saving(waits=False), "a rank that is done must not find it missing"),
-    "into a cache": (saving(written_to_a_cache), "rank 0 forced 1 of its 2 files onto the disk"),
+    "into a cache": (saving(written_to_a_cache), "forced no file onto the disk"),
     "all on rank 0": (
         saving(lambda path, name, content, gather: dict(gather((name, content))),
             lambda path, all_of: renamed(path, {n: ours.write(_partial(path) / n, it) for n, it in all_of.items()})),
@@ -466,7 +482,7 @@ class TestAnswersOfRanks(AnswersOfRanks):
     lesson, checks, rejected = LESSON, checks, {"save_whole": SAVES, "odd_one_out": COPIES}
     elsewhere, around, in_a_folder = {*REJECTED}, OWN, {"save_whole"}
     right = {
-        "save_whole": [saves_in_a_folder_of_another_name],
+        "save_whole": [saves_in_a_folder_of_another_name, the_last_rank_finishes],
         "odd_one_out": [first_odd(lambda p: zlib.crc32(p.numpy().tobytes()))],
     }
 

@@ -43,7 +43,7 @@ TIMEOUT_S = 5.0
 TURN = ContextVar("turn", default=(0, 0))  # (seed of the check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
-_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|-\d)|(x|y|dx|dy)\b")  # a sentence that begins with a name
+_CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|\[|-\d| = )|(x|y|dx|dy|f|g)\b")  # a sentence that begins with a name
 # The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
 _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
@@ -75,13 +75,12 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
     def decorate(body):
         @functools.wraps(body)
         def check(answer, ranks=None, solution=False, seed=0, **given):
+            witness = None
             for turn in range(2):
-                witness = Witness(body, in_place, in_flight)
+                witness = Witness(body, in_place, in_flight, witness)
                 verdict = _one_turn((seed, turn), witness, answer, ranks, given, timeout_s, if_calls_differ)
                 if verdict != CORRECT:
                     break
-            if turn and verdict != CORRECT:
-                verdict += " The first time, with other numbers, it was right: does it keep what it found?"
             kind = "exercise" if str(number).isdigit() else "build"
             label = f"{'solution' if solution else kind} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
@@ -102,6 +101,8 @@ def _one_turn(turn, witness, answer, ranks, given, timeout_s, if_calls_differ):
     try:
         with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
             verdict = _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ)
+            if verdict[0] == _WRONG and witness.came_before():
+                verdict = _WRONG, f"{verdict[1]} The same came the first time, with other numbers: is it kept?"
         return _agree(verdict, ranks)
     except RuntimeError as error:
         raise RuntimeError("a rank's process ended while its answer was judged: start the ranks anew") from error
@@ -114,12 +115,12 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
     importlib.import_module("torch._dynamo")  # which an optimizer imports at its first use: not on the answer's clock
-    trial = functools.partial(witness.body, witness.watched(answer), ranks, **given)
+    trial = stopped_after(timeout_s)(functools.partial(witness.body, witness.watched(answer), ranks, **given))
     if group is None:
         return _verdict(trial, witness, timeout_s)
     matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group, witness.begins_async)
     with matching:
-        verdict = _verdict(stopped_after(timeout_s)(trial), witness, timeout_s)
+        verdict = _verdict(trial, witness, timeout_s)
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():

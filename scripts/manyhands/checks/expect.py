@@ -174,12 +174,15 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
     sent = sum((2 if twice and call.op == "all_reduce" else 1) * call.bytes for call in made)
     if (calls is None or len(made) <= calls) and (limit is None or sent <= limit):
         return
+    many, made = calls is not None and len(made) > calls, count(len(made), "call")
     counted = " (an all_reduce counts twice)" if twice and "all_reduce" in ops else ""
-    enough = [count(most, noun) for most, noun in ((calls, "call"), (limit, "byte")) if most is not None]
-    raise Wrong(
-        f"{done}, but {count(sent, 'byte')} were communicated in {count(len(made), 'call')} of {listed(ops)}{counted}, "
-        f"where {listed(enough)} are enough{cure and ': '}{cure}"
-    )
+    told = f"{made} of {listed(ops)} were made" if many else ""
+    enough = [count(calls, "call")] if many else []
+    if limit is not None and sent > limit:
+        told = f"{count(sent, 'byte')} were communicated in {made} of {listed(ops)}{counted}"
+        enough.append(count(limit, "byte"))
+    is_enough = f"{listed(enough)} {'is' if enough == ['1 call'] else 'are'} enough"
+    raise Wrong(f"{done}, but {told}, where {is_enough}{cure and ': '}{cure}")
 
 
 def told_apart(found, wanted):

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ def stopped_after(patience_s):
     """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads have ended.
 
     It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns, in an import never: half
-    a module would stay behind, and its time does not count. os._exit raises SystemExit, but in children that were
+    a module would stay behind, and its time does not count. Where the block catches it, it raises it again in the very
+    next line, which is the handler's, and so goes past it. os._exit raises SystemExit, but in children that were
     forked. Raises LeftRunning where a thread had to be ended.
     """
     before, here, leave = set(threading.enumerate()), os.getpid(), os._exit
@@ -36,13 +38,16 @@ def stopped_after(patience_s):
         if _imports(frame):
             began, began_cpu = time.monotonic(), time.process_time()
         elif time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
-            raise NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
+            stop = NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
+            _raised_again(stop, frame)
+            raise stop
 
     def stays(status):
         if os.getpid() != here:
             leave(status)
         raise SystemExit(status)
 
+    traced = sys.gettrace()
     hears_signals = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGALRM, look) if hears_signals else None
     try:
@@ -54,9 +59,24 @@ def stopped_after(patience_s):
         if hears_signals:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
+            sys.settrace(traced)
         left = _ended(set(threading.enumerate()) - before, patience_s)
     if left:
         raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
+
+
+def _raised_again(stop, frame):
+    """Each line that runs from now on in `frame` and its callers, up to the block, raises `stop`."""
+
+    def trace(_, event, __):
+        if event == "line":
+            raise stop
+        return trace
+
+    sys.settrace(trace)
+    while frame and frame.f_code.co_filename != __file__:
+        frame.f_trace = trace
+        frame = frame.f_back
 
 
 def _imports(frame):

@@ -14,6 +14,7 @@ import os
 import pickle
 import random
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -335,6 +336,14 @@ def save_whole(answer, ranks, folder):
         with mock.patch.object(os, "fsync", disk.fsync), mock.patch.object(os, "mkdir", disk.mkdir):
             answer(path, names[ranks.rank], _content(ranks.rank), ranks.rank, gather)
         _judge_save(path, ranks.rank, names, disk, gather.sent_bytes)
+        of_all, n = [None] * ranks.world_size, ranks.world_size
+        dist.all_gather_object(of_all, disk.synced)
+        if sum(of_all) < n + 1:
+            raise Wrong(
+                f"{sum(of_all)} of {n + 1} files, the shards and the manifest, were forced onto the disk: use write"
+            )
+        if sum(of_all) > n + 1:
+            raise Wrong(f"the ranks wrote {of_all} files, and {n + 1} are needed: one rank alone writes the manifest")
 
 
 class _Disk:
@@ -342,10 +351,16 @@ class _Disk:
 
     def __init__(self, path, late_s):
         self._path, self._late_s, self._fsync, self._mkdir = path, late_s, os.fsync, os.mkdir
-        self.synced, self.early = 0, None
+        self._files, self.early = set(), None
+
+    @property
+    def synced(self):
+        return len(self._files)
 
     def fsync(self, handle):
-        self.synced += 1
+        status = os.fstat(handle)
+        if stat.S_ISREG(status.st_mode):  # a folder may be forced as well
+            self._files.add(status.st_ino)
         for moment in (0.0, self._late_s):
             time.sleep(moment)
             if self._path.exists() and self.early is None:
@@ -383,8 +398,8 @@ def _judge_save(path, rank, names, disk, sent_bytes):
         why = "nobody has renamed anything to it" if rank == 0 else "a rank that is done must not find it missing"
         beside = ", ".join(left) or "nothing"
         raise Wrong(f"{path.name} was not there when rank {rank} returned (in the folder: {beside}): {why}")
-    if disk.synced < 1 + (rank == 0):
-        raise Wrong(f"rank {rank} forced {disk.synced} of its {1 + (rank == 0)} files onto the disk: `write` does it")
+    if not disk.synced:
+        raise Wrong(f"rank {rank} forced no file onto the disk: `write` does it")
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     files = None
     with contextlib.suppress(KeyError, ValueError, TypeError):

@@ -11,6 +11,7 @@ import itertools
 import reprlib
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +39,11 @@ class Changed(Exception):
 class Witness:
     """Sees each call of the learner's functions: what came back last, what they raised, which group they were given."""
 
-    def __init__(self, body, in_place=False, in_flight=False):
-        """body: the function of the check, whose frames are not the learner's; in_place, in_flight: see `exercise`."""
+    def __init__(self, body, in_place=False, in_flight=False, earlier=None):
+        """body: the function of the check, whose frames are not the learner's; in_place, in_flight: see `exercise`;
+        earlier: the witness of the first time, when this is the second."""
         self.body, self._in_place, self.in_flight, self._answer, self.group = body, in_place, in_flight, None, None
+        self._earlier, self._came = earlier, []  # prints of the numbers that came back
         self._called = self._returned = self._caller = self._raised = None
 
     def watched(self, answer):
@@ -67,6 +70,7 @@ class Witness:
             try:
                 with unspoilt(SETTINGS):
                     self._returned = answer(*args, **kwargs)
+                self._came.append(_print(self._returned))
                 if unfinished(self._returned) or (self._returned is None and _is_blank(answer)):
                     raise NotImplementedError  # an exercise as it is handed out
             except BaseException as error:
@@ -78,6 +82,10 @@ class Witness:
             return self._returned
 
         return call
+
+    def came_before(self):
+        """Whether the numbers that came back last had come back the first time as well."""
+        return bool(self._earlier and self._came and self._came[-1] and self._came[-1] in self._earlier._came)
 
     def is_theirs(self, error):
         """Whether the learner's code raised it, or what that called."""
@@ -149,6 +157,14 @@ def _numbers(answer, args, kwargs):
                 called = "a weight" if isinstance(leaf, torch.nn.Parameter) else name or "what your code was given"
                 found.append((called, leaf, torch.as_tensor(leaf).detach().clone()))
     return found
+
+
+def _print(found):
+    """What tells the fractions and tensors of a result from those of another, as text; "" where it holds none."""
+    leaves = [x for x in tree_leaves(found) if isinstance(x, float) or (isinstance(x, torch.Tensor) and x.numel())]
+    with suppress(RuntimeError, NotImplementedError):  # a tensor without numbers
+        return " ".join(repr(x.tolist() if isinstance(x, torch.Tensor) else x) for x in leaves)
+    return ""
 
 
 def unfinished(found):
