@@ -143,7 +143,9 @@ def loopback_mpi() -> dict[str, str]:
         importlib.metadata.version("mpich")
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return dict(LOOPBACK_MPI)
+    # NCCL's plug-in for libfabric reads FI_*, too: where a site has set up either, these stay as they are
+    foreign = any(name == "NCCL_NET" or name.startswith("FI_") for name in environment())
+    return {name: value for name, value in LOOPBACK_MPI.items() if not (foreign and name.startswith("FI_"))}
 
 
 def find_mpiexec() -> list[str] | None:
