@@ -137,6 +137,17 @@ def test_in_a_job_of_several_nodes_notebooks_and_scripts_have_ranks_on_all_of_th
     assert "--nproc-per-node=3" in runs[1].command() and runs[2].command()[1:5] == ["-n", "6", "-ppn", "3"]
 
 
+def test_where_no_mpiexec_is_here_a_preflight_leaves_its_runs_out_and_says_so_once(planned, monkeypatch, capsys):
+    """A site that starts ranks by srun was never ready: each run by mpiexec had failed."""
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", "")
+    monkeypatch.delenv("MPIEXEC", raising=False)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    _, runs, _ = planned("--device", "cpu")
+    assert [run.way for run in runs] == ["notebook", "torchrun", "torchrun"]
+    said = capsys.readouterr().out
+    assert said.count("warning: no mpiexec here, so no script was run by it: `pip install mpich`, or load") == 1
+
+
 def test_where_a_site_advises_against_torchrun_slurm_starts_each_rank(planned, monkeypatch):
     for name, value in {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "STARTER": "srun", "NPROC_PER_NODE": "4",

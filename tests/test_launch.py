@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -264,7 +265,12 @@ def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
 
 
 def test_mpi_stays_on_loopback_only_where_it_is_the_wheels(monkeypatch):
+    for name in [name for name in os.environ if name == "NCCL_NET" or name.startswith("FI_")]:
+        monkeypatch.delenv(name)
     assert rendezvous.loopback_mpi()["FI_PROVIDER"] == "tcp"
+    monkeypatch.setenv("NCCL_NET", "AWS Libfabric")  # NCCL's plug-in reads FI_PROVIDER, too, and finds no such network
+    assert not any(name.startswith("FI_") for name in rendezvous.loopback_mpi())
+    monkeypatch.delenv("NCCL_NET")
 
     def not_installed(name):
         raise allocation.importlib.metadata.PackageNotFoundError(name)
@@ -456,3 +462,19 @@ def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeyp
         with pytest.raises(SystemExit):
             program.end("train.py: it cannot be", 2)
         assert capsys.readouterr().err == said
+
+
+def test_a_rank_whose_groups_do_not_abort_is_still_told_to_go(monkeypatch):
+    """NCCL's abort may wait as long as the group's time-out, a day in a notebook; the control line must be read on."""
+    from manyhands.notebook import engine
+
+    ended, forever = [], threading.Event()
+    abort = lambda: ended.append(forever.wait(10))  # noqa: E731
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(engine, "ABORT_S", 0.1, raising=False)
+    monkeypatch.setattr(engine, "_sockets", set)
+    monkeypatch.setattr(engine, "_own_sockets", set(), raising=False)
+    monkeypatch.setattr(engine.settings, "store_address", lambda: ("127.0.0.1", 0))
+    engine._abort_groups()
+    assert ended == []
+    forever.set()

@@ -232,6 +232,21 @@ def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkey
     assert f"--ntasks-per-node={5}" in command_for(PROGRAM, {**SLURM, **environ}, nproc=5)
 
 
+@pytest.mark.parametrize(
+    ("flags", "cpus"),
+    [("", ["--cpus-per-task=15"]), ("-c 3", []), ("--cpus-per-task=7", ["--cpus-per-task=7"]), ("-c9 --mpi=none", [])],
+)
+def test_ranks_that_slurm_starts_share_all_cores_of_the_job_unless_the_site_says_it(flags, cpus):
+    """A step does not take over its job's --cpus-per-task: each rank would have one core."""
+    environ = {**SLURM, "SLURM_JOB_CPUS_PER_NODE": "64,60", "SRUN_FLAGS": flags}
+    for command in (
+        command_for(PROGRAM, environ, nproc=4, starter="srun"),
+        Allocation.find(environ).srun_mpi(8, environ=environ),
+    ):
+        assert [word for word in command if word.startswith("--cpus-per-task")] == cpus
+    assert flags or "--cpus-per-task=60" in command_for(PROGRAM, environ, 4, "torchrun")
+
+
 def test_srun_outside_of_a_slurm_job_is_refused_with_the_cure():
     with pytest.raises(RanksError, match="none; use salloc or sbatch"):
         command_for(PROGRAM, {}, nproc=2, starter="srun")

@@ -139,6 +139,14 @@ def test_a_tied_matrix_is_stored_once_and_tied_again(tmp_path):
         export.write_export(dict(model.named_parameters()), metadata, tmp_path / "m.safetensors")
 
 
+def test_another_step_than_an_exports_own_is_refused(trained, tmp_path):
+    export.main([str(trained), str(tmp_path / "m.safetensors")])
+    for step in ("best", "newest", "20"):
+        assert load_model(tmp_path / "m.safetensors", step)[1]["step"] == 20
+    with pytest.raises(CheckpointError, match=r"m.safetensors holds step 20 alone; ask for it, or .* a folder"):
+        load_model(tmp_path / "m.safetensors", "5")
+
+
 def test_a_changed_export_is_refused_by_name(trained, tmp_path):
     target = tmp_path / "m.safetensors"
     export.main([str(trained), str(target)])

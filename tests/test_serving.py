@@ -131,6 +131,9 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
     with pytest.raises(openai.BadRequestError, match="'z' is not among the vocabulary's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
     assert [(m.id, m.context) for m in client.models.list()] == [("manyhands", 96)]
+    assert client.models.retrieve("manyhands").context == 96
+    with pytest.raises(openai.NotFoundError, match="see /v1/models"):
+        client.models.retrieve("gpt-4")
 
 
 def test_stop_strings_and_usage_in_a_stream(live, client):

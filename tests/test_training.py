@@ -36,6 +36,7 @@ from manyhands.data.corpus import Corpus, get_batch
 from manyhands.gpt.model import GPT
 from manyhands.launch.metrics import fingerprint
 from manyhands.train.preemption import PreemptionHandler
+from manyhands.train.run import Run
 from manyhands.train.start import prompt_ids, random_state, refuse_text, resume, seed_dropout
 from rank_pool import _server, ranks_of
 
@@ -544,3 +545,24 @@ def test_a_compilation_is_no_stall_in_whichever_pass_it_is_and_takes_the_ranks_o
     ((seen, threads),) = pool.run(1, passes, options, tmp_path)
     assert seen[1:4] == [(0, "evaluation", allowed), (0, "training", allowed), (1, "training", None)]
     assert (3, "evaluation", allowed) in seen and (threads == 1 or not compiles)
+
+
+def test_on_a_gpu_the_text_stays_on_the_host_and_the_next_share_is_drawn_behind_the_backward(monkeypatch):
+    """What is indexed on a GPU waits for all that is queued there, and is read back."""
+    done, run = [], object.__new__(Run)
+    run.step, run.options, run.config = 0, SHORT, SimpleNamespace(block_size=8)
+    run.ranks = SimpleNamespace(device=torch.device("meta"))
+    run.parallel = SimpleNamespace(data_rank=0, data_size=1, forward_backward=lambda *_: done.append("backward"))
+    run.train_ids, drawn = Corpus.from_text("test", TEXT).train_ids, get_batch
+
+    def draw(ids, step, *rest):
+        assert ids.device.type == "cpu"
+        done.append(step)
+        return drawn(ids, step, *rest)
+
+    monkeypatch.setattr("manyhands.train.run.get_batch", draw)
+    for run.step in (0, 1, 3):  # 3: it has been resumed
+        batch = run.next_batch()
+        assert [part.device.type for part in batch] == ["meta", "meta"]
+        run.gradients(batch, None)
+    assert done == [0, "backward", 1, "backward", 2, 3, "backward"]  # there is no step 4

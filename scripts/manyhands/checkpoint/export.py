@@ -97,6 +97,9 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
     source = Path(source)
     if source.suffix == ".safetensors":
         weights, metadata = read_export(source)
+        if step not in ("best", "newest", str(metadata.get("step"))):
+            why = f"{source} holds step {metadata.get('step')} alone"
+            raise CheckpointError(f"{why}; ask for it, or name a folder of checkpoints")
     else:
         source = find_checkpoint(source, step, tell)
         about = manifest.read_manifest(source)

@@ -42,6 +42,7 @@ class Allocation:
     slots: int | None = None  # ranks that the scheduler gave room for, on all nodes
     ranks_per_node: int | None = None  # that it was asked for
     job: int = 0  # its number, or this process's
+    cpus_per_node: int | None = None  # that a Slurm job has on each of its nodes, at least
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None) -> Allocation:
@@ -62,7 +63,9 @@ class Allocation:
             per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
             job = _leading_number(environ["SLURM_JOB_ID"])
             kind = "slurm step" if inside else "slurm"
-            return cls(kind, hosts, slots, int(per_node) if per_node.isdecimal() else None, job)
+            return cls(
+                kind, hosts, slots, int(per_node) if per_node.isdecimal() else None, job, min(cpus, default=None)
+            )
         return cls("local", (LOOPBACK,), job=os.getpid())
 
     @property
@@ -76,7 +79,11 @@ class Allocation:
         """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
         nodes = min(self.num_nodes, n_ranks)
         inside = ["--overlap"] if self.kind == "slurm step" else []  # beside the step that this process is in
-        counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={-(-n_ranks // nodes)}"]
+        per_node = -(-n_ranks // nodes)
+        counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={per_node}"]
+        # a step does not take its job's over, and would give each rank one core
+        if self.cpus_per_node and not any(flag.startswith(("-c", "--cpus-per-task")) for flag in flags):
+            counts.append(f"--cpus-per-task={max(1, self.cpus_per_node // per_node)}")
         return ["srun", *inside, *counts, *flags]
 
     def srun_mpi(self, n_ranks: int, *flags: str, environ: Mapping[str, str]) -> list[str]:
@@ -136,7 +143,9 @@ def loopback_mpi() -> dict[str, str]:
         importlib.metadata.version("mpich")
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return dict(LOOPBACK_MPI)
+    # NCCL's plug-in for libfabric reads FI_*, too: where a site has set up either, these stay as they are
+    foreign = any(name == "NCCL_NET" or name.startswith("FI_") for name in environment())
+    return {name: value for name, value in LOOPBACK_MPI.items() if not (foreign and name.startswith("FI_"))}
 
 
 def find_mpiexec() -> list[str] | None:

@@ -82,8 +82,7 @@ def _torchrun_flags():
 def _one_per_node(where, environ):
     """What starts one process on each node: it need not know MPI, but it must know the scheduler."""
     if where.kind.startswith("slurm"):
-        cpus = environ.get("SLURM_CPUS_PER_TASK", "1")  # a step does not take them over from its job
-        return [*_srun(where, 1, environ), f"--cpus-per-task={cpus}"]
+        return _srun(where, 1, environ)
     mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
     if mpiexec is None and (tmrsh := shutil.which("pbs_tmrsh", path=environ.get("PATH"))):
         return ["bash", str(ON_NODES), tmrsh, " ".join(where.hosts)]

@@ -31,6 +31,7 @@ from manyhands.launch.ranks import joined, wrapped
 
 KEPT_CHARS = 25_000  # at least, of a very long output, at its beginning and at its end
 SHOWN_LINES = 25  # of a cell that runs
+ABORT_S = 5.0  # that process groups have to abort
 _line = None  # the control line of this process: one rank per process, one line per rank
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
 _running = threading.Event()
@@ -103,16 +104,23 @@ def _abort_groups():
     every TCP connection that was opened after `enter`, except the store's, is shut down.
     """
     if "torch.distributed" in sys.modules:
-        from torch.distributed import distributed_c10d as c10d
-
-        with contextlib.suppress(Exception):
-            c10d._abort_process_group()
+        # a thread of its own: NCCL's abort may wait for the group's time-out, and the control line must be read on
+        abort = threading.Thread(target=_abort, daemon=True)
+        abort.start()
+        abort.join(ABORT_S)
     _, store_port = settings.store_address()
     for descriptor, _ in _sockets() - _own_sockets:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
             tcp = link.type == socket.SOCK_STREAM and link.family in (socket.AF_INET, socket.AF_INET6)
             if tcp and store_port not in (link.getsockname()[1], link.getpeername()[1]):
                 link.shutdown(socket.SHUT_RDWR)
+
+
+def _abort():
+    from torch.distributed import distributed_c10d as c10d
+
+    with contextlib.suppress(Exception):
+        c10d._abort_process_group()
 
 
 def _sockets():

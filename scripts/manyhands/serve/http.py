@@ -7,7 +7,7 @@
 | route | token | |
 |---|---|---|
 | POST /v1/chat/completions, POST /v1/completions | yes | whole, or `"stream": true` |
-| GET /v1/models | yes | the one model, and its context |
+| GET /v1/models, GET /v1/models/NAME | yes | the one model, and its context |
 | GET /metrics | yes | for Prometheus (`authorization: credentials_file`) |
 | POST /admin/checkpoint | yes | `{"step": "newest"}`: judge it, and serve it if it is not worse |
 | GET /healthz | no | 200, or 503 when the engine has failed |
@@ -85,12 +85,17 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         healthy = service.healthy()
         return JSONResponse({"status": "ok" if healthy else "failed"}, status_code=200 if healthy else 503)
 
-    async def models(request):
-        model = {
+    def about():
+        return {
             "id": service.name, "object": "model", "created": service.started, "owned_by": "manyhands",
             "context": service.context, "version": service.live.version,
         }  # fmt: skip
-        return JSONResponse({"object": "list", "data": [model]})
+
+    async def models(request):
+        return JSONResponse({"object": "list", "data": [about()]})
+
+    async def model(request):
+        return JSONResponse(about())
 
     async def metrics(request):
         return Response(service.metrics.content(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -119,6 +124,7 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         Route("/healthz", healthz),
         Route("/metrics", metrics),
         Route("/v1/models", models),
+        Route(f"/v1/models/{service.name}", model),  # no parameter: log and metrics hold nothing that a client has sent
         Route("/v1/chat/completions", Texts(service, ChatRequest), methods=["POST"]),
         Route("/v1/completions", Texts(service, CompletionRequest), methods=["POST"]),
         Route("/admin/checkpoint", checkpoint, methods=["POST"]),

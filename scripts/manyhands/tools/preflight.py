@@ -28,7 +28,7 @@ from manyhands.course import pairs
 from manyhands.course.folders import ROOT, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
-from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher
 from manyhands.launch.commands import ranks_on_a_node
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
@@ -44,6 +44,7 @@ OFFLINE = (
     "The offline corpus stood in for Shakespeare: the losses differ from the course's. "
     "`python scripts/prepare_data.py`, or MANYHANDS_SHAKESPEARE=file, gives the real one."
 )
+NO_MPIEXEC = "no mpiexec here, so no script was run by it: `pip install mpich`, or load the site's MPI module"
 
 
 def parser(description=None):
@@ -118,6 +119,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
         metadata = here | {"corpus": corpus} | more
         metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
         warnings = [OFFLINE] if "offline" in corpora(results) else []
+        warnings += [] if options.notebooks or has_mpiexec() else [NO_MPIEXEC]
         if last:
             warnings += flights.worse(last, metadata, made)
             since = flights.changed(last["metadata"], metadata) or ["nothing has changed"]
@@ -179,14 +181,19 @@ def usual_ranks(kind) -> list[int] | None:
     return sorted({n for n in (2, 4) if n < gpus} | {gpus})
 
 
+def has_mpiexec() -> bool:
+    """Whether ranks can be started by MPI here: a site may have nothing but srun."""
+    return bool(environment().get("MPIEXEC") or mpi_launcher(1))
+
+
 def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_only=False) -> list[Run]:
-    """First every notebook, then every script under torchrun and mpiexec on 2 and 4 ranks, or on `ranks`.
+    """First every notebook, then every script under torchrun and mpiexec, if it is here, on 2 and 4 ranks, or `ranks`.
 
     Raises ValueError for short parameters that a lesson does not know.
     """
     notebooks, scripts = [], []
     # as on sites that advise against torchrun
-    launchers = ("srun" if environment().get("STARTER") == "srun" else "torchrun", "mpiexec")
+    launchers = ["srun" if environment().get("STARTER") == "srun" else "torchrun", *["mpiexec"] * has_mpiexec()]
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
         known = {parameter.name for parameter in read(lesson.script)} if lesson.script.exists() else set(parameters)

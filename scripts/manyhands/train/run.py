@@ -59,12 +59,13 @@ class Diverged(RuntimeError):
 class Run:
     """Model, optimizer, checkpoints and report of one run, which leaves when `preemption` says so."""
 
+    _ahead = (-1, None)  # a step, and its batch: see `gradients`
+
     def __init__(self, options, config, layout, corpus, ranks, preemption):
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
         self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
-        self.train_ids = corpus.train_ids.to(ranks.device)
-        self.val_ids = corpus.val_ids.to(ranks.device)
+        self.train_ids, self.val_ids = corpus.train_ids, corpus.val_ids  # on the host, where they are indexed
         self.parallel = self.spread()
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
@@ -172,12 +173,19 @@ class Run:
 
     def next_batch(self):
         """What this step learns from: this rank's share."""
+        step, batch = self._ahead
+        if step == self.step:
+            return batch
         # every data rank draws the whole step's windows from (seed, step), and keeps its own: nothing is sent
         return self.batch(self.train_ids, self.step, self.options.train.seed)
 
     def gradients(self, batch, timer):
         """Those of the global batch, added to `.grad`; returns this rank's loss. All ranks call it."""
-        return self.parallel.forward_backward(*batch, timer)
+        loss = self.parallel.forward_backward(*batch, timer)
+        following, train = self.step + 1, self.options.train
+        if self.ranks.device.type != "cpu" and following < train.steps:  # a GPU is still at work: read meanwhile
+            self._ahead = following, self.batch(self.train_ids, following, train.seed)
+        return loss
 
     def evaluate(self):
         """Validation loss, all ranks each on its share; and a sample. Raises Diverged on all ranks.
@@ -217,10 +225,13 @@ class Run:
 
     def batch(self, ids, step, seed):
         """This rank's share of global batch `step`: [b, T] twice. Ranks of a tensor or pipeline group get the same."""
-        return get_batch(
+        parts = get_batch(
             ids, step, self.options.train.global_batch, self.config.block_size,
             self.parallel.data_rank, self.parallel.data_size, seed,
         )  # fmt: skip
+        if self.ranks.device.type == "cuda":  # a copy out of pinned memory waits for nothing that is queued
+            parts = [part.pin_memory() for part in parts]
+        return [part.to(self.ranks.device, non_blocking=True) for part in parts]
 
     def due(self, every):
         """Whether what happens each `every` steps (0: never) happens now; the end has its own turn."""
