@@ -25,13 +25,14 @@ LESSON ?=
 PROCESSES ?= 2
 AT_ONCE = -n $(PROCESSES)
 # what failed beside other tests runs once more, each after the other; whatever fails again, fails
+INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps -p "$(BIN)/python",$(RUN) -m pip install -q --no-deps)
 TESTS = $(RUN) -m manyhands.launch.machine "make test" && $(RUN) scripts/prepare_data.py && \
 	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear $(AT_ONCE)
 ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy notebooks figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy notebooks site figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -76,6 +77,10 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
+
+site: environment  ## the course as web pages, in outputs/site (no web is needed to read them)
+	@$(RUN) -c "import furo" 2>/dev/null || $(INSTALL) -r assets/site/requirements.txt
+	@$(RUN) assets/site/build.py $(ARGS)
 
 figures: environment  ## draw assets/*.svg again
 	@$(RUN) assets/src/draw.py
