@@ -195,6 +195,12 @@ def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
     assert "engine.py" not in lines and call in lines
 
 
+def test_other_users_of_the_node_cannot_reach_the_store_of_the_ranks(notebook):
+    store = notebook.run("%%ranks\nif rank == 0: say(os.environ['MANYHANDS_STORE'])").text.split(" | ")[1].strip()
+    assert os.path.isfile(store), "a port would be open to all users"
+    assert os.stat(os.path.dirname(store)).st_mode & 0o077 == 0
+
+
 def test_nothing_of_ours_listens_beyond_loopback(notebook):
     assert listening_addresses(notebook) == {"127.0.0.1"}
 
