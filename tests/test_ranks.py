@@ -1,6 +1,7 @@
 """The ranks of a notebook: their output, their failures, and what is left of them afterwards."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -234,6 +235,16 @@ def test_stopping_leaves_no_process(notebook):
     mark = notebook.mark()
     notebook.run("hands.stop()")
     assert left_behind(mark, 30) == []
+
+
+def test_stopping_leaves_no_shared_memory_of_mpi(tmp_path, root, real_python):
+    with Kernel(tmp_path, root) as kernel:
+        kernel.start(n_ranks=2)
+        maps = "%%ranks\nimport re\nprint(set(re.findall(r'/dev/shm/mpich_shm_\\w+', open('/proc/self/maps').read())))"
+        segments = re.findall(r"/dev/shm/\w+", kernel.run(maps).text)
+        assert segments and all(map(os.path.exists, segments))
+        kernel.run("hands.stop()")
+        assert not any(map(os.path.exists, segments)), "4 MiB would stay after each start"
 
 
 def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process(tmp_path, root):

@@ -102,6 +102,7 @@ class RankPool:
             lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
         )
         self._enter()
+        self.processes.note_shared_memory()
         self._touch()
 
     def _enter(self):
