@@ -58,8 +58,8 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
     if info.launcher == "notebook":
         where = settings.store_address()
         if where not in _stores:
-            host, port = where
-            _stores[where] = _tcp_store(info, host, port, _listener, timeout_s) if port else dist.FileStore(host)
+            alone = where[1] == 0  # on one node: a file
+            _stores[where] = dist.FileStore(where[0]) if alone else _tcp_store(info, *where, _listener, timeout_s)
             _stores[where].set_timeout(timedelta(seconds=timeout_s))
         return dist.PrefixStore(f"cell{_cell}/join{next(_joins)}", _stores[where])
     if info.world_size == 1:
