@@ -1,6 +1,7 @@
 """The ranks of a notebook: their output, their failures, and what is left of them afterwards."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -195,6 +196,12 @@ def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
     assert "engine.py" not in lines and call in lines
 
 
+def test_other_users_of_the_node_cannot_reach_the_store_of_the_ranks(notebook):
+    store = notebook.run("%%ranks\nif rank == 0: say(os.environ['MANYHANDS_STORE'])").text.split(" | ")[1].strip()
+    assert os.path.isfile(store), "a port would be open to all users"
+    assert os.stat(os.path.dirname(store)).st_mode & 0o077 == 0
+
+
 def test_nothing_of_ours_listens_beyond_loopback(notebook):
     assert listening_addresses(notebook) == {"127.0.0.1"}
 
@@ -228,6 +235,16 @@ def test_stopping_leaves_no_process(notebook):
     mark = notebook.mark()
     notebook.run("hands.stop()")
     assert left_behind(mark, 30) == []
+
+
+def test_stopping_leaves_no_shared_memory_of_mpi(tmp_path, root, real_python):
+    with Kernel(tmp_path, root) as kernel:
+        kernel.start(n_ranks=2)
+        maps = "%%ranks\nimport re\nprint(set(re.findall(r'/dev/shm/mpich_shm_\\w+', open('/proc/self/maps').read())))"
+        segments = re.findall(r"/dev/shm/\w+", kernel.run(maps).text)
+        assert segments and all(map(os.path.exists, segments))
+        kernel.run("hands.stop()")
+        assert not any(map(os.path.exists, segments)), "4 MiB would stay after each start"
 
 
 def test_two_notebooks_run_side_by_side_and_kill_9_of_a_kernel_leaves_no_process(tmp_path, root):

@@ -1,7 +1,8 @@
 """How the ranks find each other: a store that all of them reach, before there is a process group.
 
-Where all ranks are on one node, nothing listens beyond loopback: `tcp://127.0.0.1` would open the port on every
-interface, so rank 0 binds the socket itself and hands it to the store.
+The ranks of a notebook on one node meet in a file that only their user can open: any user of the node may write to a
+port on loopback. Else, where all ranks are on one node, nothing listens beyond loopback: `tcp://127.0.0.1` would open
+the port on every interface, so rank 0 binds the socket itself and hands it to the store.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _cell = 0  # number of the notebook's cell that runs: all ranks agree on it
 _listener: socket.socket | None = None  # rank 0's, from the start of a notebook's ranks until their first join
 
 
-def listen(single_node: bool) -> str:
-    """Rank 0 of a notebook: bind the socket on which the store of all joins will listen; returns "host:port"."""
+def listen() -> str:
+    """Rank 0 of a notebook on several nodes: bind the socket of the store of all joins; returns "host:port"."""
     global _listener
-    _listener = _bound(LOOPBACK if single_node else own_address(), 0)
+    _listener = _bound(own_address(), 0)
     return "{}:{}".format(*_listener.getsockname())
 
 
@@ -57,7 +58,9 @@ def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
     if info.launcher == "notebook":
         where = settings.store_address()
         if where not in _stores:
-            _stores[where] = _tcp_store(info, *where, _listener, timeout_s)
+            alone = where[1] == 0  # on one node: a file
+            _stores[where] = dist.FileStore(where[0]) if alone else _tcp_store(info, *where, _listener, timeout_s)
+            _stores[where].set_timeout(timedelta(seconds=timeout_s))
         return dist.PrefixStore(f"cell{_cell}/join{next(_joins)}", _stores[where])
     if info.world_size == 1:
         return dist.HashStore()  # nobody else to reach: nothing listens

@@ -78,8 +78,11 @@ def device(environ: Mapping[str, str] | None = None) -> str:
 
 
 def store_address() -> tuple[str, int]:
-    """(host, port) at which the ranks of a notebook meet."""
-    host, port = os.environ["MANYHANDS_STORE"].rsplit(":", 1)
+    """(host, port) at which the ranks of a notebook meet; (file, 0) where they are on one node."""
+    where = os.environ["MANYHANDS_STORE"]
+    if where.startswith("/"):
+        return where, 0
+    host, port = where.rsplit(":", 1)
     return host, int(port)
 
 

@@ -24,8 +24,6 @@ import threading
 from IPython import get_ipython
 from IPython.core.displaypub import CapturingDisplayPublisher
 
-from manyhands.course.catch_up import whose
-from manyhands.course.folders import script_of
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined, wrapped
 
@@ -251,12 +249,13 @@ class Recorder(io.TextIOBase):
     def fail(self, kind, value, traceback_lines):
         if self.error is None:
             lines = _lines_of_the_cell(traceback_lines, self.cell)
-            if hint := _whose(value):
-                lines += wrapped(hint)
-            self.error = {"name": kind.__name__, "value": str(value), "traceback": lines}
+            missing = value.name if kind is NameError else None
+            self.error = {"name": kind.__name__, "value": str(value), "traceback": lines, "missing": missing}
 
     def result(self):
-        """{"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or name, value, traceback}."""
+        """{"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or a dict}: name, value, traceback
+        and missing, the name that is not defined.
+        """
         joined = [("text", str(item[1])) if item[0] == "text" else item for item in self.items]
         return {"items": [item for item in joined if item[1]], "error": self.error}
 
@@ -313,15 +312,6 @@ def _last_states(text):
     """Text as a terminal shows it in the end: of a line that was rewritten after a carriage return, the last state."""
     text = re.sub(r"\x1b\[\d*[AKJ]", "", text)
     return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
-
-
-def _whose(error):
-    """Where the lesson defines the name that `error` misses, "" where that is not known."""
-    if type(error) is not NameError or not error.name:
-        return ""
-    with contextlib.suppress(OSError, SyntaxError):
-        return whose(script_of(settings.value("MANYHANDS_LESSON", "")), error.name)
-    return ""
 
 
 def _lines_of_the_cell(traceback_lines, cell):

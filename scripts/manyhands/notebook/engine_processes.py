@@ -14,6 +14,7 @@ import contextlib
 import os
 import platform
 import random
+import re
 import secrets
 import shlex
 import shutil
@@ -42,6 +43,7 @@ NEVER_S = 86_400  # the kernel ends what it no longer waits for
 PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they are: below those of connections
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
+SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a line for each
 DIED = "died"  # a file in the folder: engines that failed, a line for each
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
 # fails, and tells us of failures in the file that is its $0.
@@ -195,8 +197,13 @@ class Processes:
         lines = (self.folder / f"{child.name}.log").read_text(errors="replace").strip().splitlines()
         return "\n".join(lines[-LAST_LINES:])
 
+    def note_shared_memory(self):
+        """Note the segments that MPICH has opened: whoever ends the ranks removes them, when the ranks are gone."""
+        pids = [process.pid for process in Family(self.mark, MARK).members()]
+        (self.folder / SEGMENTS).write_text("\n".join(set(re.findall(r"/dev/shm/mpich_shm_\w+", _mapped(pids)))))
+
     def stop(self):
-        Family(self.mark, MARK).kill()
+        end_all(self.mark, self.folder)
         for child in self._children:
             child.kill()
             child.wait()
@@ -245,10 +252,24 @@ def sweep_shared_memory(place: Path = Path("/dev/shm")) -> list[Path]:
     return gone
 
 
-def _mapped():
-    """The memory maps of this user's processes, as one text."""
+def end_all(mark: str, folder: Path) -> None:
+    """Kill every process of the cluster `mark`, and remove the segments of MPICH that its `folder` names.
+
+    MPICH removes them at the end of a program that is not killed; 4 MiB for each start soon fill a container's 64 MiB.
+    """
+    Family(mark, MARK).kill()
+    with contextlib.suppress(OSError):
+        segments = (folder / SEGMENTS).read_text().splitlines()
+        used = _mapped() if segments else ""
+        for segment in segments:
+            if segment not in used:
+                Path(segment).unlink(missing_ok=True)
+
+
+def _mapped(pids=("[0-9]*",)):
+    """The memory maps of this user's processes, or of those with these numbers, as one text."""
     maps = []
-    for process in Path("/proc").glob("[0-9]*/maps"):
+    for process in (path for pid in pids for path in Path("/proc").glob(f"{pid}/maps")):
         with contextlib.suppress(OSError):
             maps.append(process.read_text())
     return "".join(maps)
@@ -263,7 +284,7 @@ def watch(parent_pid: int, mark: str, folder: str) -> None:
 
     def end(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Family(mark, MARK).kill()
+        end_all(mark, Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
         raise SystemExit
 

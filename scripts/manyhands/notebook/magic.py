@@ -8,6 +8,7 @@ In a script the line is a comment and the cell's lines run anyway, on every rank
 """
 
 import argparse
+import contextlib
 import html
 import re
 import shlex
@@ -16,6 +17,8 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
+from manyhands.course.catch_up import whose
+from manyhands.course.folders import script_of
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.notebook.cell import LOST_PEER
@@ -204,7 +207,10 @@ def report(result):
         first = result.first_error
         error = result.done[first]["error"]
         message = f"rank {first}: {error['name']}: {error['value']}"
-        lines += [f"--- rank {first} failed first ---", *error["traceback"], ""]
+        lines += [f"--- rank {first} failed first ---", *error["traceback"]]
+        if error.get("missing") and (hint := _whose(error["missing"], result.pool.lesson)):
+            lines += wrapped(hint)
+        lines.append("")
     elif result.interrupted:
         message = "interrupted: the ranks were freed"
     else:
@@ -215,6 +221,13 @@ def report(result):
         lines += wrapped(f"  rank {rank}: {_state(result, rank)}", indent="    ")
     lines += wrapped(_outlook(result))
     return message, lines
+
+
+def _whose(name, lesson):
+    """Where the lesson defines the `name` that a cell misses, "" where that is not known."""
+    with contextlib.suppress(OSError, SyntaxError):
+        return whose(script_of(lesson), name)
+    return ""
 
 
 def _state(result, rank):

@@ -102,6 +102,7 @@ class RankPool:
             lambda: f"only {len(self.client.ids)} of {self.world_size} ranks started",
         )
         self._enter()
+        self.processes.note_shared_memory()
         self._touch()
 
     def _enter(self):
@@ -109,7 +110,9 @@ class RankPool:
         ids = sorted(self.client.ids)
         nodes = self._answers([self.client[one].apply_async(platform.node) for one in ids])
         self.control = ControlLines(self.world_size, self.processes.host)
-        (store,) = self._answers([self.client[ids[0]].apply_async(rendezvous.listen, len(set(nodes)) == 1)])
+        store = str(self.processes.folder / "store")  # whose folder only the user can open
+        if len(set(nodes)) > 1:
+            (store,) = self._answers([self.client[ids[0]].apply_async(rendezvous.listen)])
         address, pending = (self.processes.host, self.control.port), []
         for rank, engine_id in enumerate(ids):
             known = {
