@@ -38,6 +38,17 @@ def test_missing_definitions_come_from_the_lessons_cells_and_the_solution_wins(l
     assert lesson["Box"].size == 3
 
 
+@pytest.mark.parametrize(
+    "stub", ["def answer(x):\n    return scale * ____", "def answer(x):\n    return [math.____(y) for y in [x]]"]
+)
+def test_a_function_with_a_blank_is_a_stub_in_the_file_and_as_it_was_run(lesson, tmp_path, stub):
+    path = tmp_path / "99_try.py"
+    path.write_text(LESSON.replace("    raise NotImplementedError", stub.partition("\n")[2]))
+    exec(stub, lesson)
+    catch_up(lesson, "answer")
+    assert lesson["answer"](1.5) == 2
+
+
 def test_what_is_defined_already_stays(lesson):
     mine = lesson["answer"] = object()
     catch_up(lesson, "answer")

@@ -32,7 +32,8 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
 
     assert parameters(38) == "correct"
     assert parameters(36) == "6-4-2 has 38 parameters, not 36."
-    assert [parameters(None), parameters(...)] == ["not attempted"] * 2
+    blanks = (lambda: ____), (lambda: [math.____(x) for x in ()])  # noqa: F821
+    assert [parameters(answer) for answer in (None, ..., *blanks, blanks)] == ["not attempted"] * 5
     with pytest.raises(AssertionError, match=r"^solution 3 \(parameters\): not yet. 6-4-2 has 38"):
         parameters(36, solution=True)
     with pytest.raises(AssertionError, match=r"^solution 3 \(parameters\): not attempted"):

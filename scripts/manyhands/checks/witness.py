@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from manyhands.checks.unspoilt import SETTINGS, own_copy, unspoilt
+from manyhands.course.catch_up import has_blanks
 
 _CHECKS = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(
@@ -168,9 +169,9 @@ def _print(found):
 
 
 def unfinished(found):
-    """Whether it is, or holds, the `...` of an exercise as it is handed out."""
+    """Whether it is, or holds, the `...` or a blank `____` of an exercise as it is handed out."""
     parts = found.values() if type(found) is dict else found if type(found) in (list, tuple) else ()
-    return found is ... or any(part is ... for part in parts)
+    return any(part is ... or has_blanks(part) for part in (found, *parts))
 
 
 def said(error):

@@ -14,10 +14,11 @@ import base64
 import dis
 import re
 import zlib
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from manyhands.course.folders import script_of, write_whole
 
+BLANK = "____"  # what a learner replaces, in an expression
 SOLUTIONS = ".solutions"  # beside scripts/ in an attendee's copy: each lesson as the course has it, packed
 
 
@@ -108,15 +109,30 @@ def _definitions(text):
     }
 
 
+def has_blanks(value):
+    """Whether a function still holds a blank, the name `____`, as it is handed out."""
+    return isinstance(value, FunctionType) and _names_a_blank(value.__code__)
+
+
+def _names_a_blank(code):
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return BLANK in code.co_names or any(map(_names_a_blank, inner))
+
+
 def _is_stub(node):
-    """The body of an exercise's stub, after a docstring, is a raise."""
+    """The body of an exercise's stub, after a docstring, is a raise; or it has a blank somewhere."""
+    names = (getattr(one, "id", getattr(one, "attr", None)) for one in ast.walk(node))
+    if BLANK in names:
+        return True
     lines = [line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))]
     return bool(lines) and isinstance(lines[0], ast.Raise)
 
 
 def _is_unwritten(value):
-    """The same of a function that has been defined: the first thing it does is to raise NotImplementedError."""
+    """The same of a function that has been defined."""
     if not isinstance(value, FunctionType):
         return False
+    if has_blanks(value):
+        return True
     steps = [(step.opname, step.argval) for step in dis.get_instructions(value) if step.opname != "RESUME"]
     return steps[:1] == [("LOAD_GLOBAL", "NotImplementedError")] and steps[1][0] == "RAISE_VARARGS"
