@@ -298,6 +298,7 @@ def _error_of_load(ranks):
 def test_one_rank_downloads_for_all(web, elsewhere, real_file):
     web.content = real_file.read_bytes()
     environ = {"MANYHANDS_DATA": str(elsewhere), "MANYHANDS_SHAKESPEARE_URL": web.url, "MANYHANDS_SHAKESPEARE": ""}
+    environ["MANYHANDS_PLAYS"] = ""
     facts = run_on_ranks(3, _metadata_of_two_loads, environ=environ)
     assert {load["sha256"] for loads in facts for load in loads} == {shakespeare.SHA256}
     assert web.requests == 1
@@ -306,6 +307,7 @@ def test_one_rank_downloads_for_all(web, elsewhere, real_file):
 def test_a_web_that_failed_is_asked_once_per_process(web, elsewhere):
     web.status = 500
     environ = {"MANYHANDS_DATA": str(elsewhere), "MANYHANDS_SHAKESPEARE_URL": web.url, "MANYHANDS_SHAKESPEARE": ""}
+    environ["MANYHANDS_PLAYS"] = ""
     facts = run_on_ranks(2, _metadata_of_two_loads, environ=environ)
     assert {load["name"] for loads in facts for load in loads} == {"offline"}
     assert web.requests == 1

@@ -154,7 +154,7 @@ INTERRUPTED = """
 import os, runpy, signal, sys
 from manyhands.launch import program
 run = program.run
-program.run = lambda name, main: run(name, lambda: (os.kill(os.getpid(), signal.SIGINT), main())[1])
+program.run = lambda name, main, **how: run(name, lambda: (os.kill(os.getpid(), signal.SIGINT), main())[1], **how)
 if os.environ.pop("IGNORED", ""):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.argv = sys.argv[1:]

