@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from manyhands.checks.predictions import card, compare
     from manyhands.course.catch_up import catch_up, show_solution
     from manyhands.launch.join import join, leave, mpi_world, refuse
     from manyhands.launch.launchers import LaunchError
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from manyhands.launch.run_folder import show
 
 __all__ = [
-    "LaunchError", "Metrics", "Ranks", "catch_up", "fingerprint", "join", "leave", "mpi_world", "refuse", "say", "show",
-    "show_solution",
+    "LaunchError", "Metrics", "Ranks", "card", "catch_up", "compare", "fingerprint", "join", "leave", "mpi_world",
+    "refuse", "say", "show", "show_solution",
 ]  # fmt: skip
 HOMES = {
     "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks",
-    "catch_up": "course.catch_up", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
-    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
-    "show_solution": "course.catch_up",
+    "card": "checks.predictions", "catch_up": "course.catch_up", "compare": "checks.predictions",
+    "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
+    "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder", "show_solution": "course.catch_up",
 }  # fmt: skip
 
 

@@ -4,6 +4,8 @@ recorded.text("04_pending.out")        # what a program printed
 recorded.numbers("04_queue.json")      # a dict; its "conditions" say on what and when it was made
 recorded.runs("06")                    # every recorded run of lesson 06
 recorded.beside("06", {"step time": (step_s, "s", "step_s")})      # a table: here | each recorded run
+recorded.published("02_all_reduce")    # curves that others have published, from assets/published
+recorded.all_reduce_curves()           # bus bandwidth by bytes: our recorded runs of lesson 02, else published ones
 
     python -m manyhands.launch.recorded_runs 06 [--run outputs/06_zero_fsdp/latest] [--name h200x4]
 
@@ -22,6 +24,7 @@ from manyhands.course.lessons import find_lessons
 from manyhands.launch.run_folder import outputs_folder
 
 RECORDED = ASSETS / "recorded"
+PUBLISHED = ASSETS / "published"
 ALONE = {"01_one_device"}  # lessons that one process on one GPU runs
 # of a file, in its order; all of metrics.json or its conditions
 FIELDS = (
@@ -83,6 +86,26 @@ def describe(run: dict) -> str:
         f"{run['name']}: {run['world_size']} ranks on {run['hardware']}; {said}; {run['date']}, "
         f"commit {run['commit'] or 'unknown'}" + (f"; {set_to}" if set_to else "")
     )
+
+
+def published(name: str) -> list[dict]:
+    """Return the series of assets/published/<name>.json, each with its source; see assets/published/README.md."""
+    return json.loads((PUBLISHED / f"{name}.json").read_text(encoding="utf-8"))["series"]
+
+
+def all_reduce_curves(folder: Path | None = None) -> list[dict]:
+    """Return bus bandwidth in GB/s against bytes: of our recorded runs of lesson 02, else the published curves.
+
+    Each is a dict with at least `name`, `hardware`, `source` and `points`, [[bytes, GB/s], ...].
+    """
+    ours = []
+    for run in runs("02", folder):
+        n, found = run["world_size"], run["measured"]
+        seconds = next(iter(found["all_reduce_s"].values()))  # the library comes first
+        rates = [2 * (n - 1) / n * b / s / 1e9 for b, s in zip(found["sizes_b"], seconds, strict=True)]
+        points = [list(point) for point in zip(found["sizes_b"], rates, strict=True)]
+        ours.append({"name": run["name"], "hardware": run["hardware"], "source": describe(run), "points": points})
+    return ours or published("02_all_reduce")
 
 
 def record(metrics: dict, folder: Path | None = None, name: str | None = None) -> Path:

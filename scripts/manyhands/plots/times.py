@@ -179,6 +179,25 @@ def bandwidths(sizes_b, measured, factor, title, looks=None):
     return figure
 
 
+def beside_published(sizes_b, seconds, ranks, published, title):
+    """Draw the bus bandwidth of an all-reduce measured here below curves of real machines, both axes logarithmic.
+
+    sizes_b, seconds: bytes of the tensor and seconds of the all-reduce over `ranks` ranks. published: dicts with `name`
+    and `points`, [[bytes, GB/s], ...]. A world of one sends nothing and has no curve. Returns a Figure.
+    """
+    figure, axes = style.new_figure(7.5, 3.6)
+    here = [[b, 2 * (ranks - 1) / ranks * b / s / 1e9] for b, s in zip(sizes_b, seconds, strict=True)]
+    curves = {curve["name"]: curve["points"] for curve in published} | ({"this machine": here} if ranks > 1 else {})
+    looks = _looks(["this machine", *curves])
+    for name, points in curves.items():
+        axes.loglog(*zip(*points, strict=True), ms=5, **looks[name])
+    axes.set(xlabel="bytes of the tensor", ylabel="bus bandwidth, GB/s", title=title)
+    axes.yaxis.set_major_formatter("{x:g}")
+    _bytes_axis(axes)
+    _name_ends(axes, {name: points[-1][1] for name, points in curves.items()}, looks)
+    return figure
+
+
 def _looks(names):
     return dict(zip(dict.fromkeys(names), style.ALTERNATIVES, strict=False))
 
@@ -201,7 +220,7 @@ def _name_ends(axes, ends, looks):
 
 
 def _bytes_axis(axes):
-    ticks = {2**6: "64", 2**10: "1 Ki", 2**14: "16 Ki", 2**18: "256 Ki", 2**22: "4 Mi", 2**26: "64 Mi"}
+    ticks = {2**6: "64", 2**10: "1 Ki", 2**14: "16 Ki", 2**18: "256 Ki", 2**22: "4 Mi", 2**26: "64 Mi", 2**30: "1 Gi"}
     low, high = axes.get_xlim()
     axes.set_xticks([b for b in ticks if low <= b <= high], [ticks[b] for b in ticks if low <= b <= high])
     axes.minorticks_off()

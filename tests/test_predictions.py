@@ -1,0 +1,93 @@
+"""A committed prediction is one sentence next to the answer, whatever was typed, and stays for the lesson's card."""
+
+import math
+
+import pytest
+from manyhands import card, compare
+from manyhands.checks import predictions
+from manyhands.launch import ranks as ranks_module
+from rank_pool import ranks_of, run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked_before():
+    predictions.forget()
+    yield
+    predictions.forget()
+
+
+class Unprintable:
+    def __float__(self):
+        raise OSError("no number")
+
+    def __repr__(self):
+        raise OSError("no text")
+
+
+@pytest.mark.parametrize(
+    "guess, sentence",
+    [
+        (None, "no guess: it is 3,960 MB"),
+        (..., "no guess: it is 3,960 MB"),
+        (400, "you said 400 MB, it is 3,960 MB"),
+        (-1e300, "it is 3,960 MB"),
+        (3960, "right, it is 3,960 MB"),
+        (4000.0, "right, it is 3,960 MB"),
+        (4100, "you said 4,100 MB, it is 3,960 MB"),
+        ("3,960 MB", "right, it is 3,960 MB"),
+        ("400", "you said 400 MB, it is 3,960 MB"),
+        ("many", "a guess is a number here, not the text 'many': it is 3,960 MB"),
+        ([3960, 40], "a guess is a number here, not the list [3960, 40]: it is 3,960 MB"),
+        (math.nan, "a guess is a number here, not nan: it is 3,960 MB"),
+        (True, "a guess is a number here, not True: it is 3,960 MB"),
+        (10**400, "it is 3,960 MB"),
+        (Unprintable(), "it is 3,960 MB"),
+    ],
+)
+def test_whatever_was_typed_gives_one_sentence_with_the_answer(capsys, guess, sentence):
+    compare("rank 0 with 100 ranks", guess, 3960, "MB")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("rank 0 with 100 ranks: ") and line.endswith(sentence)
+
+
+def test_an_answer_may_be_a_text(capsys):
+    for guess in (" Ring", "tree", 3, None):
+        compare("the fastest", guess, "ring")
+    said = [line.removeprefix("the fastest: ") for line in capsys.readouterr().out.splitlines()]
+    wrong_type = "a guess is a text here, not 3: it is 'ring'"
+    assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess: it is 'ring'"]
+
+
+def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):
+    compare("rank 0", 400, 3960, "MB")
+    compare("messages", 6, 6)
+    compare("rank 0", 3960, 3960, "MB")
+    capsys.readouterr()
+    card("first", "second", figure="ring.svg", command="srun x")
+    assert capsys.readouterr().out.splitlines() == [
+        "1. first", "2. second", "figure: ring.svg", "on the cluster: srun x", "your predictions:",
+        "- rank 0: right, it is 3,960 MB", "- messages: right, it is 6",
+    ]  # fmt: skip
+    predictions.forget()
+    card("first", figure="ring.svg", command="srun x")
+    assert "prediction" not in capsys.readouterr().out
+
+
+def _printed(ranks, launcher):
+    """What this rank prints for a guess and the card, as a rank of this launcher."""
+    import contextlib
+    import io
+
+    ranks_module.remember(ranks_of(ranks.rank, ranks.world_size, launcher=launcher))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        compare("rank 0", 400, 3960, "MB")
+        card("first", figure="ring.svg", command="srun x")
+    return out.getvalue()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("launcher", ["notebook", "torchrun"])
+def test_rank_0_alone_prints_in_a_notebook_and_in_a_script(launcher):
+    first, *others = run_on_ranks(3, _printed, launcher)
+    assert "you said 400 MB, it is 3,960 MB" in first and "1. first" in first
+    assert others == ["", ""]

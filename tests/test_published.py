@@ -1,0 +1,43 @@
+"""Every published curve says where it is from and on what it was measured, and recorded runs of ours replace it."""
+
+import json
+import math
+
+import pytest
+from manyhands.launch import recorded_runs
+from manyhands.plots.times import beside_published
+from test_recorded import metrics
+
+FILES = sorted(recorded_runs.PUBLISHED.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_series_has_its_source_unit_hardware_versions_and_date(path):
+    found = json.loads(path.read_text("utf-8"))
+    assert found["what"] and found["series"]
+    for series in found["series"]:
+        for field in ("name", "unit", "hardware", "versions", "date", "source", "note"):
+            assert series[field], (series["name"], field)
+        assert series["source"].startswith("https://")
+        values = [value for point in series["points"] for value in point]
+        assert values and all(math.isfinite(value) and value > 0 for value in values)
+        assert series["points"] == sorted(series["points"])
+
+
+def test_the_curves_are_the_published_ones_until_a_run_of_ours_is_recorded(tmp_path):
+    names = [curve["name"] for curve in recorded_runs.all_reduce_curves(tmp_path)]
+    assert names == ["8 H200", "32 B200, 4 nodes"]
+    measured = {"sizes_b": [4_000, 8_000], "all_reduce_s": {"NCCL": [1e-6, 1e-6], "our ring": [2e-6, 2e-6]}}
+    recorded_runs.record(metrics(lesson="02_collectives", measured=measured), tmp_path)
+    (curve,) = recorded_runs.all_reduce_curves(tmp_path)
+    assert curve["name"] == "h200x4" and curve["points"] == [[4_000, pytest.approx(6)], [8_000, pytest.approx(12)]]
+
+
+def test_the_figure_shows_bus_bandwidth_of_this_machine_below_every_published_curve():
+    published = recorded_runs.published("02_all_reduce")
+    (axes,) = beside_published([2**20, 2**22], [1e-3, 4e-3], 4, published, "all-reduce").axes
+    assert [text.get_text() for text in axes.texts] == ["this machine", "32 B200, 4 nodes", "8 H200"]
+    assert list(axes.lines[-1].get_ydata()) == pytest.approx([1.5 * 2**20 / 1e6, 1.5 * 2**20 / 1e6])
+    assert list(axes.lines[0].get_ydata()) == [value for _, value in published[0]["points"]]
+    alone = beside_published([2**20], [1e-3], 1, published, "a world of one").axes[0]
+    assert "this machine" not in [text.get_text() for text in alone.texts]
