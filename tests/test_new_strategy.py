@@ -115,6 +115,6 @@ def test_the_planner_tries_a_registered_strategy_and_names_one_that_it_has_no_fo
     assert refused.returncode == 2 and "no formula says what a rank holds under dp_mode='by heart'" in refused.stderr
 
 
-def test_the_readme_says_what_the_ranks_share_under_each_strategy():
-    text = (ROOT / "README.md").read_text()
+def test_the_trainers_page_says_what_the_ranks_share_under_each_strategy():
+    text = (ROOT / "assets" / "site" / "train.md").read_text()
     assert all(f"| `{name}` |" in text for name in STRATEGIES)

@@ -133,9 +133,10 @@ def test_injected_values_are_checked_as_flags_are(known):
 
 
 def test_every_command_that_the_course_shows_is_accepted(root):
-    """A command of a lesson in the README, a lesson, a job file or the package names only flags that the lesson has."""
+    """A command of a lesson, wherever the course shows it, names only flags that the lesson has."""
     pages = [
         root / "README.md",
+        *root.glob("assets/site/*.md"),
         *root.glob("jobs/*"),
         *root.glob("scripts/*.py"),
         *root.glob("scripts/manyhands/**/*.py"),

@@ -34,8 +34,8 @@ WORDS = {
     "invalid port 70000": (r"\"--?[\w-]+ \{\w+\} is none\b", '"--port {port} is none"'),
 }
 WHERE = (
-    "scripts/**/*.py", "scripts/**/*.html", "assets/src/*.py", "assets/*.md", "assets/*.svg", "jobs/*.*",
-    "data/README.md", "README.md", "CONTRIBUTING.md",
+    "scripts/**/*.py", "scripts/**/*.html", "assets/src/*.py", "assets/*.md", "assets/*.svg", "assets/site/*.md",
+    "jobs/*.*", "data/README.md", "README.md", "CONTRIBUTING.md",
 )  # fmt: skip
 
 

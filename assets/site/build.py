@@ -3,64 +3,88 @@
     make site                                       # open outputs/site/index.html, from a disk as well
     python assets/site/build.py --output FOLDER
 
-Pages are Markdown below assets/site, one for each kind of reader. A lesson's notes for instructors are left out, its
-solutions folded. A warning (a dead link, a page that no list names) ends the build with status 1.
+Pages are Markdown in assets/site, one for each kind of reader. A lesson's notes for instructors are left out, and its
+solutions are folded. Lessons, minutes and tracks come from README's table, counts from the notebooks. A warning (a dead
+link, a page that no list names) ends the build with status 1.
 """
 
 import argparse
+import posixpath
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md", "jobs/README.md": "jobs.md"}
-MOVED = {"README.md#your-own-text": "own_text.md", "jobs/README.md": "jobs.md", "data/README.md": "corpus.md"}
+PAGES = {  # file of the course: page of the site; files of assets/site and the lessons keep their names
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+    "jobs/README.md": "jobs.md",
+    "data/README.md": "corpus.md",
+}
+ROW = re.compile(r"^\| \[(\d\d)\]\(notebooks/(\w+)\.ipynb\) \| ([^|]+) \| (\d+) \| ([^|]+) \|$", re.M)
 
 
-def lay_out(target):
-    """Write the site's sources into the folder `target`."""
-    shutil.copytree(HERE, target, ignore=shutil.ignore_patterns("*.py", "requirements.txt", "__pycache__"))
-    shutil.copy(HERE / "conf.py", target)
-    for name, page in {**PAGES, "data/README.md": "corpus.md"}.items():
-        (target / page).write_text(with_links((ROOT / name).read_text("utf-8"), ""), "utf-8")
-    (target / "assets").mkdir()
-    for figure in (ROOT / "assets").glob("*.svg"):
-        shutil.copy(figure, target / "assets")
-    glossary = (ROOT / "assets" / "glossary.md").read_text("utf-8")
-    (target / "assets" / "glossary.md").write_text(with_links(glossary, "../"), "utf-8")
-    (target / "notebooks").mkdir()
-    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
-        nbformat.write(for_the_site(nbformat.read(path, 4)), target / "notebooks" / path.name)
+@dataclass(frozen=True)
+class Row:
+    """A lesson in README's table."""
+
+    number: str
+    name: str
+    title: str
+    core: int  # minutes of the sections marked CORE
+    track: str
 
 
-def with_links(text, up):
-    """Return a page's Markdown whose links lead to pages of the site; `up` leads from the page to the site's top.
+def rows():
+    """Return the rows of README's table of lessons, in its order."""
+    found = [Row(a, b, c, int(d), e) for a, b, c, d, e in ROW.findall((ROOT / "README.md").read_text("utf-8"))]
+    lessons = {path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
+    if {row.name for row in found} != lessons:
+        raise SystemExit(f"README.md's table of lessons differs from notebooks/: {lessons ^ {r.name for r in found}}")
+    return found
 
-    Anchors are lower case there. What is no page (a script, a licence) is named, not linked.
+
+def page_of(path):
+    """Return the page of the site that a file of the course becomes, or None for a file that is not a page."""
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("assets/site/") and path.endswith(".md"):
+        return path.removeprefix("assets/site/")
+    if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb|assets/\w+\.(svg|md)", path):
+        return path
+    return None
+
+
+def with_links(text, path):
+    """Return the Markdown of the file `path` of the course with links that lead to pages of the site.
+
+    A link to a file that is not a page (a script, a license) becomes plain text. Anchors are lower case on the site.
     """
+    here = posixpath.dirname(page_of(path))
 
     def moved(match):
-        text, target = match[1], match[2]
-        bare = target.removeprefix("../")
-        if bare in MOVED:
-            return f"[{text}]({up}{MOVED[bare]})"
-        if "#" in target and not target.startswith("http"):
-            name, anchor = target.split("#", 1)
-            return f"[{text}]({name}#{anchor.lower()})"
-        if not re.match(r"https?:|mailto:", target) and not target.endswith((".md", ".ipynb", ".svg")):
-            return text
-        return match[0]
+        picture, words, target = match.groups()
+        file, _, anchor = target.partition("#")
+        known = posixpath.normpath(posixpath.join(posixpath.dirname(path), file or posixpath.basename(path)))
+        if re.match(r"[a-z]+:", target) or not (ROOT / known).exists():
+            return match[0]
+        if page_of(known) is None:
+            return words
+        anchor = anchor and f"#{anchor.lower()}"
+        return f"{picture}[{words}]({posixpath.relpath(page_of(known), here or '.') if file else ''}{anchor})"
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", moved, text)
+    return re.sub(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))+)\]\(([^)\s]+)\)", moved, text)
 
 
-def for_the_site(notebook):
+def for_the_site(notebook, path):
     """Return a lesson as the site shows it: no notes, folded solutions, one title."""
     cells, titles = [], 0
     for cell in notebook.cells:
@@ -69,7 +93,7 @@ def for_the_site(notebook):
             continue
         if cell.cell_type == "markdown":
             lines = []
-            for line in with_links(cell.source, "../").split("\n"):
+            for line in with_links(cell.source, path).split("\n"):
                 titles += line.startswith("# ")
                 lines.append(f"#{line}" if line.startswith("# ") and titles > 1 else line)
             cell.source = "\n".join(lines)
@@ -82,12 +106,82 @@ def for_the_site(notebook):
     return notebook
 
 
+def head(notebook):
+    """Return (minutes with the sections marked MORE, what you can do afterwards as a Markdown list) of a lesson."""
+    text = notebook.cells[0].source
+    everything = int(re.search(r"(\d+) with those marked MORE", text)[1])
+    can = re.search(r"\*\*you can\*\*\n+((?:- .*\n(?:  .*\n)*)+)", text + "\n")
+    return everything, can[1]
+
+
+def counts(notebooks, table):
+    """Return the counts of the opening page: {name in the page: number}."""
+    text = ["\n".join(cell.source for cell in one.cells if cell.cell_type == "markdown") for one in notebooks.values()]
+    return {
+        "lessons": len(table),
+        "predictions": sum(len(re.findall(r"\*\*Predict\.\*\*", one)) for one in text),
+        "builds": sum(len(re.findall(r"^#+ Build [A-Z]", one, re.M)) for one in text),
+        "exercises": sum(len(re.findall(r"^#+ Exercise \d", one, re.M)) for one in text),
+        "figures": len(list((ROOT / "assets").glob("[0-9][0-9]_*.svg"))),
+        "minutes": sum(row.core for row in table),
+        "terms": len(re.findall(r"^## ", (ROOT / "assets" / "glossary.md").read_text("utf-8"), re.M)),
+    }
+
+
+def pages_of_lessons(notebooks, table):
+    """Return {page: Markdown} of a page for each track, and the map of all lessons under "map"."""
+    pages, tracks = {}, list(dict.fromkeys(row.track for row in table))
+    lines = ["| | lesson | CORE | with MORE |", "|---|---|--:|--:|"]
+    for track in tracks:
+        page = track.lower().replace(" ", "_")
+        mine = [row for row in table if row.track == track]
+        lines.append(f"| | **[{track}]({page}.md)** | **{sum(row.core for row in mine)}** | |")
+        parts, names = [f"# {track}"], []
+        for row in mine:
+            everything, can = head(notebooks[row.name])
+            file = f"notebooks/{row.name}.ipynb"
+            lines.append(f"| {row.number} | [{row.title}]({file}) | {row.core} | {everything} |")
+            intro = f"{row.core} minutes, {everything} with the sections marked MORE. After it you can"
+            parts.append(f"## [{row.number} {row.title}]({file})\n\n{intro}\n\n{with_links(can, file)}")
+            names.append(f"notebooks/{row.name}")
+        parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```")
+        pages[f"{page}.md"] = "\n\n".join(parts) + "\n"
+    lines.append(f"| | all | **{sum(row.core for row in table)}** | |")
+    pages["map"] = "\n".join(lines)
+    return pages
+
+
+def lay_out(target):
+    """Write the site's sources into the folder `target`."""
+    shutil.copytree(HERE / "_static", target / "_static")
+    shutil.copy(HERE / "conf.py", target)
+    (target / "assets").mkdir()
+    for figure in (ROOT / "assets").glob("*.svg"):
+        shutil.copy(figure, target / "assets")
+    (target / "notebooks").mkdir()
+    table, notebooks = rows(), {}
+    for row in table:
+        path = f"notebooks/{row.name}.ipynb"
+        notebooks[row.name] = for_the_site(nbformat.read(ROOT / path, 4), path)
+        nbformat.write(notebooks[row.name], target / path)
+    lessons = pages_of_lessons(notebooks, table)
+    numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
+    for name, text in lessons.items():
+        (target / name).write_text(text, "utf-8")
+    own = sorted(path.relative_to(ROOT).as_posix() for path in HERE.glob("*.md"))
+    for path in [name for name in PAGES if name != "README.md"] + own + ["assets/glossary.md"]:
+        text = with_links((ROOT / path).read_text("utf-8"), path)
+        text = re.sub(r"@(\w+)@", lambda found: str(numbers[found[1]]), text)
+        (target / page_of(path)).write_text(text, "utf-8")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "site", help="folder of the pages")
     output = parser.parse_args().output.resolve()
     with tempfile.TemporaryDirectory(prefix="manyhands-site-") as folder:
         source = Path(folder) / "source"
+        source.mkdir()
         lay_out(source)
         words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees")]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode

@@ -22,5 +22,6 @@ html_js_files = ["site.js"]
 html_favicon = "_static/favicon.svg"
 html_show_sourcelink = False
 html_copy_source = False
+html_show_search_summary = False  # from a disk a browser may not fetch the pages for it
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 copybutton_exclude = ".linenos, .gp, .go"

@@ -69,9 +69,10 @@ def drawings():
 
 @cache
 def said():
-    """{name: what the figure shows}, as the first lesson that shows it says it, else the glossary."""
+    """{name: what the figure shows}, as the first lesson that shows it says it, else the glossary, else README."""
     found = {}
-    for path in (*sorted(ROOT.glob("scripts/[0-9]*.py")), ROOT / "assets" / "glossary.md"):
+    others = ROOT / "assets" / "glossary.md", ROOT / "README.md"
+    for path in (*sorted(ROOT.glob("scripts/[0-9]*.py")), *others):
         for alt, name in re.findall(r"!\[([^\]]*)\]\([./]*(?:assets/)?(\w+)\.svg\)", path.read_text("utf-8")):
             found.setdefault(name, " ".join(alt.replace("\n# ", " ").split()))
     return found

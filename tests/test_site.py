@@ -1,0 +1,154 @@
+"""README fits on a screen or two and its links lead somewhere; the site is what `make site` promises."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import nbformat
+import pytest
+from lab import chromium
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
+
+LESSONS = [lesson.name for lesson in find_lessons(ROOT)]
+WIDTHS = (1280, 390)  # of a laptop, of a phone
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_readme_is_short_and_names_both_commands():
+    assert len(README) <= 6000
+    assert re.search(r"^make lab\b", README, re.M) and re.search(r"^make test\b", README, re.M)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("assets/site/*.md"))]
+)
+def test_each_relative_link_of_a_page_leads_to_a_file(page):
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / page).read_text("utf-8"))
+    files = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in files if not (ROOT / page).parent.joinpath(target).exists()] == []
+
+
+def test_readme_shows_the_cell_of_its_picture_and_what_it_printed():
+    first, _ = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["cells"]
+    assert f"```python\n{first['source']}\n```" in README
+    assert "```\n" + "\n".join(first["lines"]) + "\n```" in README
+
+
+class Page(HTMLParser):
+    """The ids and links of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links = set(), []
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids |= {attributes.get("id")}
+        self.links += [attributes[name] for name in ("href", "src") if attributes.get(name)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of a site that was built for these tests."""
+    if not importlib.util.find_spec("furo"):
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("sphinx and furo are missing: run make site")
+    folder = tmp_path_factory.mktemp("site") / "html"
+    command = [sys.executable, ROOT / "assets" / "site" / "build.py", "--output", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def complaints(browser, site):
+    """Every page seen at both widths: what was too wide, what the console said, what was asked for elsewhere."""
+    found, page = [], browser.new_page()
+    page.on("console", lambda said: said.type == "error" and found.append((page.url, said.text)))
+    page.on("pageerror", lambda error: found.append((page.url, str(error))))
+    page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or found.append((page.url, asked.url)))
+    for path in sorted(site.rglob("*.html")):
+        page.goto(path.as_uri())
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 900})
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            if wide > width:
+                found.append((page.url, f"{wide} pixels wide in a window of {width}"))
+    page.close()
+    return found
+
+
+@pytest.mark.browser
+def test_no_page_is_too_wide_and_none_complains_or_asks_another_address(complaints):
+    assert complaints == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_is_a_page_without_notes_and_its_solutions_show_at_a_click(name, site, browser):
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+    notes = [cell.source for cell in cells if "notes" in cell.metadata.get("tags", [])]
+    solutions = [cell for cell in cells if cell.cell_type == "code" and "solution" in cell.metadata.get("tags", [])]
+    assert notes and solutions
+    page = browser.new_page()
+    page.goto((site / "notebooks" / f"{name}.html").as_uri())
+    assert page.locator("h1").count() == 1
+    text = page.locator("body").evaluate("element => element.textContent")
+    assert "For the instructor" in "".join(notes) and "For the instructor" not in text
+    shown = page.locator(".cell.tag_solution .cell_input pre")
+    assert shown.count() == len(solutions)
+    assert not any(one.evaluate("element => element.checkVisibility()") for one in shown.all())
+    page.locator(".cell.tag_solution summary").first.click()
+    assert shown.first.evaluate("element => element.checkVisibility()")
+    page.close()
+
+
+@pytest.mark.browser
+def test_each_link_of_a_page_arrives(site):
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            address = urlsplit(link)
+            if not address.scheme and not link.startswith("#"):
+                target = Path(os.path.normpath(path.parent / unquote(address.path)))
+                known = pages[target].ids if target in pages else {address.fragment}
+                if not target.exists() or (address.fragment and unquote(address.fragment) not in known):
+                    dead.append((path.name, link))
+            elif link.startswith("#") and len(link) > 1 and unquote(link[1:]) not in page.ids:
+                dead.append((path.name, link))
+    assert len(pages) > len(LESSONS) + 15 and dead == []
+
+
+@pytest.mark.browser
+def test_the_search_finds_a_term_in_lesson_and_glossary(site, browser):
+    page, failed = browser.new_page(), []
+    page.on("pageerror", lambda error: failed.append(str(error)))
+    page.goto((site / "search.html").as_uri() + "?q=all-reduce")
+    page.locator("#search-results li").first.wait_for()
+    page.get_by_text("Search finished").wait_for()
+    found = {Path(urlsplit(a.get_attribute("href")).path).stem for a in page.locator("#search-results li a").all()}
+    assert {"02_collectives", "glossary"} <= found and failed == []
+    page.close()
+
+
+@pytest.mark.browser
+def test_the_opening_page_counts_what_there_is(site):
+    text = (site / "index.html").read_text("utf-8")
+    scripts = "".join(lesson.script.read_text("utf-8") for lesson in find_lessons(ROOT))
+    minutes = sum(int(core) for core in re.findall(r"\*\*(\d+) minutes\*\* for the sections", scripts))
+    builds = len(re.findall(r"^# #+ Build [A-Z]", scripts, re.M))
+    assert f"{len(LESSONS)} lessons" in text and f"{builds} builds" in text and f"{minutes} minutes" in text
