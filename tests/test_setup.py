@@ -483,6 +483,21 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it
     assert not make.venv.exists()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_course_without_an_environment_remembers_the_one_that_it_has_built_for_a_class(make, tmp_path, own):
+    """Else `make copy` would build a second one, of two gigabytes."""
+    shared = tmp_path / "prefix"
+    (shared / "bin").mkdir(parents=True)
+    python = shared / "bin" / "python"  # prepares no data and installs no kernel
+    python.write_text(f'#!/bin/bash\ncase "$*" in *remember*) exec {sys.executable} "$@";; esac\n')
+    python.chmod(0o755)
+    if own:
+        make.venv.mkdir()
+    done = make("shared", f"PREFIX={shared}", "PYTHON=true")
+    assert done.returncode == 0, done.stderr
+    assert (make.course / ".manyhands-env").exists() is not own
+
+
 def test_a_remembered_environment_that_is_gone_is_named_and_none_is_built(make):
     (make.course / ".manyhands-env").write_text("/nowhere/shared\n")
     done = make("sync")
