@@ -584,12 +584,16 @@ def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_
     assert start.other_course(ours) == ""
 
 
-def test_ranks_started_without_the_parameters_cell_say_how_many_the_cell_wants():
+def test_parameters_that_do_not_count_are_named_when_the_ranks_start():
     known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
-    said = start.parameters_not_run(known, {"length": 3}, 2)
+    said = start.parameters_do_not_count(known, {"length": 3}, 2, "05_b.py")
     assert "has not been run, so this starts 2 ranks where it says 4" in said
-    assert start.parameters_not_run(known, {"n_ranks": None}, 2) == ""
-    assert start.parameters_not_run([], {}, 2) == ""
+    assert start.parameters_do_not_count(known, {"n_ranks": None}, 2, "05_b.py") == ""
+    assert start.parameters_do_not_count([], {}, 2, "05_b.py") == ""
+    # the cell was emptied and saved, and the number stands in another one
+    said = start.parameters_do_not_count([], {"n_ranks": 3}, 2, "05_b.py")
+    assert "n_ranks = 3 does not count, so this starts 2 ranks" in said and "`make reset LESSON=05`" in said
+    assert start.parameters_do_not_count(known, {"n_ranks": 3}, 3, "05_b.py") == ""
 
 
 @pytest.fixture
