@@ -58,6 +58,7 @@ shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole cla
 	@umask 022; export MANYHANDS_DATA="$(PREFIX)/share/manyhands/data" PYTHONNOUSERSITE=1; \
 	  mkdir -p "$$MANYHANDS_DATA" && "$(PREFIX)/bin/python" scripts/prepare_data.py && \
 	  "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter kernel
+	@test -n "$(ENV_HERE)" || test -e .venv || PYTHONNOUSERSITE=1 "$(PREFIX)/bin/python" -m manyhands.notebook.jupyter remember
 	@echo "each attendee, in a copy of the course: make kernel ENV=$$(cd "$(PREFIX)" && pwd), or make lab with the same ENV"
 
 jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... NODES=2 GPUS=4 MEM=64G: write these into the job files

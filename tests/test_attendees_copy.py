@@ -162,6 +162,21 @@ def test_with_and_without_git_the_same_files_are_the_courses(monkeypatch):
     assert handouts.files_of_the_course(ROOT) == by_git
 
 
+def test_everybody_may_read_the_copy_whatever_the_umask_and_the_modes_of_the_course(tmp_path):
+    theirs = copy_course(tmp_path / "theirs", only=["03"])
+    (theirs / "README.md").chmod(0o600)
+    before = os.umask(0o077)
+    try:
+        copied, packed = handouts.copy(tmp_path / "copy", theirs), handouts.copy(tmp_path / "packed.zip", theirs)
+    finally:
+        os.umask(before)
+    found = [copied, *copied.rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o755}
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} <= {0o644, 0o755}
+    assert packed.stat().st_mode & 0o777 == 0o644
+    assert all(info.external_attr >> 16 & 0o044 == 0o044 for info in zipfile.ZipFile(packed).infolist())
+
+
 def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(tmp_path):
     theirs, target = copy_course(tmp_path / "theirs", only=["03"]), tmp_path / "zips" / "many-hands.zip"
     target.parent.mkdir()

@@ -92,6 +92,14 @@ def test_the_lesson_opens_with_its_own_kernel_and_asks_nothing(notebook):
     assert notebook.page.get_by_text("official Jupyter news").count() == 0
 
 
+def test_a_notebook_that_was_only_opened_is_not_unsaved_and_saving_it_changes_no_byte(notebook, lesson):
+    assert notebook.page.locator(".lm-TabBar-tab.jp-mod-current").count(), "the tabs are there"
+    assert notebook.page.locator(".jp-mod-dirty").count() == 0
+    stored = lesson.notebook.read_bytes()
+    notebook.save()
+    assert lesson.notebook.read_bytes() == stored
+
+
 def test_a_cell_that_begins_with_our_magic_has_syntax_colours(notebook):
     cell = notebook.cell("from manyhands import")
     notebook.select(cell)

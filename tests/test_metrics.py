@@ -69,6 +69,16 @@ def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path
     assert capsys.readouterr().out.count("cannot be written: the outputs of this run go to") == 1
 
 
+def test_outputs_that_are_made_here_are_their_users_alone_and_others_keep_their_modes(tmp_path, monkeypatch):
+    monkeypatch.delenv("MANYHANDS_OUTPUTS", raising=False)
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(run_folder_module, "ROOT", tmp_path)
+    outputs = run_folder_module.outputs_folder()
+    assert (outputs, outputs.stat().st_mode & 0o777) == (tmp_path / "outputs", 0o700)
+    outputs.chmod(0o750)
+    assert run_folder_module.outputs_folder().stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.parametrize("why", ["named", "neither", "read-only disk"])
 def test_outputs_that_cannot_be_written_are_refused_with_the_cure(why, tmp_path, monkeypatch):
     (tmp_path / "file").touch()  # where no folder can be made, not even by root

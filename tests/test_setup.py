@@ -483,6 +483,21 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it
     assert not make.venv.exists()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_course_without_an_environment_remembers_the_one_that_it_has_built_for_a_class(make, tmp_path, own):
+    """Else `make copy` would build a second one, of two gigabytes."""
+    shared = tmp_path / "prefix"
+    (shared / "bin").mkdir(parents=True)
+    python = shared / "bin" / "python"  # prepares no data and installs no kernel
+    python.write_text(f'#!/bin/bash\ncase "$*" in *remember*) exec {sys.executable} "$@";; esac\n')
+    python.chmod(0o755)
+    if own:
+        make.venv.mkdir()
+    done = make("shared", f"PREFIX={shared}", "PYTHON=true")
+    assert done.returncode == 0, done.stderr
+    assert (make.course / ".manyhands-env").exists() is not own
+
+
 def test_a_remembered_environment_that_is_gone_is_named_and_none_is_built(make):
     (make.course / ".manyhands-env").write_text("/nowhere/shared\n")
     done = make("sync")
@@ -569,12 +584,16 @@ def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_
     assert start.other_course(ours) == ""
 
 
-def test_ranks_started_without_the_parameters_cell_say_how_many_the_cell_wants():
+def test_parameters_that_do_not_count_are_named_when_the_ranks_start():
     known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
-    said = start.parameters_not_run(known, {"length": 3}, 2)
+    said = start.parameters_do_not_count(known, {"length": 3}, 2, "05_b.py")
     assert "has not been run, so this starts 2 ranks where it says 4" in said
-    assert start.parameters_not_run(known, {"n_ranks": None}, 2) == ""
-    assert start.parameters_not_run([], {}, 2) == ""
+    assert start.parameters_do_not_count(known, {"n_ranks": None}, 2, "05_b.py") == ""
+    assert start.parameters_do_not_count([], {}, 2, "05_b.py") == ""
+    # the cell was emptied and saved, and the number stands in another one
+    said = start.parameters_do_not_count([], {"n_ranks": 3}, 2, "05_b.py")
+    assert "n_ranks = 3 does not count, so this starts 2 ranks" in said and "`make reset LESSON=05`" in said
+    assert start.parameters_do_not_count(known, {"n_ranks": 3}, 3, "05_b.py") == ""
 
 
 @pytest.fixture

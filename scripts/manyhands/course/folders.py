@@ -62,6 +62,16 @@ def write_whole(path, content, mode=None):
     return path
 
 
+def make_private(folder):
+    """Make a folder, and the parents that are missing, for this user alone: in a class each home may be open to all.
+
+    What is there already keeps its modes. Raises OSError.
+    """
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)  # parents=True would give the parents the usual modes
+    folder.mkdir(exist_ok=True)  # an OSError if it is a file
+
+
 def lock(folder, owner):
     """Make `folder`, and make it ours to write into: an open file that holds the lock until it is closed.
 

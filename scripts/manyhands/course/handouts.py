@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from manyhands.course.catch_up import SOLUTIONS, pack_solutions
-from manyhands.course.folders import write_whole
+from manyhands.course.folders import make_private, write_whole
 from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
@@ -46,7 +46,7 @@ def reset(lesson):
     """
     originals = {path: _original(path, lesson.root) for path in (lesson.notebook, lesson.script)}
     parent = lesson.root / "outputs" / "kept"
-    parent.mkdir(parents=True, exist_ok=True)
+    make_private(parent)
     kept = Path(tempfile.mkdtemp(prefix=f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}-", dir=parent))
     for path, text in originals.items():
         if path.exists():
@@ -95,8 +95,10 @@ def copy(target, root):
             shutil.copy2(root / name, course / name, follow_symlinks=False)
         for lesson in find_lessons(course):
             _hand_out(lesson)
+        _open_to_all(growing)
         if target.suffix == ".zip":
             shutil.make_archive(growing, "zip", growing)
+            packed.chmod(0o644)
             os.replace(packed, target)
         else:
             os.replace(growing, target)
@@ -104,6 +106,13 @@ def copy(target, root):
         shutil.rmtree(growing, ignore_errors=True)
         packed.unlink(missing_ok=True)
     return target
+
+
+def _open_to_all(folder):
+    """Everybody may read what lies in `folder`, and run what its owner may, whatever the umask of who copies it."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
 
 
 def files_of_the_course(root):

@@ -21,8 +21,13 @@ from manyhands.course.folders import write_whole
 from manyhands.course.lessons import Lesson, course_here, find_lessons
 
 KEPT_METADATA = ("jupytext", "kernelspec")
-# on a web page IPython's lexer leaves a cell grey that begins with a magic of ours; Python's colours all but that line
-LANGUAGE = {"name": "python", "pygments_lexer": "python3"}
+# What the kernel "Many Hands" says of itself, and what JupyterLab therefore writes into a notebook: one that holds
+# something else counts as changed as soon as it is opened. No version, which is another one on another machine. On a
+# web page IPython's lexer would leave a cell grey that begins with a magic of ours; Python's colours all but that line.
+LANGUAGE = {
+    "codemirror_mode": {"name": "ipython", "version": 3}, "file_extension": ".py", "mimetype": "text/x-python",
+    "name": "python", "nbconvert_exporter": "python", "pygments_lexer": "python3",
+}  # fmt: skip
 LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
 KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted
 
@@ -146,6 +151,10 @@ def as_notebook(notebook):
     import nbformat
 
     notebook.metadata = {**_only(notebook.metadata, KEPT_METADATA), "language_info": LANGUAGE}
+    # saved in JupyterLab, a notebook does not say how its script is written
+    notebook.metadata["jupytext"] = {
+        name: value for name, value in notebook.metadata.get("jupytext", {}).items() if name != "text_representation"
+    }
     seen = {}
     for cell in notebook.cells:
         cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)

@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 
 from manyhands.course import pairs
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, make_private
 from manyhands.course.lessons import find_lessons
 from manyhands.jobs import directives, stamp
 from manyhands.launch.launchers import without_launchers
@@ -294,7 +294,7 @@ class LocalJob(Job):
 
     def _start(self, flags):
         folder = self._outputs / "jobs"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         environ = without_launchers(self._environ, "SLURM_", "PBS_", "MANYHANDS_MPI")  # no job, no rank of one
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)

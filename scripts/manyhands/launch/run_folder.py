@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, make_private
 from manyhands.launch import settings
 from manyhands.launch.program import Refused, say
 from manyhands.launch.ranks import Ranks, joined
@@ -22,8 +22,9 @@ def run_folder(ranks: Ranks, latest: bool = True) -> Path:
 
     One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
     another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's
-    outputs/, else (a course that cannot be written) in ~/.local/share/manyhands/outputs, which is said once. Raises
-    Refused if MANYHANDS_OUTPUTS, or none of the other places, can be written.
+    outputs/, else (a course that cannot be written) in ~/.local/share/manyhands/outputs, which is said once. A folder
+    of outputs that is made here can be read by its user alone. Raises Refused if MANYHANDS_OUTPUTS, or none of the
+    other places, can be written.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
@@ -69,9 +70,12 @@ def outputs_folder() -> Path:
 
 
 def can_be_written(folder: Path) -> bool:
-    """Whether files can be made in `folder`, which is made if need be. Tried: modes do not know a read-only disk."""
+    """Whether files can be made in `folder`, which is made if need be, for its user alone.
+
+    It is tried: modes do not know a read-only disk.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:

@@ -19,6 +19,7 @@ from IPython.display import clear_output, display
 
 from manyhands.course.catch_up import whose
 from manyhands.course.folders import script_of
+from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.notebook.cell import LOST_PEER
@@ -50,8 +51,12 @@ def register():
 
 
 def load_ipython_extension(shell):
-    """Register the magic as the kernel "Many Hands" starts: a cell run before any ranks are there says what to do."""
+    """Register the magic as the kernel "Many Hands" starts: a cell run before any ranks are there says what to do.
+
+    And the kernel tells JupyterLab of its language what our notebooks hold, so that none is unsaved once it is opened.
+    """
     shell.register_magic_function(ranks, "cell")
+    shell.kernel.language_info = LANGUAGE
 
 
 def ranks(line, cell):

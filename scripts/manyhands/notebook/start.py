@@ -31,7 +31,7 @@ def start_ranks(lesson, namespace, mpi=None):
     if notice := other_course():
         print("\n".join(wrapped(notice)))
     pool = RankPool(lesson, values, mpi)
-    if notice := parameters_not_run(known, namespace, pool.world_size):
+    if notice := parameters_do_not_count(known, namespace, pool.world_size, script.name):
         print("\n".join(wrapped(notice)))
     replace_ranks(pool)
     pool.start()
@@ -53,10 +53,22 @@ def other_course(root=ROOT):
     )
 
 
-def parameters_not_run(known, namespace, world_size):
-    """A sentence if the notebook's parameters cell has not been run, so that its numbers do not count, else ""."""
-    wanted = next((p.default for p in known if p.name == lesson_parameters.LAUNCHERS_OWN), None)
-    if wanted is None or lesson_parameters.LAUNCHERS_OWN in namespace:
+def parameters_do_not_count(known, namespace, world_size, script):
+    """A sentence if the numbers of the notebook's parameters cell do not count, else "".
+
+    Either the cell has not been run, or it was emptied and saved: its names are no parameters of `script` any more.
+    """
+    n_ranks = lesson_parameters.LAUNCHERS_OWN
+    wanted = next((p.default for p in known if p.name == n_ranks), None)
+    if n_ranks in namespace:
+        if any(p.name == n_ranks for p in known) or namespace[n_ranks] in (None, world_size):
+            return ""
+        return (
+            f"{n_ranks} = {namespace[n_ranks]!r} does not count, so this starts {world_size} ranks: the cell with the "
+            f"parameters in {script} does not set it. Set {n_ranks} in that cell, save the notebook, and run both "
+            f"cells again; `make reset LESSON={script[:2]}` brings a cell back that is gone."
+        )
+    if wanted is None:
         return ""
     return (
         f"The cell with the parameters has not been run, so this starts {world_size} ranks where it says {wanted}: "

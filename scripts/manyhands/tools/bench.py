@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.course.folders import ROOT, SCRIPTS, write_whole
+from manyhands.course.folders import ROOT, SCRIPTS, make_private, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
 from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
@@ -95,7 +95,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
             numbers += trainer_numbers(rows)
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}
-    output.mkdir(parents=True, exist_ok=True)
+    make_private(output)
     write_whole(output / "bench.json", json.dumps(content, indent=1) + "\n")
     tables = [trainer_table(rows), LEGEND] * bool(rows) + [number_table(numbers)]
     kept = Console(file=io.StringIO(), width=120)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from manyhands.course import pairs
-from manyhands.course.folders import ROOT, write_whole
+from manyhands.course.folders import ROOT, make_private, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher
@@ -124,7 +124,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
             warnings += flights.worse(last, metadata, made)
             since = flights.changed(last["metadata"], metadata) or ["nothing has changed"]
             metadata["since"] = "; ".join([last["metadata"]["when"], *since])
-        output.mkdir(parents=True, exist_ok=True)
+        make_private(output)
         flights.write(output, metadata, made, finished=not missing)
         text = page(output, results, metadata, warnings, time.monotonic() - started, missing)
         write_whole(output / "report.html", text)
