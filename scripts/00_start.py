@@ -82,7 +82,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, card, catch_up, compare, fingerprint, join, leave, say, show
+from manyhands import Metrics, card, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -521,6 +521,8 @@ if rank == 0:
 # %%
 # %%ranks
 from statistics import median
+
+from manyhands.measure.timing import synchronise
 
 big, returned_ms, done_ms = torch.ones(4_000_000, device=device), [], []
 for _ in range(6):
