@@ -82,7 +82,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, card, compare, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -96,11 +96,12 @@ metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
 # ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). The cell starts it four times with
 # `mpiexec`, as your cluster may do.
 #
-# **Predict.** How many *different* ranks will the four lines name? Type your guess, run both cells.
+# **Predict.** How many *different* ranks will the four lines name? Replace the blank, `____`, by your guess, and run the
+# three cells.
 
 # %%
 # %%ranks
-guess_ranks = None  # type a number
+guess_ranks = ____  # your turn: type a number
 
 # %% tags=["active-ipynb"]
 # from manyhands.notebook.small_programs import run_under
@@ -146,13 +147,13 @@ print(f"hello from rank {rank} of {world_size}: process {os.getpid()} holds x = 
 
 # %%
 # %%ranks
-guess_sum = None  # type a number
+guess_sum = ____  # your turn: type a number
 
 # %% [markdown]
 # ### Build A: the sum over all ranks
 #
-# Replace the blank, `____`, by the call of `torch.distributed` that does this. The check tells you at once whether it is
-# right.
+# Fill in the call of `torch.distributed` that does this. A check tells you at once whether it is right; a solution is
+# folded below.
 
 
 # %%
@@ -231,9 +232,9 @@ checks.roll_call(roll_call, ranks, solution=True)
 say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
 
 # %% [markdown]
-# Only ones: one world. The same two lines, put into the program from above, catch the four that are alone:
+# Only ones: one world. The same two lines, put into the program from above (unfold it), catch the four that are alone:
 
-# %% tags=["active-ipynb"]
+# %% jupyter={"source_hidden": true} tags=["active-ipynb"]
 # from manyhands.notebook.small_programs import run_under
 #
 # caught = """
@@ -354,7 +355,7 @@ say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}"
 
 # %%
 # %%ranks
-guess_local = None  # type a number
+guess_local = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks

@@ -32,7 +32,8 @@ REJECTED = {
         (LOOP, "in [VARIABLES[n] for n in sorted(VARIABLES)]",
          "for rank 1 of a torchrun that mpiexec started, which has RANK=1"),
         (LOOP, 'in (VARIABLES[n] for n in ("srun", "torchrun", "Open MPI", "PALS", "MPICH"))', IN_JOB),
-        ("        if all", '        names = [n.replace("WORLD_LOCAL_RANK", "WORLD_RANK") for n in names]\n        if all',
+        ("        if all",
+         '        names = [n.replace("WORLD_LOCAL_RANK", "WORLD_RANK") for n in names]\n        if all',
          "on the second of two nodes, which has OMPI_COMM_WORLD_RANK=5"),
         ("        if all",
          '        names = [n.replace("COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_SIZE") for n in names]\n        if all',
@@ -118,15 +119,15 @@ class TestAnswersOfRanks(AnswersOfRanks):
     lesson, checks, worlds = LESSON, start, (1, 2, 4)
     rejected = {
         "sum_over_ranks": [
-            ("    dist.all_reduce(total)\n", "", "that is this rank's own, nobody was asked"),
+            ("    dist.all_reduce(total)\n", "", "should be the sum over all ranks: that is this rank's own"),
             ("(total)", "(total, dist.ReduceOp.MAX)", "that is the largest, not the sum"),
             ("return total", "return total / dist.get_world_size()", "that is the mean, not the sum"),
-            ("all_reduce(total)", "broadcast(total, 0)", "that is rank 0's"),
-            ("dist.all_reduce(total)", "dist.reduce(total, 0)", "should be the sum over all ranks"),
+            ("all_reduce(total)", "broadcast(total, 0)", "that is this rank's own"),
+            ("dist.all_reduce(total)", "dist.reduce(total, 0)", "but it calls reduce: one all-reduce is enough"),
             ("dist.all_reduce(total)", "dist.reduce(total, 0); dist.broadcast(total, 0)",
              "but it calls broadcast and reduce: one all-reduce is enough"),
             ("x.clone()", "x", "changed"),
-            ("return total", "return total.item()", "should be the sum over all ranks, not"),
+            ("return total", "return total.tolist()", "should be the sum over all ranks, not the"),
         ],
         "roll_call": [
             ("    dist.all_reduce(roll)\n", "",
