@@ -37,8 +37,8 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, four programs that are alone 3, four copies 5, the roll 5, launchers 6, one file four
-# ways 3, smoke test 5, bug 2. Let everyone run the first cells before you talk.
+# Minutes of the CORE: start 1, four programs that are alone 2, four copies 7, the roll 6, launchers 7, one file four
+# ways 2, smoke test 2, bug 1. Let everyone run the first cells before you talk.
 #
 # *Say:* "A rank is a process. Not a GPU, not a machine, not a core."
 #
@@ -90,7 +90,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
 
 # %% [markdown]
-# ## Four programs that are each alone (CORE, 3 min)
+# ## Four programs that are each alone (CORE, 2 min)
 #
 # Many published training scripts begin like the program in the next cell
 # ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). The cell starts it four times with
@@ -128,7 +128,7 @@ compare("different ranks under mpiexec", guess_ranks, 1)
 # the same checkpoint.
 
 # %% [markdown]
-# ## Four copies of one program (CORE, 5 min)
+# ## Four copies of one program (CORE, 7 min)
 #
 # ![One file is started as four processes, each with its own memory and its own value of x](../assets/00_spmd.svg)
 #
@@ -192,7 +192,7 @@ metrics.exact(sum=total.item())
 # once. Every rank must make the call: if one does not, the others wait.
 
 # %% [markdown]
-# ## Call the roll (CORE, 5 min)
+# ## Call the roll (CORE, 6 min)
 #
 # You started `started` processes. Are they one world? They can find out with a single all-reduce.
 #
@@ -251,7 +251,7 @@ say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolis
 #     print(launcher, *run_under(launcher, caught, 4), sep="\n")
 
 # %% [markdown]
-# ## Who told me? (CORE, 6 min)
+# ## Who told me? (CORE, 7 min)
 #
 # ![torchrun, mpiexec and srun start processes and set their own variables; join() reads them and makes one group](../assets/00_launchers.svg)
 #
@@ -333,7 +333,7 @@ elif rank == 0:
 say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}")
 
 # %% [markdown]
-# ## One file, four ways (CORE, 3 min)
+# ## One file, four ways (CORE, 2 min)
 #
 # The notebook is the first way to run this lesson. The other three run `scripts/00_start.py`, which holds the same
 # cells. Try them in a terminal, in the course's folder:
@@ -365,7 +365,7 @@ compare("the local rank of rank 6", guess_local, 6 % 4)
 # On a laptop rank and local rank are equal, so code that mixes them up fails only on the cluster.
 
 # %% [markdown]
-# ## The smoke test (CORE, 5 min)
+# ## The smoke test (CORE, 2 min)
 #
 # Electricians switch a new device on and look for smoke. The smoke test of a training machine is a small model, trained
 # for a hundred steps, that needs everything to work, from launcher to optimizer. Ours is a stack of linear layers,
@@ -668,7 +668,7 @@ if rank == 0:
 # `Adam.__init__`.
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 2 min)
+# ## A bug from the zoo (CORE, 1 min)
 #
 # The [zoo](../assets/glossary.md#zoo) collects real mistakes from published code. A [published
 # transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)

@@ -29,10 +29,11 @@ __all__ = [
     "refuse", "say", "show", "show_solution", "____",
 ]  # fmt: skip
 HOMES = {
-    "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks",
-    "____": "checks.predictions", "card": "checks.predictions", "catch_up": "course.catch_up",
-    "compare": "checks.predictions", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
-    "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder", "show_solution": "course.catch_up",
+    "____": "checks.predictions", "LaunchError": "launch.launchers", "Metrics": "launch.metrics",
+    "Ranks": "launch.ranks", "card": "checks.predictions", "catch_up": "course.catch_up",
+    "compare": "checks.predictions", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
+    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
+    "show_solution": "course.catch_up",
 }  # fmt: skip
 
 
