@@ -82,7 +82,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -319,7 +319,7 @@ checks.who_am_i(who_am_i, ranks, solution=True)
 # %% [markdown]
 # ### Hello from two libraries (MORE, 1 min)
 #
-# Two libraries read the letter for you: MPI, here by way of `mpi4py`, and `torch.distributed`. They should agree.
+# Two libraries read these variables for you: MPI, here through `mpi4py`, and `torch.distributed`. They should agree.
 
 # %%
 # %%ranks
