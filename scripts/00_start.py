@@ -16,14 +16,15 @@
 # %% [markdown]
 # # 00 Start: ranks and launchers
 #
-# **25 minutes** for the sections marked CORE, 55 with those marked MORE.
+# **30 minutes** for the sections marked CORE, 60 with those marked MORE.
 #
-# Work on many GPUs always begins like this: one program is started several times, and each copy finds out who it is.
+# Every multi-GPU job starts the same way: several copies of one program, and each must find out which one it is. Below,
+# four copies fail to find out, and nothing complains. You will catch them with two lines of your own.
 #
 # After this lesson **you can**
 # - say what *rank*, *local rank*, *world size* and *SPMD* mean;
+# - tell one world of four from four worlds of one;
 # - run one file four ways: in this notebook, under `torchrun`, under `mpiexec`, and alone;
-# - read what a launcher tells its processes, and tell one world of four from four worlds of one;
 # - check a machine before an event, and time it honestly.
 #
 # **You need** to have seen a training loop in PyTorch. No MPI, no cluster, no GPU.
@@ -32,23 +33,19 @@
 # size](../assets/glossary.md#world-size), [SPMD](../assets/glossary.md#spmd), [node](../assets/glossary.md#node),
 # [launcher](../assets/glossary.md#launcher), [process group](../assets/glossary.md#process-group), [smoke
 # test](../assets/glossary.md#smoke-test), [warm-up](../assets/glossary.md#warm-up).
-#
-# At *Predict*, commit to a number before you unfold the answer. At *Build*, write a few lines: a check judges them on
-# the spot, and a solution is folded below.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start and four copies with the warm-up 4, rank and local rank 2, launchers with build A 5, one
-# file four ways with build B 7, smoke test 3, experiment 3, bug 2.
+# Minutes of the CORE: start 1, four programs that are alone 2, four copies 7, the roll 6, launchers 7, one file four
+# ways 2, smoke test 2, bug 1. Let everyone run the first cells before you talk.
 #
-# *Say:* "A rank is a process. Not a GPU, not a machine, not a core." Let everyone run the first two cells before
-# you talk.
+# *Say:* "A rank is a process. Not a GPU, not a machine, not a core."
 #
 # *Three usual mistakes:* looking for the rank that "has the result" of an all-reduce; believing that a variable of
 # a plain cell exists on the ranks; reading local rank as rank.
 #
-# *When late:* show the stored outputs of the smoke test and of the clock; keep both builds.
+# *When late:* show the stored outputs of the smoke test; keep the three builds.
 #
 # *On a hub:* sixty people on login nodes get two ranks each, without MPI. Have them start their servers on compute
 # nodes before the lesson.
@@ -60,7 +57,7 @@
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The lesson's settings. In a script they are flags: `--iterations 20`.
+# These are the lesson's settings. In a script they are flags: `--iterations 20`.
 
 # %% tags=["parameters"]
 n_ranks = 4  # processes; in a script the launcher decides
@@ -68,9 +65,9 @@ iterations = 100  # steps of the smoke test, 10 to 10000
 batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
-# The next cell starts the processes. From then on a cell that begins with `%%ranks` runs in all of them; any other cell
-# runs in your notebook. In the script everything runs in every process. A login node gives you two processes, without
-# MPI: on a hub, start your server on a compute node.
+# The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
+# them; any other cell runs in the notebook itself. (A login node gives you two processes, without MPI: on a hub, start
+# your server on a compute node.)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -83,40 +80,61 @@ batch = 64  # samples per rank and step, at least 1
 import os
 import time
 
-begun = time.perf_counter()
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
-from manyhands.measure.timing import synchronise
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 metrics = Metrics(ranks, parameters={"iterations": iterations, "batch": batch})
-joined_s = time.perf_counter() - begun  # for the experiment
 
 # %% [markdown]
-# `join()` found out who started this process, which rank it is, and how to reach the others. You open that box below.
-# Every section runs after these cells alone.
+# ## Four programs that are each alone (CORE, 2 min)
+#
+# Many published training scripts begin like the program in the next cell
+# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). The cell starts it four times with
+# `mpiexec`, as your cluster may do.
+#
+# **Predict.** How many *different* ranks will the four lines name? Replace the blank, `____`, by your guess, and run the
+# three cells.
+
+# %%
+# %%ranks
+guess_ranks = ____  # your turn: type a number
+
+# %% tags=["active-ipynb"]
+# from manyhands.notebook.small_programs import run_under
+#
+# bare = """
+# import os, torch, torch.distributed as dist
+# rank, world_size = 0, 1
+# if "RANK" in os.environ:  # I am one of many
+#     dist.init_process_group("gloo")  # meet the others
+#     rank, world_size = dist.get_rank(), dist.get_world_size()
+#     dist.destroy_process_group()
+# print(f"rank {rank} of {world_size}")
+# """
+# print(*run_under("mpiexec", bare, 4), sep="\n")
+
+# %%
+# %%ranks
+compare("different ranks under mpiexec", guess_ranks, 1)
 
 # %% [markdown]
-# ## Four copies of one program (CORE, 3 min)
+# ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
+#
+# There is no error, and the exit status is 0. In a real job each of the four trains on all of the data and overwrites
+# the same checkpoint.
+
+# %% [markdown]
+# ## Four copies of one program (CORE, 7 min)
 #
 # ![One file is started as four processes, each with its own memory and its own value of x](../assets/00_spmd.svg)
 #
-# You do not write four programs for four GPUs. You write *one*, it is started four times, and the copies differ in a
-# single number: their **rank**, counted from 0. How many there are is the **world size**. This is called **SPMD**,
-# for *single program, multiple data*. Nothing is shared: when rank 1 sets a variable, rank 2 does not notice.
-#
-# **Predict.** The next cell sets `x` and prints one line. How many lines, process numbers and values of `x` will you
-# see?
-#
-# <details><summary>Answer</summary>
-#
-# As many of each as there are ranks: `world_size`, which is four, or two on a login node. Every process runs the
-# cell. The notebook sorts the lines by rank; in a terminal they come in any order.
-#
-# </details>
+# This is how it should be. You write *one* program and start it four times. The copies differ only in their **rank**,
+# counted from 0; how many there are is the **world size**. That is **SPMD**, *single program, multiple data*. They share
+# no memory: when rank 1 sets a variable, rank 2 does not notice.
 
 # %%
 # %%ranks
@@ -124,114 +142,29 @@ x = torch.tensor([rank + 1.0], device=device)
 print(f"hello from rank {rank} of {world_size}: process {os.getpid()} holds x = {x.item():g}")
 
 # %% [markdown]
-# ### Warm-up: a few numbers by hand
-#
-# Rank *r* holds *r* + 1. Now all ranks add these up, with the call that this course uses most: the
-# [all-reduce](../assets/glossary.md#all-reduce).
-#
-# **Predict.** What does `total` hold afterwards on rank 0? And on the last rank?
-#
-# <details><summary>Answer</summary>
-#
-# 1 + 2 + ... + *n* for *n* ranks, on **every** rank: 10 with four ranks, 3 with two. That is what "all" stands for: no
-# master has the result. Every rank has to make the call; if one does not, the others wait.
-#
-# </details>
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-total = x.clone()
-dist.all_reduce(total)
-say(f"the sum is {total.item():g}")
-metrics.exact(sum=total.item())
-
-# %% [markdown]
-# `say` prints whole lines. The notebook shows once what all ranks say.
-
-# %% [markdown]
-# ## Rank and local rank (CORE, 2 min)
-#
-# ![Two nodes with four ranks each: ranks 0 to 7 in the world, local ranks 0 to 3 on each node](../assets/00_nodes.svg)
-#
-# A cluster is made of **nodes**, machines with a few GPUs each, so there are two ways to count. The rank counts
-# through the whole world and decides *what* you work on: which part of the data, which piece of the model. The
-# **local rank** starts from 0 on every node and decides *where*: `torch.device("cuda", local_rank)`.
-#
-# **Predict.** Eight ranks on two nodes, as in the figure. On which node is rank 6, and what is its local rank?
-#
-# <details><summary>Answer</summary>
-#
-# Node 1, local rank 2: divide 6 by the 4 ranks *per node*; the remainder is the local rank. On a laptop rank and local
-# rank are equal, so whoever mixes them up finds out on the cluster.
-#
-# </details>
+# **Predict.** Now all ranks add up their `x` with an [all-reduce](../assets/glossary.md#all-reduce). What does rank 0
+# hold afterwards?
 
 # %%
 # %%ranks
-say(f"local rank {ranks.local_rank} of {ranks.local_world_size}, works on {device}")
+guess_sum = ____  # your turn: type a number
 
 # %% [markdown]
-# ### Divided by the wrong number (MORE, 1 min)
+# ### Build A: the sum over all ranks
 #
-# [A published multi-node
-# guide](https://github.com/LambdaLabsML/distributed-training-guide/blob/108b69569d3396cbef040374faf2074329382750/06-tensor-parallel/train_llm.py)
-# divides by the number of *nodes* in a comment, beside code that does it right.
-
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-def node_and_local_rank(rank, ranks_per_node):
-    return divmod(rank, ranks_per_node)
-
-
-if rank == 0:
-    for num_nodes in (1, 2):
-        right = [node_and_local_rank(r, 8 // num_nodes)[0] for r in range(8)]
-        published = [r // num_nodes for r in range(8)]
-        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
-        say(f"{nodes}: ranks 0 to 7 are on node {right}; rank // num_nodes says {published}")
-
-# %% [markdown]
-# The comment is wrong on one node too, but there nobody asks for the node number. On two nodes it invents four.
-
-# %% [markdown]
-# ## Who told me? (CORE, 5 min)
-#
-# ![torchrun, mpiexec and srun start processes and set their own variables; join() reads them and makes one group](../assets/00_launchers.svg)
-#
-# A process cannot know by itself that it has siblings. Whoever started it, its **launcher**, leaves a letter in its
-# environment variables. Every launcher has its own names for rank, world size and local rank:
-
-# %%
-# %%ranks
-LETTERS = {
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray's mpiexec: no size of its own
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-}
-names = sorted({name for three in LETTERS.values() for name in three})
-letter = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-say("  ".join(letter) or "no letter of these five launchers: the notebook started me, or you did")
-
-# %% [markdown]
-# ### Build A: who am I?
-#
-# Write the first thing that `join()` does: turn the variables of a process into `(rank, world_size, local_rank)`,
-# three whole numbers. `LETTERS` is given. A letter counts if all three of its names are there; without one you are
-# `(0, 1, 0)`. Some processes find two letters, such as the ranks of an `mpiexec` inside a Slurm job, or those of a
-# `torchrun` that an `mpiexec` started. The launcher that started *this* process is right.
+# Fill in the call of `torch.distributed` that does this. A check tells you at once whether it is right; a solution is
+# folded below.
 
 
 # %%
 # %%ranks
-def who_am_i(environ):
-    """(rank, world_size, local_rank) from the variables of a process, {name: text}."""
-    raise NotImplementedError  # your turn
+def sum_over_ranks(x):
+    total = x.clone()
+    dist.____(total)
+    return total
 
 
-checks.who_am_i(who_am_i, ranks)
+checks.sum_over_ranks(sum_over_ranks, ranks)
 
 # %% [markdown]
 # #### Solution A
@@ -239,10 +172,128 @@ checks.who_am_i(who_am_i, ranks)
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution A
+def sum_over_ranks(x):
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
+checks.sum_over_ranks(sum_over_ranks, ranks, solution=True)
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+total = sum_over_ranks(x)
+say(f"the sum is {total.item():g}")
+compare("the sum on rank 0", guess_sum, world_size * (world_size + 1) // 2)
+metrics.exact(sum=total.item())
+
+# %% [markdown]
+# *Every* rank has the sum: that is the "all" in all-reduce. `say` prints a line per rank; identical lines are shown
+# once. Every rank must make the call: if one does not, the others wait.
+
+# %% [markdown]
+# ## Call the roll (CORE, 6 min)
+#
+# You started `started` processes. Are they one world? They can find out with a single all-reduce.
+#
+# ### Build B: who is here?
+#
+# Return a tensor of `started` numbers, the same on every rank: element *r* counts the processes that claim rank *r*.
+
+
+# %%
+# %%ranks
+def roll_call(rank, started):
+    roll = torch.zeros(started)
+    ____  # tick yourself off: element `rank` becomes 1
+    ____  # add up the ticks of all ranks
+    return roll
+
+
+checks.roll_call(roll_call, ranks)
+
+# %% [markdown]
+# #### Solution B
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+def roll_call(rank, started):
+    roll = torch.zeros(started)
+    roll[rank] = 1
+    dist.all_reduce(roll)
+    return roll
+
+
+checks.roll_call(roll_call, ranks, solution=True)
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
+
+# %% [markdown]
+# Only ones: one world. The same two lines, put into the program from above (unfold it), catch the four that are alone:
+
+# %% jupyter={"source_hidden": true} tags=["active-ipynb"]
+# from manyhands.notebook.small_programs import run_under
+#
+# caught = """
+# import os, torch, torch.distributed as dist
+# rank, roll = int(os.environ.get("RANK", 0)), torch.zeros(4)
+# roll[rank] = 1
+# if "RANK" in os.environ:
+#     dist.init_process_group("gloo")
+#     dist.all_reduce(roll)
+#     dist.destroy_process_group()
+# print(f"  rank {rank}: the roll is {roll.int().tolist()}")
+# """
+# for launcher in ("mpiexec", "torchrun"):
+#     print(launcher, *run_under(launcher, caught, 4), sep="\n")
+
+# %% [markdown]
+# ## Who told me? (CORE, 7 min)
+#
+# ![torchrun, mpiexec and srun start processes and set their own variables; join() reads them and makes one group](../assets/00_launchers.svg)
+#
+# A process cannot know by itself that it has siblings. Its **launcher** tells it, through environment variables, and
+# every launcher has its own names for rank, world size and local rank. The program above reads only torchrun's.
+#
+# ### Build C: who am I?
+#
+# Turn the variables of a process into `(rank, world_size, local_rank)`, three whole numbers. Use a launcher only if all
+# three of its variables are set; if none qualifies, return `(0, 1, 0)`. Sometimes several qualify, for example in a
+# `torchrun` that `mpiexec` started. Then the innermost is right, so the table lists the innermost first.
+
+
+# %%
+# %%ranks
+VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),  # HPE Cray's mpiexec
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+}
+
+
 def who_am_i(environ):
-    for launcher in ("torchrun", "Open MPI", "PALS", "MPICH", "srun"):  # innermost first
-        names = LETTERS[launcher]
+    """(rank, world_size, local_rank) from the variables of a process, {name: text}."""
+    for names in VARIABLES.values():
+        if ____:  # all three are set
+            return ____  # as whole numbers
+    return 0, 1, 0
+
+
+checks.who_am_i(who_am_i, ranks)
+
+# %% [markdown]
+# #### Solution C
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+def who_am_i(environ):
+    for names in VARIABLES.values():
         if all(name in environ for name in names):
             return tuple(int(environ[name]) for name in names)
     return 0, 1, 0
@@ -251,9 +302,24 @@ def who_am_i(environ):
 checks.who_am_i(who_am_i, ranks, solution=True)
 
 # %% [markdown]
+# `join()`, which you ran at the start, begins with this. Then it brings the ranks together in a **process group** and
+# says who is here. With it the four programs are one world:
+
+# %% tags=["active-ipynb"]
+# from manyhands.notebook.small_programs import run_under
+#
+# mended = """
+# from manyhands import join, leave
+# ranks = join(globals(), name="mended", quiet=True)
+# print(f"rank {ranks.rank} of {ranks.world_size}, launcher: {ranks.launcher}")
+# leave()
+# """
+# print(*run_under("mpiexec", mended, 4), sep="\n")
+
+# %% [markdown]
 # ### Hello from two libraries (MORE, 1 min)
 #
-# Two libraries read the letter for you: MPI, here by way of `mpi4py`, and `torch.distributed`. They should agree.
+# Two libraries read these variables for you: MPI, here through `mpi4py`, and `torch.distributed`. They should agree.
 
 # %%
 # %%ranks
@@ -267,10 +333,10 @@ elif rank == 0:
 say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}")
 
 # %% [markdown]
-# ## One file, four ways (CORE, 7 min)
+# ## One file, four ways (CORE, 2 min)
 #
-# The notebook was the first way to run this lesson. The other three run `scripts/00_start.py`, which holds the same
-# cells. Type them on your laptop, or inside a job, in a terminal in the course's folder:
+# The notebook is the first way to run this lesson. The other three run `scripts/00_start.py`, which holds the same
+# cells. Try them in a terminal, in the course's folder:
 #
 # ```bash
 # source .venv/bin/activate
@@ -279,123 +345,45 @@ say(f"torch.distributed says: rank {dist.get_rank()} of {dist.get_world_size()}"
 # python scripts/00_start.py                                                             # alone: a world of one
 # ```
 #
-# All four work because of `join()`. Here is the core of it in bare PyTorch, as many published scripts have it
-# ([nanoGPT](https://github.com/karpathy/nanoGPT/blob/master/train.py) is one). It reads only torchrun's letter, which
-# also says where the ranks meet and form a **process group**: at `MASTER_ADDR` and `MASTER_PORT`.
+# ![Two nodes with four ranks each: ranks 0 to 7 in the world, local ranks 0 to 3 on each node](../assets/00_nodes.svg)
 #
-# **Predict.** Read the next cell before you run it. It starts two processes with torchrun, then two with mpiexec. Which
-# ranks will speak?
+# A cluster is made of **nodes**, machines with a few GPUs each. The rank is unique across the job and decides *what* you
+# work on. The **local rank** starts from 0 on every node and decides *where*: on `torch.device("cuda", local_rank)` if
+# the process sees all GPUs of its node, on index 0 if the scheduler shows it only its own (`--gpus-per-task=1`).
 #
-# <details><summary>Answer</summary>
-#
-# Under torchrun, 0 of 2 and 1 of 2. Under mpiexec, *0 of 1* twice: there is no `RANK` in its letter, so each process
-# believes that it is alone.
-#
-# </details>
-
-# %% tags=["active-ipynb"]
-# from manyhands.notebook.small_programs import run_under
-#
-# bare = """
-# import os, torch, torch.distributed as dist
-#
-# rank, world_size, local_rank = 0, 1, 0
-# if "RANK" in os.environ:  # I am one of many
-#     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-#     if torch.cuda.device_count() > local_rank:
-#         torch.cuda.set_device(local_rank)  # where I work
-#     dist.init_process_group()  # meet the others at MASTER_ADDR:MASTER_PORT
-# print(f"rank {rank} of {world_size}, MASTER_ADDR is {os.environ.get('MASTER_ADDR', 'not set')}")
-# if dist.is_initialized():
-#     dist.destroy_process_group()
-# """
-# for launcher in ("torchrun", "mpiexec"):
-#     print(f"bare, {launcher}:", *run_under(launcher, bare, 2), sep="\n  ")
-
-# %% [markdown]
-# ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
-#
-# No error, exit status 0. In a real job each of these worlds trains on all of the data and overwrites the same
-# checkpoint. The same happens when `mpiexec` belongs to one MPI and `mpi4py` to another. The cure is to read every letter:
-
-# %% tags=["active-ipynb"]
-# mended = """
-# from manyhands import join, leave
-# ranks = join(globals(), name="mended", quiet=True)
-# print(f"rank {ranks.rank} of {ranks.world_size}, launcher: {ranks.launcher}")
-# leave()
-# """
-# for launcher in ("mpiexec", "python"):
-#     print(f"mended, {launcher}:", *run_under(launcher, mended, 2), sep="\n  ")
-
-# %% [markdown]
-# ### Build B: call the roll
-#
-# You asked for `started` processes. Are they one world? Let them find out with a single all-reduce. Return a tensor of
-# `started` numbers, the same on every rank: place *r* says how many processes call themselves rank *r*. Each of them
-# knows only its own `rank`.
-
+# **Predict.** Eight ranks on two nodes, as in the figure. What is the local rank of rank 6?
 
 # %%
 # %%ranks
-def roll_call(rank, started):
-    """How many processes call themselves rank 0, 1, ..., started - 1: a tensor, the same on all ranks."""
-    raise NotImplementedError  # your turn
-
-
-checks.roll_call(roll_call, ranks)
-
-# %% [markdown]
-# #### Solution B
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def roll_call(rank, started):
-    roll = torch.zeros(started)
-    roll[rank] = 1  # each rank ticks itself off
-    dist.all_reduce(roll)
-    return roll
-
-
-checks.roll_call(roll_call, ranks, solution=True)
+guess_local = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
+compare("the local rank of rank 6", guess_local, 6 % 4)
 
 # %% [markdown]
-# Only ones: a single world. Each of four worlds of one would read `[1, 0, 0, 0]`. A two means that two processes claim
-# the same rank.
+# On a laptop rank and local rank are equal, so code that mixes them up fails only on the cluster.
 
 # %% [markdown]
-# ## The smoke test (CORE, 3 min)
+# ## The smoke test (CORE, 2 min)
 #
-# Electricians switch a new device on and look for smoke. The smoke test of a training machine is a model that nobody
-# cares about, trained for a hundred steps. It needs everything to work, from launcher to optimizer. Ours is a stack of
-# linear layers, 128-1024-512-256-128-128, that learns to return its random input.
+# Electricians switch a new device on and look for smoke. The smoke test of a training machine is a small model, trained
+# for a hundred steps, that needs everything to work, from launcher to optimizer. Ours is a stack of linear layers,
+# 128-1024-512-256-128-128, that learns to return its random input. [DDP](../assets/glossary.md#ddp), which lesson 03
+# builds, averages the gradients over the ranks. Unfold the next cell if you want to read it.
 
 
-# %% tags=["nbval-check-output"]
+# %% jupyter={"source_hidden": true}
 # %%ranks
+from manyhands.measure.timing import synchronise
+
+
 def mlp():
     torch.manual_seed(0)  # the same start on every rank: replicas must be equal
     sizes = [(128, 1024), (1024, 512), (512, 256), (256, 128), (128, 128)]
     return torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in sizes]).to(device)
 
 
-num_params = sum(p.numel() for p in mlp().parameters())
-if rank == 0:
-    say(f"{num_params:,} parameters")
-
-# %% [markdown]
-# [DDP](../assets/glossary.md#ddp), the subject of lesson 03, is one line here: it makes `backward` average the gradients
-# over the ranks.
-
-
-# %%
-# %%ranks
 def build():
     """Model under DDP, its optimizer, and this rank's own random numbers."""
     model = mlp()
@@ -409,13 +397,8 @@ def clock():
     return time.perf_counter()
 
 
-# %% [markdown]
-# One step returns the loss, and the seconds of the step `dt`, of its forward `dtf` and of its backward `dtb`.
-
-
-# %%
-# %%ranks
 def step(ddp, optimizer, own):
+    """The loss, and the seconds of the step, of its forward and of its backward."""
     t0 = clock()
     x_BD = torch.randn(batch, 128, generator=own).to(device)
     loss = (ddp(x_BD) - x_BD).square().sum()
@@ -427,22 +410,26 @@ def step(ddp, optimizer, own):
     return loss.item(), clock() - t0, t1 - t0, t2 - t1
 
 
-# %%
-# %%ranks --timeout 300
-begun = time.perf_counter()
-parts = build()
-start_s = joined_s + time.perf_counter() - begun
-losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)  # all ranks, all steps
-if rank == 0:
+def table(losses, dt, dtf, dtb):
     lines = ["step     loss    dt ms   dtf ms   dtb ms  samples/s"]
     for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 5)), iterations - 1}):
         ms = "".join(f"{1e3 * times[i]:9.1f}" for times in (dt, dtf, dtb))
         lines.append(f"{i:4d} {losses[i]:8.0f}{ms} {world_size * batch / dt[i]:10.0f}")
-    say("\n".join(lines))
+    return "\n".join(lines)
+
+
+# %%
+# %%ranks --timeout 300
+begun = clock()
+parts = build()
+start_s = clock() - begun
+losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)  # all ranks, all steps
+if rank == 0:
+    say(table(losses, dt, dtf, dtb))
 
 # %% [markdown]
-# The ranks saw different data. If the averaging works, all made the same updates, and they hold *one* model, equal to
-# the last bit. Fingerprints tell, without sending a model around.
+# The ranks saw different data. If averaging works, all made the same updates and hold *one* model, equal to the last
+# bit. Comparing fingerprints proves it without sending a model.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -450,7 +437,34 @@ mine, prints = fingerprint(parts[0].parameters()), [None] * world_size
 dist.all_gather_object(prints, mine)
 say(f"{world_size} ranks, distinct models: {len(set(prints))}")
 assert len(set(prints)) == 1
+num_params = sum(p.numel() for p in parts[0].parameters())
 metrics.exact(num_params=num_params, losses=list(losses), model=mine)
+
+# %% [markdown]
+# How long would a thousand steps take? You could stop the whole start after ten steps and divide, or take the median of
+# steps 2 to 10. The next cell compares both with the steps that came after.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from statistics import median
+
+from manyhands.plots.times import against_trial
+
+trial = min(10, iterations // 2)
+stopwatch_s, typical_s, rest = (start_s + sum(dt[:trial])) / trial, median(dt[1:trial]), dt[trial:]
+if rank == 0:
+    figure = against_trial(dt, trial, stopwatch_s, typical_s)
+    show(figure, "trial", "ms per step after a trial, and as lines what it said by stopwatch and by median")
+    spread = f"({1e3 * min(rest):.1f} to {1e3 * max(rest):.1f})"
+    say(f"median of {len(rest)} later steps {1e3 * median(rest):.1f} ms {spread}")
+    for how, guess_s in (("stopwatch", stopwatch_s), ("median", typical_s)):
+        say(f"the trial by {how}: {1e3 * guess_s:.1f} ms, {guess_s / median(rest):.2f} times that")
+metrics.measured(startup_s=start_s, median_step_s=median(rest), samples_per_s=world_size * batch / median(rest))
+
+# %% [markdown]
+# The first step allocates buffers and opens connections: the **warm-up**. Leave it out, report the median and the
+# spread. (The spread is large where ranks share cores: a collective is as slow as its slowest rank.)
 
 # %% [markdown]
 # ### What the step sends, and plots for a log file (MORE, 3 min)
@@ -482,75 +496,14 @@ if rank == 0:
 metrics.exact(all_reduce_bytes=payload)
 
 # %% [markdown]
-# A terminal on a cluster has no pictures, but it has characters. Plots made of them survive in every log file. On one
-# device backward takes about twice as long as forward. Anything beyond that is communication and, with more ranks than
-# cores, waiting for a core.
+# A terminal on a cluster has no pictures, but it has characters. A plot made of them survives in every log file.
 
 # %%
 # %%ranks
-from statistics import median
-
 from manyhands.launch.program import text_plot
 
 if rank == 0:
     say(text_plot(losses, "loss", height=13))
-    for name, times in (("dtf: forward", dtf), ("dtb: backward and communication", dtb)):
-        say(text_plot([1e3 * t for t in times], f"{name}, ms", height=9))
-    say(f"at the median, dtb is {median(dtb) / median(dtf):.1f} times dtf")
-
-# %% [markdown]
-# ## Experiment: what does a short trial tell you? (CORE, 3 min)
-#
-# How long will a thousand steps take? You time ten with a stopwatch, from start to end, and divide.
-#
-# **Predict.** Imports, joining and building take 2 s, once; a step takes 40 ms. How far off are you?
-#
-# <details><summary>Answer</summary>
-#
-# (2 s + 10 · 0.04 s) / 10 = 240 ms per step: six times too much. Even 450 steps would say 44 ms.
-#
-# </details>
-#
-# Below, the first ten steps of the smoke test give two guesses: by stopwatch, and by the median without the first step.
-# The points are the steps *after* them, in blocks, with whiskers from the fastest to the slowest.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks --timeout 300
-catch_up(globals(), "mlp", "build", "clock", "step")
-if "dt" not in globals():  # only if you skipped the smoke test
-    begun = time.perf_counter()
-    parts = build()
-    start_s = joined_s + time.perf_counter() - begun
-    dt = [step(*parts)[1] for _ in range(iterations)]
-
-# %%
-# %%ranks
-from statistics import median
-
-from manyhands.plots.times import against_trial
-
-trial = min(10, iterations // 2)
-stopwatch_s = (start_s + sum(dt[:trial])) / trial
-typical_s = median(dt[1:trial])
-if rank == 0:
-    figure = against_trial(dt, trial, stopwatch_s, typical_s)
-    show(figure, "trial", "ms per step after a trial, and as lines what it said by stopwatch and by median")
-
-# %%
-# %%ranks
-rest = dt[trial:]
-after_s = median(rest)
-if rank == 0:
-    spread = f"({1e3 * min(rest):.1f} to {1e3 * max(rest):.1f})"
-    say(f"start {start_s:.2f} s; median of {len(rest)} later steps {1e3 * after_s:.1f} ms {spread}")
-    for how, guess_s in (("stopwatch", stopwatch_s), ("median", typical_s)):
-        say(f"the trial by {how}: {1e3 * guess_s:.1f} ms, {guess_s / after_s:.2f} times that")
-metrics.measured(startup_s=start_s, median_step_s=after_s, samples_per_s=world_size * batch / after_s)
-
-# %% [markdown]
-# The start happens once, but the stopwatch divides it by ten steps. (If yours was short, these ranks had done it before.)
-# The median leaves out the first step, which allocates buffers and opens connections: the **warm-up**. The rest spreads,
-# because a collective is as slow as its slowest rank. Report the median and the spread.
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)
@@ -569,6 +522,8 @@ metrics.measured(startup_s=start_s, median_step_s=after_s, samples_per_s=world_s
 # %%
 # %%ranks
 from statistics import median
+
+from manyhands.measure.timing import synchronise
 
 big, returned_ms, done_ms = torch.ones(4_000_000, device=device), [], []
 for _ in range(6):
@@ -713,11 +668,11 @@ if rank == 0:
 # `Adam.__init__`.
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 2 min)
+# ## A bug from the zoo (CORE, 1 min)
 #
 # The [zoo](../assets/glossary.md#zoo) collects real mistakes from published code. A [published
 # transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# of this very smoke test goes on with a GPT that reports 14 samples per second on four GPUs. In our words:
+# trains a GPT on four GPUs, 64 samples each, and reports 14 samples per second. In our words:
 
 
 # %%
@@ -727,33 +682,12 @@ def logged_samples_per_s(step_s):
 
 
 # %% [markdown]
-# **Find it by measuring.** Count the samples, divide by the seconds, compare.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "mlp", "build", "clock", "step")
-
-# %%
-# %%ranks
-from manyhands.measure.timing import max_over_ranks
-
-steps, parts = 10, build()
-dist.barrier()
-begun = clock()
-for _ in range(steps):
-    step(*parts)
-loop_s = max_over_ranks(clock() - begun, ranks)  # all ranks call it: the slowest decides
-counted = steps * batch * world_size / loop_s
-logged = logged_samples_per_s(loop_s / steps)
-if rank == 0:
-    say(f"logged {logged:.1f}, counted {counted:.1f} samples per second, ratio {counted / logged:.1f}")
-
-# %% [markdown]
+# **Find it.** A step took 0.283 s. What should the log have said?
+#
 # <details><summary>What is wrong?</summary>
 #
-# The ratio is `batch`: the line counts one sample per rank and step. In the transcript a step took 0.283 s on four ranks
-# with 64 samples each: 4 / 0.283 = 14 were logged, and 64 times as many, 905, were true. The unit gives it away:
-# `world_size / step_s` has no samples in it.
+# The line counts one sample per rank and step: 4 / 0.283 = 14. The batch is missing: 4 x 64 / 0.283 = 905. The unit gives
+# it away: `world_size / step_s` has no samples in it.
 #
 # </details>
 
@@ -833,7 +767,10 @@ if rank == 0:
 # ```bash
 # # one node
 # python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/00_start.py --iterations 200
-# # two nodes: Hydra and PALS; Open MPI wants --map-by ppr:4:node in place of -ppn 4
+# # two nodes, torchrun: run this on each node; HOST is the first node's name, for example from `scontrol show hostnames`
+# python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+#   --rdzv-id 1 scripts/00_start.py --iterations 200
+# # two nodes, MPI: Hydra and PALS; Open MPI wants --map-by ppr:4:node instead of -ppn 4
 # mpiexec -n 8 -ppn 4 python scripts/00_start.py --iterations 200
 # # two nodes, Slurm
 # srun --nodes 2 --ntasks 8 --ntasks-per-node 4 python scripts/00_start.py --iterations 200
@@ -842,7 +779,8 @@ if rank == 0:
 # **Before an event**, `make doctor` looks at the machine, this script is the second look, and `make preflight` runs
 # everything.
 #
-# **On GPUs**, `join()` puts each rank on the GPU of its local rank, and the group becomes `cpu:gloo,cuda:nccl`.
+# **On GPUs**, `join()` puts each rank on its GPU, and the group becomes `cpu:gloo,cuda:nccl`. Scripts in bare PyTorch
+# do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`.
 #
 # **What to look for:** the first lines, with ranks, hosts, devices and launcher. "1 rank" four times is the mistake of
 # this lesson. "on cpu because ..." on a GPU node means fewer GPUs than ranks, or a module that is not loaded.
@@ -859,12 +797,21 @@ if rank == 0:
 # %% [markdown]
 # ## Recap
 #
-# 1. A rank is a process: one program, started *n* times, each copy with its own memory. This is SPMD.
-# 2. The rank says what you work on; the local rank says where.
-# 3. A launcher tells each process who it is by environment variables, each launcher by its own.
-# 4. Four processes are a world of four only if they found each other: look at the first line of the log.
-# 5. Time after a warm-up and a synchronise, report the median and its spread, and give the number its unit.
-#
+# The card to take home:
+
+# %%
+# %%ranks
+card(
+    "A rank is a process: one program, started n times.",
+    "The rank says what you work on, the local rank says where.",
+    "A launcher tells each process who it is, each launcher by its own variables.",
+    "Four processes are one world only if they found each other: call the roll.",
+    "Time after a warm-up; report the median, the spread and the unit.",
+    figure="one world of four, four worlds of one",
+    command="srun --ntasks 8 --ntasks-per-node 4 python scripts/00_start.py",
+)
+
+# %% [markdown]
 # ## Further reading
 #
 # - [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): what it sets, and how nodes find each other.

@@ -8,14 +8,14 @@ from exercises import Answers, AnswersOfRanks
 from manyhands.checks import start
 
 LESSON = "00_start"
-LETTERS = {  # in the lesson's order, which is that of the alphabet
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+VARIABLES = {  # in the lesson's order: innermost first
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
 }
-BY_ALPHABET = '("torchrun", "Open MPI", "PALS", "MPICH", "srun")', "LETTERS"
+LOOP = "in VARIABLES.values()"
 IN_JOB = "for rank 1 of mpiexec inside a Slurm job, where Hydra's helper is a step of 2 tasks"
 TWO = "    each_s", "    deeper_s = sum(t for depth, _, n, t in profile if depth > 1 and n == 1)\n    each_s"
 RIGHT_WORLD = "sorted(said) == [(rank, started) for rank in range(started)]"
@@ -23,23 +23,26 @@ RANKS_ONCE = "sorted(rank for rank, _ in said) == list(range(started))"
 
 REJECTED = {
     "who_am_i": [
-        ("names = LETTERS[launcher]", 'names = [n.replace("STEP_NUM_", "N") for n in LETTERS[launcher]]',
+        ("        if all", '        names = [n.replace("STEP_NUM_", "N") for n in names]\n        if all',
          "for rank 2 of srun, in a job of 8 tasks that started a step of 4, which has SLURM_PROCI"),
         ("int(environ[name])", "environ[name]",
          "the rank should be 3, not the text '3': variables are text, make numbers of them with int()"),
-        ('"torchrun", "Open MPI", "PALS", "MPICH", "srun"', '"Open MPI", "PALS", "MPICH", "torchrun", "srun"',
+        (LOOP, 'in (VARIABLES[n] for n in ("Open MPI", "PALS", "MPICH", "torchrun", "srun"))',
          "PMI_SIZE=1, MPI_LOCALRANKID=0, the rank should be 1, not 0"),
-        (*BY_ALPHABET, "for rank 1 of a torchrun that mpiexec started, which has RANK=1"),
-        ('"torchrun", "Open MPI", "PALS", "MPICH", "srun"', '"srun", "torchrun", "Open MPI", "PALS", "MPICH"', IN_JOB),
-        ("LETTERS[launcher]", '[n.replace("WORLD_LOCAL_RANK", "WORLD_RANK") for n in LETTERS[launcher]]',
+        (LOOP, "in [VARIABLES[n] for n in sorted(VARIABLES)]",
+         "for rank 1 of a torchrun that mpiexec started, which has RANK=1"),
+        (LOOP, 'in (VARIABLES[n] for n in ("srun", "torchrun", "Open MPI", "PALS", "MPICH"))', IN_JOB),
+        ("        if all",
+         '        names = [n.replace("WORLD_LOCAL_RANK", "WORLD_RANK") for n in names]\n        if all',
          "on the second of two nodes, which has OMPI_COMM_WORLD_RANK=5"),
-        ("LETTERS[launcher]", '[n.replace("COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_SIZE") for n in LETTERS[launcher]]',
+        ("        if all",
+         '        names = [n.replace("COMM_WORLD_SIZE", "COMM_WORLD_LOCAL_SIZE") for n in names]\n        if all',
          "the world size should be 6, not 3"),
-        ('"Open MPI", "PALS", "MPICH", "srun"', '"PALS", "MPICH", "srun", "Open MPI"',
+        (LOOP, 'in (VARIABLES[n] for n in ("torchrun", "PALS", "MPICH", "srun", "Open MPI"))',
          "for rank 4 of Open MPI's mpirun inside a Slurm job, where its helpers are a step of 2 tasks"),
         ("environ[name]) for name in names)", "environ[names[i]]) for i in (0, 1, 0))",
          "GROUP_RANK=1, the local rank should be 1, not 3"),
-        (' "PALS",', "", "for rank 5 of PALS, which has PALS_RANKID=5"),
+        (LOOP, 'in (VARIABLES[n] for n in VARIABLES if n != "PALS")', "for rank 5 of PALS, which has PALS_RANKID=5"),
         ("return 0, 1, 0", 'return 0, int(environ.get("SLURM_NTASKS", 1)), 0',
          "the batch script of a Slurm job, which is no rank, which has SLURM_PROCID="),
         ("if all(name in environ for name in names)", "if True", "your code raised KeyError"),
@@ -54,6 +57,16 @@ REJECTED = {
         (RIGHT_WORLD, RANKS_ONCE, "one did not start` is not one world"),
         ("sorted(said)", "said", "nproc-per-node 4` is one world"),
         ("return ", "return started > 1 and ", "`python` is one"),
+        (RIGHT_WORLD, "max(r for r, _ in said) == started - 1 and all(n == started for _, n in said)",
+         "one task died` is not one world of 4"),
+        (RIGHT_WORLD, "sum(r for r, _ in said) == started * (started - 1) // 2 and all(n == started for _, n in said)",
+         "two ranks that each took another's place` is not one world of 4"),
+        (RIGHT_WORLD, "sum(r == 0 for r, _ in said) == 1 and all(n == started for _, n in said)",
+         "one task died` is not one world of 4"),
+        (RIGHT_WORLD, "said[0][1] == started and {r for r, _ in said} == set(range(started))",
+         "last process belongs to another MPI` is not one world of 4"),
+        (RIGHT_WORLD, "all(n == len(said) for _, n in said) and len(dict(said)) == len(said)",
+         "two are another world` is not one world of 4"),
         (RIGHT_WORLD, "torch.ones(2)", "return True or False, not the Tensor"),
     ],
     "predict_seconds": [
@@ -92,7 +105,8 @@ RIGHT = {
 
 class TestAnswers(Answers):
     lesson, checks, worlds = LESSON, start, (1,)
-    rejected, right, given, elsewhere = REJECTED, RIGHT, {"LETTERS": LETTERS}, ("roll_call", "in_turn")
+    rejected, right, given = REJECTED, RIGHT, {"VARIABLES": VARIABLES}
+    elsewhere = ("sum_over_ranks", "roll_call", "in_turn")
 
 
 SLEEP = "pen =", "time.sleep(0.6 * ranks.rank)\n    pen ="
@@ -104,6 +118,17 @@ AT_THE_END = "dist.send(pen, ranks.rank + 1)", 'dist.send(pen, ranks.rank + 1)\n
 class TestAnswersOfRanks(AnswersOfRanks):
     lesson, checks, worlds = LESSON, start, (1, 2, 4)
     rejected = {
+        "sum_over_ranks": [
+            ("    dist.all_reduce(total)\n", "", "should be the sum over all ranks: that is this rank's own"),
+            ("(total)", "(total, dist.ReduceOp.MAX)", "that is the largest, not the sum"),
+            ("return total", "return total / dist.get_world_size()", "that is the mean, not the sum"),
+            ("all_reduce(total)", "broadcast(total, 0)", "that is this rank's own"),
+            ("dist.all_reduce(total)", "dist.reduce(total, 0)", "but it calls reduce: one all-reduce is enough"),
+            ("dist.all_reduce(total)", "dist.reduce(total, 0); dist.broadcast(total, 0)",
+             "but it calls broadcast and reduce: one all-reduce is enough"),
+            ("x.clone()", "x", "changed"),
+            ("return total", "return total.tolist()", "should be the sum over all ranks, not the"),
+        ],
         "roll_call": [
             ("    dist.all_reduce(roll)\n", "",
              "what every rank holds should be [1, 1, 1], not [1, 0, 0]: that is this rank's own 1"),
@@ -135,6 +160,7 @@ class TestAnswersOfRanks(AnswersOfRanks):
         ],
     }  # fmt: skip
     right = {
+        "sum_over_ranks": [("x.clone()", "0 + x")],
         "roll_call": [
             lambda rank, started: summed(torch.nn.functional.one_hot(torch.tensor(rank), started)),
             ("return roll", "return roll.double().numpy()"),

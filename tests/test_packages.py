@@ -60,7 +60,7 @@ def strangers(sources):
                     f"{place}:{node.lineno} takes {alias.name} from {base}"
                     for alias in node.names
                     if f"{base}.{alias.name}" not in sources
-                    and (alias.name not in defined(sources[base]) or alias.name.startswith("_"))
+                    and (alias.name not in defined(sources[base]) or alias.name.startswith("_") and alias.name.strip("_"))
                 ]
     return found
 

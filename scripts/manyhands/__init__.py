@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from manyhands.checks.predictions import card, compare
+    from manyhands.checks.predictions import ____, card, compare
     from manyhands.course.catch_up import catch_up, show_solution
     from manyhands.launch.join import join, leave, mpi_world, refuse
     from manyhands.launch.launchers import LaunchError
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "card", "catch_up", "compare", "fingerprint", "join", "leave", "mpi_world",
-    "refuse", "say", "show", "show_solution",
+    "refuse", "say", "show", "show_solution", "____",
 ]  # fmt: skip
 HOMES = {
-    "LaunchError": "launch.launchers", "Metrics": "launch.metrics", "Ranks": "launch.ranks",
-    "card": "checks.predictions", "catch_up": "course.catch_up", "compare": "checks.predictions",
-    "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join", "mpi_world": "launch.join",
-    "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder", "show_solution": "course.catch_up",
+    "____": "checks.predictions", "LaunchError": "launch.launchers", "Metrics": "launch.metrics",
+    "Ranks": "launch.ranks", "card": "checks.predictions", "catch_up": "course.catch_up",
+    "compare": "checks.predictions", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
+    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
+    "show_solution": "course.catch_up",
 }  # fmt: skip
 
 

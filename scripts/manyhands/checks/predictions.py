@@ -15,6 +15,7 @@ from manyhands.checks.witness import shown
 from manyhands.launch.program import say
 from manyhands.launch.ranks import joined, wrapped
 
+____ = None  # a guess that nobody has typed yet
 CLOSE = 0.02  # a guess within 2 % of a number is right: it was rounded
 
 _sentences: dict[str, str] = {}  # {what was asked: how the guess compares}, in the order in which they were asked

@@ -1,4 +1,4 @@
-"""Checks of lesson 00: who am I, who is here, is this one world, whose turn is it, a profile, how fast we are.
+"""Checks of lesson 00: the sum, who is here, who am I, is this one world, whose turn is it, a profile, how fast we are.
 
 The environments below were recorded under the launchers that they name (two Slurm nodes, MPICH's and Open MPI's
 mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation, and Open MPI's on a second
@@ -14,10 +14,32 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, drawn, exercise
-from manyhands.checks.expect import expect_equal, expect_number, expect_traffic, truth
+from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, expect_traffic, truth
 from manyhands.checks.witness import shown
 from manyhands.launch.run_folder import run_folder
 from manyhands.measure import wire
+
+
+@exercise("A", "the sum over all ranks")
+def sum_over_ranks(answer, ranks):
+    """answer(x) -> the sum of all ranks' tensors, float32 like x, on every rank, by one all-reduce; x stays."""
+    runs = []
+    for shape in drawn.in_turn([(1,), (2, 3)]):
+        all_ = torch.stack([drawn.normal(10 * r + len(shape), *shape) for r in range(ranks.world_size)])
+        all_ = all_.to(ranks.device, torch.float32)
+        mine = all_[ranks.rank].clone()
+        with wire.watch() as seen:
+            found = answer(mine)
+        runs.append((found, mine, all_, seen))
+    for found, mine, all_, seen in runs:
+        slips = {
+            "that is this rank's own": mine,
+            "that is the largest, not the sum": all_.amax(0),
+            "that is the mean, not the sum": all_.mean(0),
+        }
+        expect_tensor(found, all_.sum(0), "the tensor that you return", slips, "the sum over all ranks", close=1e-5)
+        expect_traffic(seen, "the sum is right", "one all-reduce is enough", calls=1, only=("all_reduce",))
+
 
 # who it is, its environment, and (rank, world size, local rank)
 ENVIRONMENTS = [
@@ -46,7 +68,7 @@ ENVIRONMENTS = [
 ]  # fmt: skip
 
 
-@exercise("A", "who am I")
+@exercise("C", "who am I")
 def who_am_i(answer, ranks):
     """answer(environ) -> (rank, world size, local rank), for every recorded environment."""
     for who, environ, expected in drawn.in_turn(ENVIRONMENTS):
@@ -103,6 +125,10 @@ STARTS = {
     "srun --ntasks 4, and one task died": (4, [(0, 4), (1, 4), (3, 4)]),
     "srun on two nodes, of which one did not start": (2, [(1, 4), (0, 4)]),
     "a script that takes the local rank for the rank, two nodes": (4, [(0, 4), (1, 4), (0, 4), (1, 4)]),
+    "srun with a rank that took another's place": (4, [(0, 4), (1, 4), (3, 4), (3, 4)]),
+    "srun with two ranks that each took another's place": (4, [(0, 4), (0, 4), (3, 4), (3, 4)]),
+    "mpirun whose last process belongs to another MPI": (4, [(0, 4), (1, 4), (2, 4), (3, 2)]),
+    "srun --ntasks 4, of which two did not answer and two are another world": (4, [(0, 2), (1, 2)]),
 }  # fmt: skip
 
 
