@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def strangers(sources):
                     f"{place}:{node.lineno} takes {alias.name} from {base}"
                     for alias in node.names
                     if f"{base}.{alias.name}" not in sources
-                    and (alias.name not in defined(sources[base]) or alias.name.startswith("_") and alias.name.strip("_"))
+                    and (alias.name not in defined(sources[base]) or re.match("_+[^_]", alias.name))
                 ]
     return found
 
