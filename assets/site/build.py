@@ -119,7 +119,7 @@ def counts(notebooks, table):
     text = ["\n".join(cell.source for cell in one.cells if cell.cell_type == "markdown") for one in notebooks.values()]
     return {
         "lessons": len(table),
-        "predictions": sum(len(re.findall(r"\*\*Predict\.\*\*", one)) for one in text),
+        "predictions": sum(len(re.findall(r"\*\*Predict\b", one)) for one in text),
         "builds": sum(len(re.findall(r"^#+ Build [A-Z]", one, re.M)) for one in text),
         "exercises": sum(len(re.findall(r"^#+ Exercise \d", one, re.M)) for one in text),
         "figures": len(list((ROOT / "assets").glob("[0-9][0-9]_*.svg"))),
