@@ -155,7 +155,7 @@ class TestAnswersOfRanks(AnswersOfRanks):
              "    if ranks.rank == 0:\n        dist.recv(pen, 2)",
              "the order is right, but 3 messages were sent; 2 are enough"),
             ("ranks.rank > 0", "True", "rank - 1)", "rank - 1 if ranks.rank else 2)",
-             "a rank waited 5 s for a message that never came"),
+             "waited 5 s for a message that never came"),
             ("rank {ranks.rank} was", "rank {ranks.rank}\\nwas", "appends one line; yours appended [2, 2, 2]"),
         ],
     }  # fmt: skip

@@ -27,10 +27,12 @@ Each answer is judged twice, with other numbers of the same sizes: so what it ke
 """
 
 import functools
-import importlib
 import re
 from contextvars import ContextVar
 
+# An optimizer imports it at its first use, for seconds. Here it is on the clock of the cell that imports the checks,
+# not on that of the first answer.
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
@@ -114,13 +116,12 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
     if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
-    importlib.import_module("torch._dynamo")  # which an optimizer imports at its first use: not on the answer's clock
     trial = stopped_after(timeout_s)(functools.partial(witness.body, witness.watched(answer), ranks, **given))
     if group is None:
-        return _verdict(trial, witness, timeout_s)
+        return _verdict(trial, witness, timeout_s, ranks)
     matching = Matching(group, timeout_s, witness.is_running, lambda: witness.group, witness.begins_async)
     with matching:
-        verdict = _verdict(trial, witness, timeout_s)
+        verdict = _verdict(trial, witness, timeout_s, ranks)
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
@@ -132,7 +133,7 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     return verdict
 
 
-def _verdict(trial, witness, timeout_s):
+def _verdict(trial, witness, timeout_s, ranks):
     """(weight, verdict) of what `trial()` raised, if it did. A key that was pressed interrupts the check."""
     try:
         trial()
@@ -142,7 +143,9 @@ def _verdict(trial, witness, timeout_s):
         if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
             return _ALONE, _sentence(str(fault))
         return _WAITED, _sentence(f"{fault}: all ranks make the same calls, in the same order")
-    except (NeverEnds, LeftRunning) as fault:
+    except NeverEnds as fault:
+        return _RAISED, _sentence(f"{fault}{witness.where(fault, ' It was in {}.')}")
+    except LeftRunning as fault:
         return _RAISED, _sentence(str(fault))
     except BaseException as error:  # noqa: BLE001 - also sys.exit() of one rank, for which the others would wait
         stated = witness.said_so(error)
@@ -151,15 +154,16 @@ def _verdict(trial, witness, timeout_s):
         if isinstance(error, NotImplementedError) and stated and not witness.forgot_to_return():
             return _EMPTY, NOT_ATTEMPTED
         if isinstance(error, RuntimeError) and not stated and _LOST.search(said(error)):
+            who = f"Rank {ranks.rank}" if ranks else "A rank"
             return _WAITED, (
-                f"A rank waited {timeout_s:g} s for a message that never came: every send needs its receive, and two "
-                "ranks that both wait for the other first wait forever."
+                f"{who} waited {timeout_s:g} s for a message that never came{witness.where(error)}: every send needs "
+                "its receive, and two ranks that both wait for the other first wait forever."
             )
         if not witness.is_theirs(error):
             return _RAISED, _sentence(witness.what_came_back(error))
         if isinstance(error, SystemExit):
             return _RAISED, "Your code ended the program (SystemExit): return instead."
-        return _RAISED, _sentence(f"your code raised {said(error)}")
+        return _RAISED, _sentence(f"your code raised {said(error)}{witness.where(error)}")
     return _FINE, CORRECT
 
 

@@ -8,6 +8,7 @@ import dis
 import functools
 import inspect
 import itertools
+import linecache
 import reprlib
 import sys
 import sysconfig
@@ -91,6 +92,20 @@ class Witness:
     def is_theirs(self, error):
         """Whether the learner's code raised it, or what that called."""
         return error is self._raised or any(self._learners(code) for code, _ in _places(error))
+
+    def where(self, error, text=" ({})"):
+        """The learner's innermost line when `error` was raised, as " (line 3: x[9])"; "" where none is known.
+
+        text: what stands around it.
+        """
+        trace, at = error.__traceback__, None
+        while trace is not None:
+            at = trace if self._learners(trace.tb_frame.f_code) else at
+            trace = trace.tb_next
+        if at is None:
+            return ""
+        source = linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno).strip()
+        return text.format(f"line {at.tb_lineno}" + f": {source}" * bool(source))
 
     def said_so(self, error):
         """Whether the learner's code (or the check's) raised it by a statement of its own, not a library below it."""
