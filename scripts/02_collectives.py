@@ -16,16 +16,16 @@
 # %% [markdown]
 # # 02 Collectives: from send and recv to all-reduce
 #
-# **46 minutes** for the sections marked CORE, 88 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 117 with those marked MORE.
 #
 # After this lesson **you can**
-# - name each collective, say who holds what afterwards, and what it costs;
+# - name each collective by two questions: who has the data now, and who needs it next?
 # - build the ring all-reduce, and count its messages and bytes;
-# - predict the time of a message by two numbers, α and β, and find both on your machine;
-# - recognise a deadlock and a missing rank, and recover.
+# - predict message times from latency α and bandwidth β;
+# - recognise a missing rank and a deadlock, and recover.
 #
-# **You need** [rank](../assets/glossary.md#rank) and launcher ([lesson 00](00_start.ipynb)). In two lines: a *rank* is
-# one of n processes that all run this same file; `torch.distributed` lets them send tensors to each other.
+# **You need** [rank](../assets/glossary.md#rank) and launcher ([lesson 00](00_start.ipynb)): a *rank* is one of n
+# processes that all run this same file.
 #
 # **New here:** [message](../assets/glossary.md#message), [collective](../assets/glossary.md#collective),
 # [all-reduce](../assets/glossary.md#all-reduce) and its relatives, [ring](../assets/glossary.md#ring),
@@ -43,21 +43,17 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: warm-up 3, collectives 5, ring 12, time-outs and deadlocks 10, experiment 11,
-# bug 2. Each of the four builds has 3 minutes. After that have everybody unfold and run the solution: what follows needs
-# it.
+# Minutes of the CORE: hook 3, names 6, ring 17, cost 7, break it 7, bug 2, card 1. After each build have everybody
+# unfold and run the solution: what follows needs it.
 #
-# *Say:* one picture carries the lesson: everybody talks at the same time, and only to the neighbour. Whatever is slow
-# later (DDP, FSDP, tensor parallel) is slow because one of these messages is too large, too small, or waits for
-# somebody.
+# *Say:* everybody talks at the same time, and only to the neighbour. Whatever is slow later is slow because one of
+# these messages is too large, too small, or waits for somebody.
 #
 # *Three usual mistakes:* thinking that rank 0 collects and redistributes; thinking that `send` is fire and forget;
 # comparing milliseconds of this machine with those of a GPU node (compare shapes of curves, not heights).
 #
-# *When late:* skip gather, scatter and all-to-all (the figures suffice) and build C; keep the ring and the missing rank.
-#
-# *Ask the room:* "A hundred ranks instead of four, the same gradient. How much more does each rank send?" Vote before
-# the ring.
+# *When late:* give the solution of build D, and only show the deadlock. *Ask the room:* "A hundred ranks instead of
+# four, the same gradient. How much more does each rank send?" Vote before the ring.
 #
 # </details>
 
@@ -71,11 +67,7 @@ points = 1_000_000  # random points in the estimate of pi, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks behind this notebook. From then on, a cell that begins with `%%ranks` runs on all of
-# them. (In the script that line is a comment: there, a launcher has started the ranks.)
-#
-# Two habits of this course: a name such as `x_N` carries its [shape](../assets/glossary.md#shape-suffix), here N numbers. And a folded cell with `catch_up`
-# defines what a section needs from earlier ones, so you can begin at any section.
+# The first cell starts four ranks behind this notebook. A cell that begins with `%%ranks` runs on all of them.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -85,10 +77,14 @@ points = 1_000_000  # random points in the estimate of pi, at least 1
 
 # %%
 # %%ranks
+import time
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, fingerprint, join, leave, mpi_world, say, show
+from manyhands import Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import collectives as checks
+from manyhands.measure import messages, wire
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
@@ -96,32 +92,583 @@ left, right = (rank - 1) % world_size, (rank + 1) % world_size
 metrics = Metrics(ranks, parameters={"points": points})
 
 # %% [markdown]
-# Each rank knows its own number, how many ranks there are, and who sits to its `left` and `right` in a circle. That is
-# all it needs in this lesson.
+# ## One rank collects everything (CORE, 3 min)
+#
+# Four ranks hold a gradient of 40 MB each, and every rank needs the sum. No rank can read another's memory: it can only
+# [send a message](../assets/glossary.md#message) to a rank and receive one. The obvious way: rank 0 collects all
+# gradients, adds them up, and sends the sum back. (`x_N` is a tensor of N numbers:
+# [shapes stand in names](../assets/glossary.md#shape-suffix).)
+
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-say(f"I am rank {rank} of {world_size}; left of me is {left}, right of me {right}")
+def all_reduce_by_rank_0(x_N):
+    """Sum x_N over all ranks, in place."""
+    for other in range(1, world_size):
+        if rank == other:
+            dist.send(x_N, dst=0)
+        if rank == 0:
+            dist.recv(gradient_N := torch.empty_like(x_N), src=other)
+            x_N += gradient_N
+    for other in range(1, world_size):
+        if rank == 0:
+            dist.send(x_N, dst=other)
+        if rank == other:
+            dist.recv(x_N, src=0)
+
+
+messages.bars(all_reduce_by_rank_0, ranks)
 
 # %% [markdown]
-# ## Warm-up: four numbers by hand (CORE, 3 min)
+# It works, and rank 0 sends three times as much as anybody else. **Predict.** How many MB does rank 0 send with 100
+# ranks? Type a number in place of `None`, run the cell, then run the next one.
+
+# %%
+# %%ranks
+guess = None  # MB that rank 0 sends with 100 ranks: type a number
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+compare("rank 0 with 100 ranks", guess, 99 * 40, "MB")
+
+# %% [markdown]
+# **The goal of this lesson:** the same sum, and no rank ever sends more than 80 MB, with any number of ranks.
+
+# %% [markdown]
+# ## Name that pattern (CORE, 6 min)
 #
-# Four ranks hold 3, 1, 4 and 2, one number each. **Every rank needs the sum.** No rank can look into another's
-# memory. It can only *send* a tensor to a rank, and *receive* one from a rank.
+# A call that *all* ranks of a group must make together is a [collective](../assets/glossary.md#collective). Two questions
+# pick the right one: **who has the data now, and who needs it next?** Each picture shows four ranks, one per row.
+#
+# ![Eight pictures, each with what ranks 0 to 3 hold before and after. 1: rank 0 has 3, then all have it. 2: rank 0 has
+# 0, 1, 2, 3, then rank k has k. 3: each has one number, then rank 0 has all four. 4: rank 0 has their sum. 5: all have
+# their sum. 6: all have all four. 7: each has four parts, then rank k has the sum of everybody's part k. 8: rank k has
+# everybody's part k, in rank order.](../assets/02_plate.svg)
+#
+# ### Build A: eight names
+#
+# Replace each `____` by one of `all_gather`, `all_reduce`, `all_to_all_single`, `broadcast`, `gather`,
+# `reduce`, `reduce_scatter`, `scatter`. `x` is this rank's one number, `parts` its parts; `whole` and `part`
+# receive. The check shows what each rank holds after your call; compare it with the picture.
+
+
+# %%
+# %%ranks
+def named():
+    """{picture: a function that makes its collective}"""
+    return {
+        1: lambda x: dist.____(x, src=0),
+        2: lambda part, parts: dist.____(part, parts, src=0),
+        3: lambda x, whole: dist.____(x, whole, dst=0),
+        4: lambda x: dist.____(x, dst=0),
+        5: lambda x: dist.____(x),
+        6: lambda whole, x: dist.____(whole, x),
+        7: lambda part, parts: dist.____(part, parts),
+        8: lambda whole, parts: dist.____(whole, parts),
+    }
+
+
+checks.pictures(named, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution A
+def named():
+    """{picture: a function that makes its collective}"""
+    return {
+        1: lambda x: dist.broadcast(x, src=0),
+        2: lambda part, parts: dist.scatter(part, parts, src=0),
+        3: lambda x, whole: dist.gather(x, whole, dst=0),
+        4: lambda x: dist.reduce(x, dst=0),
+        5: lambda x: dist.all_reduce(x),
+        6: lambda whole, x: dist.all_gather(whole, x),
+        7: lambda part, parts: dist.reduce_scatter(part, parts),
+        8: lambda whole, parts: dist.all_to_all_single(whole, parts),
+    }
+
+
+checks.pictures(named, ranks, solution=True)
+
+# %% [markdown]
+# Look at 7 and 6 again, in this order: first each rank gets one part of the sum, then everybody gets all parts.
+# **Reduce-scatter, then all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).** The ring is
+# built on that.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: hook and names</summary>
+#
+# 9 minutes. *Say:* "who has it now, who needs it next?" and let the room name each picture. *Usual mistakes:* an output
+# of the whole shape in scatter and reduce-scatter; a collective under `if rank == 0`; reading `x` on rank 3 after a
+# reduce. *When late:* pictures 1, 5, 6 and 7. *Ask:* "Which of these is the all-reduce through rank 0 made of?"
+#
+# </details>
+
+# %% [markdown]
+# ## Build the ring (CORE, 17 min)
+#
+# Put the ranks on a [ring](../assets/glossary.md#ring): rank k sends only to rank k+1, and the last rank sends to
+# rank 0. Cut the gradient into as many chunks as there are ranks. Each chunk collects its sum while it travels.
+#
+# ![Four ranks on a ring; rank k sends chunk k to rank k+1, all four at the same time.](../assets/02_ring.svg)
+#
+# ![Reduce-scatter on the ring: at each of three hops every rank receives one chunk and adds it; then rank k holds the finished
+# sum of chunk k+1.](../assets/02_ring_reduce_scatter.svg)
+#
+# Follow chunk 0. It starts at rank 0. Rank 1 adds its own numbers to it, then rank 2, then rank 3: after three hops
+# rank 3 holds the finished sum. In the second half the finished chunks go around once more. They are copied, not added.
+#
+# ![All-gather on the ring: at each of three hops every rank receives one finished chunk; then all have all
+# four.](../assets/02_ring_all_gather.svg)
+#
+# **Predict.** The gradient has 40 MB again. How many MB does each rank send over all hops, with 100 ranks?
+
+# %%
+# %%ranks
+guess = None  # MB that each rank of a ring sends with 100 ranks: type a number
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+compare("each rank of a ring of 100", guess, 2 * 99 * 40 / 100, "MB")
+
+# %% [markdown]
+# There are 2(n-1) hops, and each carries 40/n MB: 60 MB on 4 ranks, 79.2 MB on 100.
+#
+# In one hop a rank sends a tensor to the right while it receives one from the left. `exchange` starts both together and
+# then waits for both:
+
+
+# %%
+# %%ranks
+def exchange(give, to, take, source):
+    """Send `give` to rank `to` while receiving `take` from rank `source`."""
+    if to == rank:  # a world of one: a message to oneself is a copy
+        take.copy_(give)
+        return
+    both = [dist.P2POp(dist.isend, give, to), dist.P2POp(dist.irecv, take, source)]
+    for message in dist.batch_isend_irecv(both):
+        message.wait()
+
+
+# %% [markdown]
+# ### Build B: one hop
+#
+# `chunks[c]` is this rank's chunk c. At the first hop rank k sends chunk k, so chunk `left` arrives. Fill the blanks:
+# send `chunks[rank]`, then add what arrived to your own chunk of the same number. The check draws the chunks of all
+# ranks; a digit stands for the rank whose numbers are in the sum, and ✗ marks a wrong cell.
+
+
+# %%
+# %%ranks
+def one_hop(chunks):
+    """The first hop of the ring."""
+    arrived = torch.empty_like(chunks[left])
+    exchange(____, right, arrived, left)
+    chunks[____] += arrived
+
+
+checks.one_hop(one_hop, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution B
+def one_hop(chunks):
+    """The first hop of the ring."""
+    arrived = torch.empty_like(chunks[left])
+    exchange(chunks[rank], right, arrived, left)
+    chunks[left] += arrived
+
+
+checks.one_hop(one_hop, ranks, solution=True)
+
+# %% [markdown]
+# ### Build C: the first half
+#
+# At every later hop you send on the chunk that has just arrived. Hops count from 0. On rank 2 of 4, chunk 2 leaves at
+# hop 0, chunk 1 at hop 1 and chunk 0 at hop 2. First write down which chunk leaves and which arrives, modulo
+# `world_size`:
+
+
+# %%
+# %%ranks
+def which_chunks(hop):
+    """(number of the chunk that leaves, number of the chunk that arrives) on this rank"""
+    return ____, ____
+
+
+checks.which_chunks(which_chunks, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C1
+def which_chunks(hop):
+    """(number of the chunk that leaves, number of the chunk that arrives) on this rank"""
+    return (rank - hop) % world_size, (rank - hop - 1) % world_size
+
+
+checks.which_chunks(which_chunks, ranks, solution=True)
+
+# %% [markdown]
+# Now loop. Each turn is the hop that you wrote, with the chunks of your table:
+
+
+# %%
+# %%ranks
+def ring_reduce_scatter(chunks):
+    """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
+    raise NotImplementedError  # your turn: a loop over hops, with four lines in it
+
+
+checks.ring_reduce_scatter(ring_reduce_scatter, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C
+def ring_reduce_scatter(chunks):
+    """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
+    for hop in range(world_size - 1):
+        give, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
+        arrived = torch.empty_like(mine)
+        exchange(give, right, arrived, left)
+        mine += arrived  # the chunk has collected one more rank's numbers
+
+
+checks.ring_reduce_scatter(ring_reduce_scatter, ranks, solution=True)
+
+# %% [markdown]
+# ### Build D: the second half
+#
+# The table shifts by one: at hop 0 the finished chunk `rank + 1` leaves and chunk `rank` arrives. Nothing is added, so
+# receive straight into your own chunk.
+
+
+# %%
+# %%ranks
+def ring_all_gather(chunks):
+    """From chunks[right] finished on each rank to all chunks finished on all ranks."""
+    raise NotImplementedError  # your turn: three lines
+
+
+checks.ring_all_gather(ring_all_gather, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution D
+def ring_all_gather(chunks):
+    """From chunks[right] finished on each rank to all chunks finished on all ranks."""
+    for hop in range(world_size - 1):
+        give, take = chunks[(rank + 1 - hop) % world_size], chunks[(rank - hop) % world_size]
+        exchange(give, right, take, left)
+
+
+checks.ring_all_gather(ring_all_gather, ranks, solution=True)
+
+# %% [markdown]
+# ### The same bars, with your ring
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather")
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+def ring_all_reduce(x_N):
+    """Sum x_N over all ranks, in place. Sends 2(n-1)/n of its bytes, in 2(n-1) messages."""
+    if x_N.numel() % world_size:
+        raise ValueError(f"{x_N.numel()} numbers do not split over {world_size} ranks; use a multiple of it")
+    chunks = x_N.chunk(world_size)  # views
+    ring_reduce_scatter(chunks)
+    ring_all_gather(chunks)
+    return x_N
+
+
+messages.bars(ring_all_reduce, ranks)
+messages.agree(ring_all_reduce, ranks)
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: ring</summary>
+#
+# 17 minutes, twelve of them for builds B to D. *Say:* follow chunk 0 with your finger; then the punch line: more messages
+# than through rank 0, and yet faster, because they all travel at once and are a quarter as large. *Usual mistakes:*
+# adding in the second half too; sending on the chunk that was just *sent*; starting the second half with chunk k. The
+# checks name each of them. *When late:* show solution C, let them write D. *Ask:* "What limits the ring with 10,000
+# ranks?" (2(n-1) latencies: the tree in the lab, and lesson 10.)
+#
+# </details>
+
+# %% [markdown]
+# ## What does a message cost? (CORE, 7 min)
+#
+# A message takes about **α + bytes / β**. [α](../assets/glossary.md#alpha-beta), the latency, is what even an empty
+# message costs. β, the bandwidth, is bytes per second once they flow.
+#
+# ![The time of a message against its size is a straight line that starts at alpha and rises by
+# 1/beta.](../assets/02_alpha_beta.svg)
+#
+# One call times a hop for many sizes. No more ranks take part than there are cores.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "exchange")
+
+# %%
+# %%ranks --timeout 300
+hops = messages.time_hops(exchange, ranks, largest_mib, repeats)
+
+# %% [markdown]
+# Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. The
+# lower panel shows measured time divided by your line: 1 is perfect.
+
+# %%
+# %%ranks
+alpha, beta = 1e-3, 1e9  # seconds, bytes per second: change both
+messages.draw_line(hops, alpha, beta, ranks)
+
+# %% [markdown]
+# ### Build E: the time of a ring
+#
+# A hop of b bytes takes alpha + b / beta seconds. How many hops does a whole ring all-reduce make, and how many bytes
+# does each carry?
+
+
+# %%
+# %%ranks
+def ring_seconds(n_bytes, n, alpha, beta):
+    """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
+    hops = ____
+    return hops * ____
+
+
+checks.ring_seconds(ring_seconds, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution E
+def ring_seconds(n_bytes, n, alpha, beta):
+    """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
+    hops = 2 * (n - 1)  # n-1 to sum, n-1 to hand around
+    return hops * (alpha + n_bytes / n / beta)  # one chunk each
+
+
+checks.ring_seconds(ring_seconds, ranks, solution=True)
+
+# %% [markdown]
+# **Predict.** A model has forty gradients of 100 kB. On this machine, how many times as long do forty all-reduces of
+# 100 kB take as one of 4 MB, on 4 ranks?
+
+# %%
+# %%ranks
+guess = None  # times as long: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "ring_seconds")
+
+# %%
+# %%ranks
+forty_s = 40 * ring_seconds(100e3, 4, *hops.fitted)
+one_s = ring_seconds(4e6, 4, *hops.fitted)
+compare("forty small all-reduces against one large", guess, round(forty_s / one_s, 1), "times as long")
+
+# %% [markdown]
+# Forty small messages pay α forty times. That is why DDP collects gradients in *buckets*
+# ([lesson 03](03_data_parallel.ipynb)).
+#
+# And on real machines? The next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves
+# are published measurements of NCCL; the [handbook](../assets/handbook/02_collectives.md) names their sources. All curves
+# have the same shape: α rules on the left, β on the right.
+
+# %%
+# %%ranks
+messages.draw_machines(hops, ranks)
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: cost</summary>
+#
+# 7 minutes, four of them for build E. *Say:* two numbers describe a network; below α·β bytes you pay for the message,
+# above for the bytes. *Usual mistakes:* reading α off a linear axis; one α for all hops; comparing heights with a GPU
+# node instead of shapes. *When late:* use the fitted line. *Ask:* "DDP has 200 small gradients. One message each, or one
+# for all?" (That is lesson 03.)
+#
+# </details>
+
+# %% [markdown]
+# ## Break it (CORE, 7 min)
+#
+# An all-reduce ends when *all* ranks have called it. If one takes another branch, the others wait until the
+# [time-out](../assets/glossary.md#time-out) of their [process group](../assets/glossary.md#process-group): 30 minutes
+# with gloo, 10 with NCCL, unless you set it. Here it is three seconds, and the last rank does not call.
+
+# %%
+# %%ranks
+dist.barrier()  # all ranks come at the same time
+impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
+if rank != world_size - 1:
+    messages.told(lambda: dist.all_reduce(torch.ones(1), group=impatient))
+dist.barrier()
+
+# %% [markdown]
+# The error says that a message did not come. It does not say who is missing: rank 0 waits for its neighbour, which
+# waits for its own. To **find the missing rank**, take a roll call: every rank reports to rank 0, and rank 0 says who did
+# not. Then throw the broken groups away:
+
+# %%
+# %%ranks
+roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
+if rank != world_size - 1:
+    timeout = timedelta(seconds=wait_s / 3)
+    messages.told(lambda: dist.monitored_barrier(roll_call, timeout=timeout, wait_all_ranks=True), rank > 0)
+dist.barrier()
+for broken in (impatient, roll_call):
+    dist.destroy_process_group(broken)
+
+# %% [markdown]
+# On NCCL a time-out ends the process by default, so the roll call uses gloo.
+#
+# Ranks can also wait forever when nobody is missing. Here everybody first sends to the right, then receives:
+#
+# ![Four ranks that all send before they receive: each send waits for a receive that never
+# starts.](../assets/02_ordered_sends.svg)
+
+# %%
+# %%ranks
+polite = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s / 2))
+if world_size > 1:  # a world of one has no neighbour
+    messages.told(lambda: dist.send(torch.ones(1), right, group=polite))
+dist.barrier()
+dist.destroy_process_group(polite)
+
+# %% [markdown]
+# gloo's `send` ends only when the other side receives, so every rank is stuck in its send: a
+# [deadlock](../assets/glossary.md#deadlock).
+#
+# ### Build F: nobody goes first
+#
+# Mend it with one call that you have already seen.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "exchange")
+
+
+# %%
+# %%ranks
+def pass_right(mine):
+    """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one."""
+    theirs = torch.empty_like(mine)
+    ____
+    return theirs
+
+
+checks.pass_right(pass_right, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution F
+def pass_right(mine):
+    """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one."""
+    theirs = torch.empty_like(mine)
+    exchange(mine, right, theirs, left)
+    return theirs
+
+
+checks.pass_right(pass_right, ranks, solution=True)
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: waiting</summary>
+#
+# 7 minutes. *Say:* the rank with the error message is the honest one; look for the silent one. *Usual mistakes:* raising
+# the time-out; putting a barrier before each collective "to be safe" (it hangs just the same, one line earlier); mending
+# the order with `if rank == 0`. *When late:* only the missing rank. *Ask:* "Your job printed nothing for eight minutes.
+# What do you look at first?" (Lesson 11 answers with the flight recorder.)
+#
+# </details>
+
+# %% [markdown]
+# ## A bug from the zoo (CORE, 2 min)
+#
+# This ring was the *reference solution* of a well-known course (rewritten here, with the same mistake). Its sums are
+# right, and so is the number of its messages. **Measure before you read it.**
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+def suspicious_ring(x_N):
+    """Sum x_N over all ranks, in place."""
+    travelling_N = x_N.clone()
+    for _ in range(world_size - 1):  # reduce-scatter
+        arrived_N = torch.empty_like(x_N)
+        exchange(travelling_N, right, arrived_N, left)
+        x_N += arrived_N
+        travelling_N = arrived_N
+    for _ in range(world_size - 1):  # all-gather
+        arrived_N = torch.empty_like(x_N)
+        exchange(x_N, right, arrived_N, left)
+        x_N.copy_(arrived_N)
+    return x_N
+
+
+messages.count({"your ring": ring_all_reduce, "suspicious": suspicious_ring}, ranks)
+
+# %% [markdown]
+# <details><summary>What is wrong?</summary>
+#
+# It ships **whole tensors**: n times the bytes. Neither the sum nor the number of messages shows that, only the bytes
+# do. On 64 ranks it is sixty-four times slower than it should be. It happened in
+# [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). Exercise 4 mends it.
+#
+# </details>
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: zoo</summary>
+#
+# 2 minutes, in pairs. *Say:* a right sum proves little. *Usual mistakes:* reading the code first; comparing times, which
+# depend on the machine. *When late:* run the measurement and ask the room. *Ask:* "Which test of your own code would not
+# have noticed?"
+#
+# </details>
+
+# %% [markdown]
+# ## Card (CORE, 1 min)
+
+# %%
+# %%ranks
+card(
+    "Pick a collective by two questions: who has the data now, who needs it next?",
+    "A ring all-reduce is a reduce-scatter and an all-gather: 2(n-1) messages, 2(n-1)/n of the bytes per rank.",
+    "A message costs alpha + bytes/beta: many small ones pay alpha, few large ones pay beta.",
+    "A rank that does not call leaves the others waiting; look for the rank without an error.",
+    "A right sum proves little. Count the messages and the bytes.",
+    figure="reduce-scatter on the ring (02_ring_reduce_scatter.svg)",
+    command="srun --nodes 2 --ntasks-per-node 4 python scripts/02_collectives.py --largest-mib 256",
+)
+
+# %% [markdown]
+# Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step. Below is the lab, to pick from;
+# tables, MPI's names and links are in the [handbook](../assets/handbook/02_collectives.md).
+
+# %% [markdown]
+# ## Lab: the collectives in code (MORE, 10 min)
+#
+# The same eight patterns with prints of what each rank holds. A [handbook page](../assets/handbook/02_collectives.md)
+# has a table of what each one costs and of its name in MPI.
+#
+# ### Four numbers by hand
 #
 # ![Send and recv: rank 1 sends its 1 to rank 2; ranks 0 and 3 do not take part.](../assets/02_send_recv.svg)
 #
-# The most natural way: rank 0 sends its number to rank 1, which adds its own and sends the sum to rank 2, and so on.
-#
-# **Predict.** What does each rank know once rank 3 has added its number? How many
-# [messages](../assets/glossary.md#message) were sent, and how many more must follow until *every* rank knows the sum?
-#
-# <details><summary>Answer</summary>
-#
-# They know 3, 4, 8 and 10: only rank 3 knows the sum. That took 3 messages; 3 more must carry the 10 back. For n ranks
-# it is 2(n-1) messages, **one after the other**: while one rank sends and one receives, all others wait.
-#
-# </details>
+# Ranks hold 3, 1, 4 and 2. Rank 0 sends its number to rank 1, which adds its own and sends the sum to rank 2, and so on.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -135,8 +682,8 @@ if rank < world_size - 1:  # ... and passes it on
 say(f"my number is {number.item()}, the sum so far {so_far.item()}")
 
 # %% [markdown]
-# Every rank ran the same lines, but `rank` decided which of them did something. The library needs one call. All ranks
-# make it, and afterwards all of them hold the sum:
+# They hold 3, 4, 8 and 10: only rank 3 has the full sum. Three messages, one after the other, and three more would
+# carry it back. The library needs one call, and afterwards all ranks hold the sum:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -145,28 +692,6 @@ dist.all_reduce(total)  # all ranks
 say(f"the sum is {total.item()}")
 
 # %% [markdown]
-# A call that *all* ranks of a group must make together is a [collective](../assets/glossary.md#collective).
-#
-# Remember the number six: six messages for four ranks. The ring below sends six *per rank*, and for large tensors it is
-# faster. How can that be?
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: warm-up</summary>
-#
-# 3 minutes. *Say:* act it out with four people in the first row and slips of paper. *Usual
-# mistakes:* "rank 0 knows the sum" (it knows 3); "recv returns the tensor" (it fills the one that you give); "`total`
-# must be sent back" (all-reduce works in place). *When late:* run both cells without the prediction. *Ask:* "Who is
-# idle while rank 1 talks to 2?"
-#
-# </details>
-
-# %% [markdown]
-# ## The collectives (CORE, 5 min)
-#
-# **Why.** Nearly all communication in distributed training is one of eight patterns. Libraries make each of them fast
-# on each kind of network, so you will rarely write `send`. You choose a pattern by two questions: who has the data
-# before, and who needs it afterwards?
-#
 # ### From one rank to all
 #
 # ![Broadcast: rank 0 holds 3, the others nothing; afterwards all four hold 3.](../assets/02_broadcast.svg)
@@ -174,20 +699,11 @@ say(f"the sum is {total.item()}")
 # ![Scatter: rank 0 holds the parts 0, 1, 2 and 3; afterwards rank k holds part k and nothing else.](../assets/02_scatter.svg)
 #
 # [Broadcast](../assets/glossary.md#broadcast) is how ranks start with the same weights.
-# [Scatter](../assets/glossary.md#scatter) deals out different parts.
-#
-# **Predict.** Rank 0 holds a tensor of shape [4] and scatters it to four ranks. What is the shape of the tensor that
-# receives?
-#
-# <details><summary>Answer</summary>
-#
-# [1]: the shape of *one part*. If you allocate [4] on each rank you get an error.
-#
-# </details>
+# [Scatter](../assets/glossary.md#scatter) deals out different parts. Its output has the shape of *one part*.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-number = torch.tensor([(3, 1, 4, 2)[rank % 4]], device=device)  # as in the warm-up
+number = torch.tensor([(3, 1, 4, 2)[rank % 4]], device=device)
 parts = torch.arange(world_size, device=device) + 10 * rank  # rank 2 holds 20, 21, ...: one for each rank
 x = number.clone() if rank == 0 else torch.zeros_like(number)
 dist.broadcast(x, src=0)
@@ -217,6 +733,9 @@ if rank == 0:
 
 # %% [markdown]
 # ### From all ranks to all
+#
+# The cell below uses the list forms, which copy. The tensor forms do not: `all_gather_into_tensor`,
+# which torch 2.13 calls `all_gather_single`.
 #
 # ![All-reduce: the ranks hold 3, 1, 4 and 2; afterwards every rank holds their sum, 10.](../assets/02_all_reduce.svg)
 #
@@ -263,52 +782,29 @@ dist.all_to_all_single(column, parts)
 say(f"reduce-scatter: {my_sum.tolist()}, all-to-all: {column.tolist()}")
 
 # %% [markdown]
-# ### What each one costs
+# ### A call without data
 #
-# The tensor as a whole has N bytes, and there are n ranks. The last column is what the busiest rank must send or
-# receive at the very least:
-#
-# | collective | each rank gives | each rank gets | bytes per rank | 40 MB, n = 4 |
-# |---|---|---|---|---|
-# | broadcast | N, on the root | N | N | 40 MB |
-# | scatter | N, on the root | N/n | N(n-1)/n | 30 MB |
-# | gather | N/n | N, on the root | N(n-1)/n | 30 MB |
-# | reduce | N | N, on the root | N | 40 MB |
-# | all-reduce | N | N | **2N(n-1)/n** | **60 MB** |
-# | all-gather | N/n | N | N(n-1)/n | 30 MB |
-# | reduce-scatter | N | N/n | N(n-1)/n | 30 MB |
-# | all-to-all | N | N | N(n-1)/n | 30 MB |
-#
-# Look at the figures of reduce-scatter and all-gather again: first each rank gets one part of the sum, then everybody
-# gets all parts. **Together they are an all-reduce**, and the bytes add up as well. The ring below is built on that.
-
-# %% [markdown]
-# ### A call without data (MORE, 1 min)
-#
-# A [barrier](../assets/glossary.md#barrier) ends on every rank once all have reached it. It is for timing and for
+# A [barrier](../assets/glossary.md#barrier) releases the ranks when the last one arrives. It is for timing and for
 # files, rarely for correctness: every collective waits for the data that it needs anyway.
 #
 # ![Barrier: the ranks arrive one by one, wait for the last, and go on together.](../assets/02_barrier.svg)
 
 # %%
 # %%ranks
-import time
-
 time.sleep(0.1 * rank)  # the ranks arrive one by one, 0.1 s apart
 arrived = time.perf_counter()
 dist.barrier()
 say(f"I waited {time.perf_counter() - arrived:.1f} s")
 
 # %% [markdown]
-# ### What gloo really sends (MORE, 2 min)
+# ### What gloo really sends
 #
-# The table has lower bounds. What does the library do? The operating system counts the bytes that each TCP connection
+# The handbook's table has lower bounds. What does the library do? The operating system counts the bytes that each TCP connection
 # has delivered, so we can ask gloo, the library for CPUs. (Headers add a little.) Which of the five do you expect at the
 # bound?
 
 # %%
 # %%ranks
-from manyhands.measure import wire
 from manyhands.measure.timing import max_over_ranks
 
 x_N = torch.zeros(240 * 1024 * world_size)  # on the CPU: gloo
@@ -334,29 +830,13 @@ for name, (call, at_least) in calls.items():
 # gloo's broadcast is a tree: on 4 ranks the root sends the whole tensor twice, but the last rank has it after two hops.
 # And its reduce-scatter sends as many bytes as an all-reduce, because it is one: gloo sums everything and cuts out a
 # part.
+
+# %% [markdown]
+# ### The same in MPI
 #
-# ### The same in MPI (MORE, 3 min)
-#
-# All of this is older than GPUs. MPI, the message passing interface of 1994, has the same patterns under nearly the
-# same names, and in Python they come from `mpi4py`. Names with a capital (`Allreduce`) take arrays and are fast; with a
-# small letter (`allreduce`) they pickle any Python object.
-#
-# | pattern | torch.distributed | mpi4py |
-# |---|---|---|
-# | send, receive | `send(x, dst)`, `recv(x, src)` | `Send(x, dst)`, `Recv(x, src)` |
-# | broadcast | `broadcast(x, src)` | `Bcast(x, root)` |
-# | scatter | `scatter(part, parts, src)` | `Scatter(parts, part, root)` |
-# | gather | `gather(x, parts, dst)` | `Gather(x, parts, root)` |
-# | reduce | `reduce(x, dst)` | `Reduce(x, out, root=root)` |
-# | all-reduce | `all_reduce(x)` | `Allreduce(x, out)` |
-# | all-gather | `all_gather(parts, x)` | `Allgather(x, parts)` |
-# | reduce-scatter | `reduce_scatter(part, parts)` | `Reduce_scatter_block(parts, part)` |
-# | all-to-all | `all_to_all_single(out, x)` | `Alltoall(x, out)` |
-# | barrier | `barrier()` | `Barrier()` |
-#
-# Two traps between the two. torch sums **in place** where MPI takes an input and an output. And MPI always names the
-# input first; torch names the output first, except in `gather`. Not every launcher makes an MPI world; where there is
-# none, the next cell says so.
+# MPI has the same patterns under nearly the same names, and in Python they come from `mpi4py`. Names with a capital
+# (`Allreduce`) take arrays and are fast; with a small letter (`allreduce`) they pickle any Python object. Where there is no
+# MPI world, the next cell says so.
 
 # %%
 # %%ranks
@@ -391,195 +871,18 @@ if comm is not None:
         say(f"Gather {whole}, Reduce {total}")
 
 # %% [markdown]
-# ### Who carries the messages (MORE, 2 min)
-#
-# `torch.distributed` is only the front. A *backend* does the work, and `join()` has chosen it for you:
-#
-# | library | made by | for tensors on | over | choose it |
-# |---|---|---|---|---|
-# | NCCL | NVIDIA | NVIDIA GPUs | NVLink, PCIe, InfiniBand, TCP | always, on NVIDIA GPUs |
-# | RCCL | AMD | AMD GPUs | Infinity Fabric, PCIe, InfiniBand, TCP | on AMD GPUs; torch calls it `nccl` |
-# | oneCCL | Intel | Intel GPUs and CPUs | Xe Link, and MPI or libfabric between nodes | on Intel GPUs; torch calls it `xccl` |
-# | gloo | Meta | CPUs | TCP | on CPUs, and beside NCCL for what lives on the CPU |
-# | MPI | a standard; MPICH, Open MPI, Cray MPICH | CPUs, GPUs if built for it | whatever the machine has | where your code speaks MPI already |
-#
-# NCCL had no gather, scatter or all-to-all of its own before version 2.28. torch built them from NCCL's send and
-# receive, and they work all the same.
-
-# %%
-# %%ranks
-if rank == 0:
-    say(f"my tensors live on {device}, and {ranks.backend} carries them")
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: collectives</summary>
-#
-# 5 minutes, one per pair of figures. *Say:* "who has it before, who needs it afterwards?" and let
-# the room name the pattern. *Usual mistakes:* an output of the whole shape in scatter and reduce-scatter; reading
-# `total` on rank 3 after a reduce; a collective under `if rank == 0`. *When late:* broadcast, all-reduce, all-gather,
-# reduce-scatter; the rest is in the table. *Ask:* "Which of these does a parameter server need, and which does it make
-# superfluous?"
-#
-# </details>
-
-# %% [markdown]
-# ## All-reduce on a ring (CORE, 12 min)
-#
-# **Why.** Four ranks have computed four gradients of 40 MB each, and every rank needs their sum. The obvious way is to
-# send your gradient to everyone: three times 40 MB leave your machine. With a hundred ranks it is 99 times 40 MB, and
-# the network decides how fast you train.
-#
-# The ring does better. Cut your gradient into as many chunks as there are ranks. Send only to your right-hand
-# neighbour, and let each chunk *collect its sum while it travels*.
-#
-# ![Four ranks on a ring; rank k sends chunk k to rank k+1, all four at the same time.](../assets/02_ring.svg)
-#
-# First half, **reduce-scatter**: at every hop each rank receives one chunk from its left and adds its own numbers. At
-# the next hop it sends *that* chunk on. Follow one chunk: it starts with one rank's numbers, and after three hops it has
-# visited everybody.
-#
-# ![Reduce-scatter on the ring: at each of three hops every rank receives one chunk and adds it; then rank k holds the finished
-# sum of chunk k+1.](../assets/02_ring_reduce_scatter.svg)
-#
-# Second half, **all-gather**: the finished chunks travel round once more. Nothing is added now, they are only copied.
-#
-# ![All-gather on the ring: at each of three hops every rank receives one finished chunk; then all have all
-# four.](../assets/02_ring_all_gather.svg)
-
-# %% [markdown]
-# **Predict.** Four ranks, a 40 MB gradient. How many messages does each rank send, and how many MB? And with a hundred
-# ranks?
-#
-# <details><summary>Answer</summary>
-#
-# 2(n-1) = 6 messages of 40/4 = 10 MB each: 60 MB. With a hundred ranks 198 messages of 0.4 MB: 79.2 MB. In general it
-# is 2(n-1)/n times the gradient, never more than 80 MB, however many ranks join. The bytes per rank hardly grow. (The
-# *number* of messages does; we come back to that.)
-#
-# </details>
-
-# %% [markdown]
-# Every hop is the same step: give one tensor to the right and take one from the left, **both at once**. `P2POp` only
-# describes a message; `batch_isend_irecv` starts them together and returns one handle for each, to wait for.
-
-
-# %%
-# %%ranks
-def exchange(give, to, take, source):
-    """Send `give` to one rank while receiving `take` from another."""
-    if to == rank:  # a world of one: a message to oneself is a copy
-        take.copy_(give)
-        return
-    both = [dist.P2POp(dist.isend, give, to), dist.P2POp(dist.irecv, take, source)]
-    for message in dist.batch_isend_irecv(both):
-        message.wait()
-
-
-# %% [markdown]
-# ### Build A: the sum that travels
-#
-# Write the first half. `chunks[c]` is this rank's chunk c. At the first hop rank k sends chunk k, as in the figure;
-# after that it sends the chunk to which it has just added. Receive into a new tensor (`torch.empty_like`), then add it
-# to your own chunk in place (`+=`). On a circle, numbers count modulo `world_size`.
-#
-# <details><summary>Hint</summary>
-#
-# With `hop` counted from 0, rank k sends chunk k - hop and receives chunk k - hop - 1.
-#
-# </details>
-
-
-# %%
-# %%ranks
-def ring_reduce_scatter(chunks):
-    """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
-    raise NotImplementedError  # your turn: world_size - 1 times exchange(...), to the right
-
-
-checks.ring_reduce_scatter(ring_reduce_scatter, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def ring_reduce_scatter(chunks):
-    """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
-    for hop in range(world_size - 1):
-        give, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
-        arrived = torch.empty_like(mine)
-        exchange(give, right, arrived, left)
-        mine += arrived  # the chunk has collected one more rank's numbers
-
-
-checks.ring_reduce_scatter(ring_reduce_scatter, ranks, solution=True)
-
-# %% [markdown]
-# Watch it at work. Rank r puts 10^r everywhere, so the digits of a sum show whose numbers are in it: 1101 holds those of
-# ranks 3, 2 and 0. One chunk per rank is finished, as in the last grid of the figure.
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-chunks = list(torch.full((world_size,), 10 ** (rank % 10), device=device).chunk(world_size))
-ring_reduce_scatter(chunks)
-say(f"my chunks: {torch.cat(chunks).tolist()}; chunk {right} is finished")
-
-# %% [markdown]
-# ### Build B: hand the sums around
-#
-# Write the second half. Rank k starts with the chunk that is finished there, k+1, and at each later hop sends on the
-# chunk that has just arrived. It arrives where it will stay: `chunks[c]` is a *view* of the gradient, so receive
-# straight into it.
-
-
-# %%
-# %%ranks
-def ring_all_gather(chunks):
-    """From chunks[right] finished on each rank to all chunks finished on all ranks."""
-    raise NotImplementedError  # your turn
-
-
-checks.ring_all_gather(ring_all_gather, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def ring_all_gather(chunks):
-    """From chunks[right] finished on each rank to all chunks finished on all ranks."""
-    for hop in range(world_size - 1):
-        give, take = chunks[(rank + 1 - hop) % world_size], chunks[(rank - hop) % world_size]
-        exchange(give, right, take, left)
-
-
-checks.ring_all_gather(ring_all_gather, ranks, solution=True)
-
-# %% [markdown]
-# One half after the other is the all-reduce:
-
-
-# %%
-# %%ranks
-def ring_all_reduce(x_N):
-    """Sum x_N over all ranks, in place. Sends 2(n-1)/n of its bytes, in 2(n-1) messages."""
-    if x_N.numel() % world_size:
-        raise ValueError(f"{x_N.numel()} numbers do not split over {world_size} ranks; use a multiple of it")
-    chunks = x_N.chunk(world_size)  # views
-    ring_reduce_scatter(chunks)
-    ring_all_gather(chunks)
-    return x_N
-
-
-# %% [markdown]
-# ### Three ways to one sum
+# ## Lab: is the ring right? (MORE, 10 min)
 #
 # Take twelve "gradients" of 240,000 random numbers in float64. The ranks share them. Each rank sums its own, then all
-# ranks sum over the ranks: once with our ring, once with the library. The third way is one process that adds up all
+# ranks sum over the ranks: once with your ring, once with the library. The third way is one process that adds up all
 # twelve. Throughout this course a technique has to pass this test: **from scratch = library = one process**.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
 
 # %%
 # %%ranks
-from manyhands.measure import wire
-
 generator = torch.Generator().manual_seed(0)  # every rank draws the same twelve, and keeps its share
 gradients_12N = torch.randn(12, 240_000, generator=generator, dtype=torch.float64)
 mine_N = gradients_12N.tensor_split(world_size)[rank].sum(0).to(device)
@@ -591,7 +894,7 @@ dist.all_reduce(library_N)
 alone_N = gradients_12N.sum(0).to(device)
 
 # %% [markdown]
-# The counter saw every message. Here is what it counted, beside your prediction of 2(n-1)/n times the tensor:
+# The counter saw every message. Here is what it counted, next to the prediction of 2(n-1)/n times the tensor:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -603,13 +906,13 @@ metrics.exact(ring_sum=fingerprint([ours_N]), messages=seen.messages, sent_bytes
 metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 
 # %% [markdown]
-# ### Did the bytes leave the process? (MORE, 2 min)
+# ### Did the bytes leave the process?
 #
 # The counter saw what entered the library. The operating system knows what left: it counts the bytes that each TCP
 # connection has delivered.
 #
 # **Predict** the ratio of bytes on the wire to bytes of the tensor, on 4 ranks: for our ring, and for gloo's own
-# all-reduce, of which we know nothing.
+# all-reduce, which we treat as a black box.
 #
 # <details><summary>Answer</summary>
 #
@@ -635,7 +938,7 @@ if rank == 0 and theirs.transport_bytes is not None:  # with NCCL hardly a byte 
 # without reading a line of it. (Halving and doubling would move as many. That it is a ring, its source says.)
 
 # %% [markdown]
-# ### Exercise 1: any length (MORE, 6 min)
+# ### Exercise 1: any length
 #
 # Our ring refuses 7 numbers on 4 ranks, and real gradients have any number of elements. Write an all-reduce for **any
 # length**, also 0 and shorter than the number of ranks, in place. The check wants the right sum, exactly 2(n-1)
@@ -674,106 +977,16 @@ def all_reduce_any_length(x_N):
 
 checks.all_reduce_any_length(all_reduce_any_length, ranks, solution=True)
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: ring</summary>
-#
-# 12 minutes, six of them for builds A and B. *Say:* follow chunk 0 with your finger through the
-# grids; then the punch line: six messages per rank instead of six in all, and yet faster, because they all travel at
-# once and are a quarter as large. *Usual mistakes:* adding in the second half too; sending the chunk that was just
-# *sent* instead of the one that arrived; starting the second half with chunk k. The checks name each of them. *When
-# late:* show solution A, let them write B. *Ask:* "What limits the ring with 10,000 ranks?" (2(n-1) latencies: the tree
-# below, and lesson 10.)
-#
-# </details>
-
 # %% [markdown]
-# ## When somebody does not call (CORE, 10 min)
+# ## Lab: sends that hang only when they are large (MORE, 9 min)
 #
-# **Why.** An all-reduce ends when *all* ranks have called it. If one does not (it crashed, it took another branch, it is
-# still loading data), the others wait. On a cluster that burns node hours, and it looks like nothing: no error, no
-# output, GPUs at 100%.
-#
-# They wait until the *time-out* of their [process group](../assets/glossary.md#process-group): the set of ranks that
-# call collectives together. The [time-out](../assets/glossary.md#time-out) is 30 minutes with gloo and 10 minutes with
-# NCCL, unless you set one. `join()` made a group of all ranks. We make another one, which waits for three seconds, and
-# let the last rank forget to call.
-#
-# **Predict.** How long does each rank wait, and does the error say who is missing?
-#
-# <details><summary>Answer</summary>
-#
-# All of them wait about three seconds, also the one that waits for a rank which itself waits. And no: the library knows
-# on which neighbour it waits, not why. (If one rank gives up a moment earlier, its neighbours report "Connection closed
-# by peer": even further from the cause.)
-#
-# </details>
+# gloo's `send` waits for its receiver, whatever the size. MPI hides the bug better: it copies a small message into a
+# buffer and lets the sender go on ("eager"), while a large one waits ("rendezvous"). A program with this bug passes all
+# its small tests and hangs on the first real run. First gloo with 4 bytes, then with 4 million:
 
 # %%
 # %%ranks
-import time
-from datetime import timedelta
-
 dist.barrier()  # all ranks come at the same time
-impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
-if rank != world_size - 1:  # the last rank takes another branch
-    began = time.monotonic()
-    try:
-        dist.all_reduce(torch.ones(1), group=impatient)
-    except RuntimeError as error:
-        say(f"{str(error).split('] ')[-1].splitlines()[0]} (after {time.monotonic() - began:.0f} s)")
-dist.barrier()  # only for tidy output; the ranks' main group is not affected
-
-# %% [markdown]
-# An honest error, but it does not say who is missing: rank 0 waits for a neighbour, which waits for its neighbour. To
-# **name the missing rank**, take a roll call. `monitored_barrier` is a barrier in which every rank reports to rank 0,
-# and rank 0 says who did not:
-
-# %%
-# %%ranks
-roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # the other group is broken
-if rank != world_size - 1:
-    try:
-        dist.monitored_barrier(roll_call, timeout=timedelta(seconds=wait_s / 3), wait_all_ranks=True)
-    except RuntimeError as error:
-        if rank == 0:
-            say(str(error).splitlines()[0])
-dist.barrier()
-
-# %% [markdown]
-# To **recover**, throw the broken group away and make a new one. In the old one some ranks are one collective ahead, so
-# its next answers would be mixed up. Every other group goes on as before:
-
-# %%
-# %%ranks
-dist.destroy_process_group(impatient)
-dist.destroy_process_group(roll_call)
-everybody = torch.ones(1, device=device)
-dist.all_reduce(everybody)
-say(f"here again: {everybody.item():g} of {world_size}")
-
-# %% [markdown]
-# Two warnings for GPUs. On NCCL a time-out ends the *process*, so you cannot catch it as we did here; that is why the
-# roll call uses gloo, which works beside NCCL. And a time-out tells you who *noticed*. Look for the rank that has no
-# error at all.
-#
-# ### A deadlock of good manners
-#
-# Ranks can wait forever although nobody is missing. Everybody passes a tensor to the right, and everybody is polite:
-# first send, then receive.
-#
-# ![Four ranks that all send before they receive: each send waits for a receive that never
-# starts.](../assets/02_ordered_sends.svg)
-#
-# **Predict.** With 4 bytes per message, does it pass or hang? With 4 million?
-#
-# <details><summary>Answer</summary>
-#
-# On gloo it hangs with both. Each rank gives up after half of `wait_s`.
-#
-# </details>
-
-# %%
-# %%ranks
 for length in (1, 1_000_000) if world_size > 1 else ():  # a world of one has no neighbour
     polite = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s / 2))
     mine, theirs = torch.full((length,), float(rank)), torch.empty(length)
@@ -786,12 +999,7 @@ for length in (1, 1_000_000) if world_size > 1 else ():  # a world of one has no
     dist.barrier()
 
 # %% [markdown]
-# gloo's `send` ends when the other side receives, whatever the size. So all ranks stand in their first line: a
-# [deadlock](../assets/glossary.md#deadlock).
-#
-# MPI is more treacherous. It copies a small message into a buffer and lets the sender go on ("eager"); a large one waits
-# for its receiver ("rendezvous"). A program with this bug passes all its small tests and hangs on the first real run. We
-# can ask MPI without hanging: `Isend` starts a message, and `Test` tells whether the sender could go on before anybody
+# We can ask MPI without hanging: `Isend` starts a message, and `Test` tells whether the sender could go on before anybody
 # receives. (This needs an MPI world, and prints nothing without one.)
 
 # %%
@@ -812,27 +1020,31 @@ for n_bytes in (400, 4_000, 40_000, 400_000) if comm is not None else ():
     sending.Wait()
 
 # %% [markdown]
-# ### Build C: whose turn is it?
+# ### Exercise 5: whose turn is it?
 #
-# Mend it with nothing but `dist.send` and `dist.recv`: every rank gives `mine` to the right and returns its left
-# neighbour's tensor. "Rank 0 sends first, all others receive first" ends, but then n messages travel one after the
-# other. Two rounds are enough, three if n is odd, and the check counts them. (In a world of one, return a copy.)
+# Mend the deadlock with nothing but `dist.send` and `dist.recv`: every rank gives `mine` to the right and returns its left
+# neighbour's tensor. A round is a set of messages that travel at the same time. "Rank 0 sends first, all others receive
+# first" ends, but takes n rounds. Two rounds are enough, three if n is odd, and the check counts them. (In a world of
+# one, return a copy.)
 
 
 # %%
 # %%ranks
-def pass_right(mine):
+def pass_in_rounds(mine):
     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
     raise NotImplementedError  # your turn: this was dist.send(mine, right), then dist.recv(theirs, left)
 
 
-checks.pass_right(pass_right, ranks)
+checks.pass_in_rounds(pass_in_rounds, ranks)
+
+
+# %% [markdown]
+# #### Solution 5
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution C
-def pass_right(mine):
+def pass_in_rounds(mine):
     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
     theirs = mine.clone()
     if rank % 2:  # odd ranks receive first: in the first round their left neighbours send
@@ -844,7 +1056,7 @@ def pass_right(mine):
     return theirs
 
 
-checks.pass_right(pass_right, ranks, solution=True)
+checks.pass_in_rounds(pass_in_rounds, ranks, solution=True)
 
 # %% [markdown]
 # It ends, but in each round every rank uses only one direction of its links. `exchange` uses both, and in one batch
@@ -853,73 +1065,27 @@ checks.pass_right(pass_right, ranks, solution=True)
 # [run point-to-point calls one after the other](https://github.com/pytorch/pytorch/pull/154132), so separate calls may
 # hang.
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: waiting</summary>
-#
-# 10 minutes, three of them for build C. *Say:* the rank with the error message is the honest one; look for the silent
-# one. *Usual mistakes:* raising the time-out; putting a barrier before each collective "to be safe" (it hangs just the
-# same, one line earlier); mending the order with `if rank == 0`. *When late:* only the missing rank. *Ask:* "Your job
-# printed nothing for eight minutes. What do you look at first?" (Lesson 11 answers with the flight recorder.)
-#
-# </details>
-
 # %% [markdown]
-# ## Experiment: what does a message cost? (CORE, 11 min)
+# ## Lab: the whole experiment (MORE, 8 min)
 #
-# **Why.** One formula decides how large DDP's buckets are, when a tree beats a ring, and whether a model is better
-# split within a node or across nodes. It has two numbers, and you can find both on any machine in a minute: a message
-# takes **α + bytes / β**.
+# Measure one *hop* for many sizes with gloo (on GPUs: NCCL) and with MPI where there is an MPI world. Fit α and β. Then
+# **predict** something that was not used in the fit: the ring all-reduce. All ranks take part here, also where they
+# share cores. The measurements take turns, so a slow moment hits all of them alike, and the slowest rank counts.
 #
-# ![The time of a message against its size is a straight line that starts at alpha and rises by
-# 1/beta.](../assets/02_alpha_beta.svg)
-#
-# [α](../assets/glossary.md#alpha-beta), the latency, is what even an empty message costs: waking the other side,
-# software. β, the bandwidth, is bytes per second once they flow. (Some texts write β for its inverse.)
-#
-# The plan: measure one *hop* (every rank gives to the right and takes from the left) for many sizes. Fit α and β. Then
-# **predict** something that was not used in the fit: the ring all-reduce.
+# On GPUs MPI sends what lies in the *host's* memory, the others from GPU to GPU: do not compare these two.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
-
-# %% [markdown]
-# Timings that are compared take turns, so that a slow moment of the machine meets all of them. The slowest rank counts.
+catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "ring_seconds")
 
 # %%
-# %%ranks
+# %%ranks --timeout 300
 from functools import partial
 from statistics import median
 
 import numpy as np
-from manyhands.measure.timing import median_s
 
-sizes_b = [64 * 4**k for k in range(20) if 64 * 4**k <= largest_mib * 2**20] or [64]
-
-
-def several(call, times):
-    for _ in range(times):
-        call()
-
-
-def in_turn(calls, n_bytes):
-    """{name: seconds of each sample}; small messages go ten at a time, so that the clock has something to see."""
-    times, found = 10 if n_bytes < 2**20 else 1, {name: [] for name in calls}
-    for _ in range(repeats + 1):
-        for name, call in calls.items():
-            timed = median_s(partial(several, call, times), 1, ranks, warm_up=0)
-            found[name].append(timed.slowest_s / times)
-    return {name: samples[1:] for name, samples in found.items()}  # the first round was the warm-up
-
-
-# %% [markdown]
-# One loop measures it all, so that hops and all-reduces meet the same machine: with gloo (on GPUs: NCCL), with our ring,
-# and with MPI where there is an MPI world. You will see the all-reduces only after you have predicted them.
-# On GPUs MPI sends what lies in the *host's* memory, the others from GPU to GPU: do not compare these two. A *GPU-aware* MPI
-# would take a GPU's memory, too; the course leaves that off.
-
-# %%
-# %%ranks --timeout 300
+sizes_b = messages.sizes(largest_mib)
 comm, library_name, measured_s = mpi_world(), ranks.library, {}  # the library is gloo on CPUs
 mpi_name = "MPI" if device.type == "cpu" else "MPI, host memory"
 for n_bytes in sizes_b:
@@ -935,43 +1101,31 @@ for n_bytes in sizes_b:
         part, total = np.zeros(x_N.numel(), np.float32), np.empty(x_N.numel(), np.float32)
         calls["hop", mpi_name] = partial(comm.Sendrecv, mine, right, recvbuf=theirs, source=left)
         calls["all-reduce", mpi_name] = partial(comm.Allreduce, part, total)
-    for key, samples in in_turn(calls, n_bytes).items():
+    for key, samples in messages.sample_times(calls, n_bytes, repeats, ranks).items():
         measured_s.setdefault(key, []).append(samples)
 
 # %% [markdown]
-# First the hops:
+# The fit is a least-squares line through (bytes, seconds). Each row is divided by its own time, so that all *relative*
+# errors count alike: bytes span five orders of magnitude, and plain least squares cares only about the largest.
 
 # %%
 # %%ranks
 hop_samples_s = {name: samples for (what, name), samples in measured_s.items() if what == "hop"}
 hop_s = {name: [median(samples) for samples in of_sizes] for name, of_sizes in hop_samples_s.items()}
 
-# %% [markdown]
-# The fit is a least-squares line through (bytes, seconds). One detail matters: bytes span five orders of magnitude, and
-# plain least squares cares only about the largest. Dividing each row by its own time makes all *relative* errors count
-# alike.
-
-
 # %%
 # %%ranks
-def fit(sizes_b, seconds):
-    """(alpha in s, beta in bytes/s) of the line alpha + bytes / beta, with the smallest relative errors."""
-    t = torch.tensor(seconds, dtype=torch.float64)
-    rows = torch.tensor([[1, b] for b in sizes_b], dtype=torch.float64) / t[:, None]
-    alpha, per_byte = torch.linalg.lstsq(rows, torch.ones_like(t)[:, None]).solution.flatten().tolist()
-    return max(alpha, 1e-9), 1 / max(per_byte, 1e-15)  # noise must not make them negative
-
-
-line = {name: fit(sizes_b, measured) for name, measured in hop_s.items()}
+line = {name: messages.fit(sizes_b, measured) for name, measured in hop_s.items()}
 for name, (alpha, beta) in line.items():
     if rank == 0:
-        knee = f"they weigh the same at {alpha * beta / 1e3:,.0f} kB"
+        knee = f"latency and bandwidth cost the same at {alpha * beta / 1e3:,.0f} kB"
         say(f"{name}: alpha = {1e6 * alpha:,.0f} µs, beta = {beta / 1e6:,.0f} MB/s; {knee}")
 
 # %% [markdown]
 # On a logarithmic plot α + bytes/β is flat on the left, where α rules, and has slope one on the right, where β does.
 # Between them lies the knee, at α·β bytes. Whiskers go from the fastest sample to the slowest. The lower panel shows
-# measured divided by fitted: 1 is perfect.
+# measured divided by fitted: 1 is perfect. MPI switches
+# from eager to rendezvous sends inside this range; one straight line cannot follow that, and the residual shows it.
 
 # %%
 # %%ranks
@@ -989,33 +1143,6 @@ if rank == 0:
 # A point off the line need not be the network's fault. Where ranks share cores (the start cell says how many there are),
 # a rank whose message has arrived may still wait for a core. So α is a property of network, software *and* load:
 # measure it where you will run, and more than once.
-#
-# ### Build D: predict the ring
-#
-# A hop of b bytes takes alpha + b / beta. Write the seconds of a whole ring all-reduce: how many hops does it make, and
-# how many bytes has each?
-
-
-# %%
-# %%ranks
-def ring_seconds(n_bytes, n, alpha, beta):
-    """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
-    raise NotImplementedError  # your turn
-
-
-checks.ring_seconds(ring_seconds, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def ring_seconds(n_bytes, n, alpha, beta):
-    """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
-    hops = 2 * (n - 1)  # n-1 to sum, n-1 to hand around
-    return hops * (alpha + n_bytes / n / beta)  # one chunk each
-
-
-checks.ring_seconds(ring_seconds, ranks, solution=True)
 
 # %% [markdown]
 # **Predict.** α and β come from the hop. Will the measured ring lie on your prediction, above it, or below?
@@ -1054,8 +1181,7 @@ if rank == 0 and world_size > 1:
     say(f"40 gradients of 100 kB: predicted {one_by_one:,.0f} ms one by one, {at_once:,.0f} ms in one piece")
 
 # %% [markdown]
-# The last line is why DDP does not send gradients one by one, but first collects 25 MiB of them in a *bucket*
-# ([lesson 03](03_data_parallel.ipynb)). gloo's all-reduce is a ring too; it cuts each chunk into pieces and adds one
+# gloo's all-reduce is a ring too; it cuts each chunk into pieces and adds one
 # while the next is under way.
 
 # %% [markdown]
@@ -1076,21 +1202,11 @@ if rank == 0:
     show(figure, "bandwidth", alt=f"Algorithm and bus bandwidth of {', '.join(reduce_s)} against bytes.")
 
 # %% [markdown]
-# The same medians, seen from the other side. Far to the left of the knee nearly all of the bandwidth is lost to α, and a
+# The same data as bandwidth. Far to the left of the knee nearly all of the bandwidth is lost to α, and a
 # network with a larger β would not help.
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: experiment</summary>
-#
-# 11 minutes, three of them for build D. *Say:* two numbers describe a network; below α·β bytes you pay for the message,
-# above for the bytes. *Usual mistakes:* timing without a barrier; one sample; reading α off a plot with a linear axis;
-# one α for all hops. *When late:* show the stored output, skip the fit. *Ask:* "DDP has 200 small gradients. One message
-# each, or one for all?" (That is lesson 03.)
-#
-# </details>
-
 # %% [markdown]
-# ## Other shapes, on a virtual network (MORE, 11 min)
+# ## Lab: other shapes, on a virtual network (MORE, 14 min)
 #
 # **Why.** The ring has the fewest bytes and the most hops: with 1,000 ranks 1,998 latencies in a row. Other shapes
 # trade bytes for hops. Whether that pays depends on the network, and one machine has only one. So we take a [**virtual
@@ -1300,7 +1416,7 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %% [markdown]
 # Expect two crossing lines, and above them one that never wins. The formulas for 4 ranks are dashed. The ratio below
-# them is 1, unless one of us has miscounted a hop.
+# them is 1 if both of us counted the hops correctly.
 
 # %%
 # %%ranks
@@ -1322,7 +1438,7 @@ if rank == 0:
 # %% [markdown]
 # On 4 ranks doubling wins up to 700 kB, and the hierarchical one above. The flat ring loses everywhere here: half of its
 # links are fast, but in every hop *some* rank uses a slow one, and at the next hop all others wait for it. That is why
-# real libraries look at the topology first, and switch algorithm with the size (`NCCL_ALGO` names NCCL's choices).
+# real libraries look at the topology first, and switch algorithm with the size (`NCCL_ALGO` names NCCL's choices: Ring, Tree, NVLS, CollNet, PAT).
 #
 # Where the time goes, for 1 MiB. Flat ring: six hops at the pace of the slow link. Hierarchical: two short hops and two
 # long ones.
@@ -1347,9 +1463,9 @@ for name in ("ring", "hierarchical"):
 # </details>
 
 # %% [markdown]
-# ## Exercises (MORE, 13 min)
+# ## Exercises (MORE, 19 min)
 #
-# Exercise 1 stands with the ring, exercise 4 with the zoo. These two need only the start cells.
+# Exercises 1 and 5 stand in the labs above. These three need only the start cells.
 
 # %% [markdown]
 # ### Exercise 2: pi, with one reduce
@@ -1449,81 +1565,15 @@ if rank == 0:
 # 95%, 96% and 95%: as good as constant. An efficiency that *rises* from 2 to 4 ranks hints at single measurements: the
 # differences may be noise, and the table should say so.
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: exercises</summary>
-#
-# 13 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
-# share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
-# ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 3. *Ask:* "With
-# one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)
-#
-# </details>
-
 # %% [markdown]
-# ## A bug from the zoo (CORE, 2 min)
+# ### Exercise 4: mend the suspicious ring
 #
-# This ring all-reduce was the *reference solution* of a well-known course (ours is written anew, the mistake is the
-# same). It has a ring, two phases and 2(n-1) hops, and its sums are right. **Find what is wrong with it by measuring**,
-# before you read the lines closely. You have three instruments: the sum, the number of messages, and the bytes.
+# Change as few lines as you can. (For lengths that the number of ranks divides.)
+
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
-
-# %% [markdown]
-# The suspect:
-
-
-# %%
-# %%ranks
-def suspicious_ring(x_N):
-    """Sum x_N over all ranks, in place."""
-    travelling_N = x_N.clone()
-    for _ in range(world_size - 1):  # reduce-scatter
-        arrived_N = torch.empty_like(x_N)
-        exchange(travelling_N, right, arrived_N, left)
-        x_N += arrived_N
-        travelling_N = arrived_N
-    for _ in range(world_size - 1):  # all-gather
-        arrived_N = torch.empty_like(x_N)
-        exchange(x_N, right, arrived_N, left)
-        x_N.copy_(arrived_N)
-    return x_N
-
-
-# %% [markdown]
-# And the instruments:
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-from manyhands.measure import wire
-
-for name, algorithm in {"our ring": ring_all_reduce, "suspicious": suspicious_ring}.items():
-    x_N = torch.full((100_000 * world_size,), float(rank), device=device)
-    with wire.watch() as seen:
-        algorithm(x_N)
-    if rank == 0:
-        sent = f"{seen.messages} messages, {seen.sent_bytes / 1e6:.1f} MB"
-        say(f"{name:>10}: the sum is {x_N[0].item():g}, {sent}")
-
-# %% [markdown]
-# <details><summary>What is wrong?</summary>
-#
-# It ships **whole tensors**. After the first loop every rank already holds the full sum, and the second loop hands
-# around what everybody has. It sends 2(n-1) messages of N bytes instead of N/n: **n times the bytes**. Neither the sum
-# nor the number of messages shows that; only the bytes do. For large tensors it is four times slower than it should be
-# on 4 ranks, and sixty-four times on 64.
-#
-# It happened in [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). The exercise had a test, but it
-# was called without an argument and raised a `TypeError` before it reached the solution. That is why the checks here
-# count messages and bytes, and are themselves tested with wrong answers that they must reject.
-#
-# </details>
-
-# %% [markdown]
-# ### Exercise 4: mend it (MORE, 6 min)
-#
-# Change as few lines as you can. (For lengths that the number of ranks divides.)
+catch_up(globals(), "exchange")
 
 
 # %%
@@ -1556,16 +1606,17 @@ def mended_ring(x_N):
 checks.mended_ring(mended_ring, ranks, solution=True)
 
 # %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: zoo</summary>
+# <details><summary>For the instructor: exercises</summary>
 #
-# 2 minutes. *Say:* a right sum proves little. *Usual mistakes:* reading the code first; comparing times, which depend
-# on the machine. *When late:* run the measurement and ask the room. *Ask:* "Which test of your own code would not have
-# noticed?"
+# 13 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
+# share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
+# ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 3. *Ask:* "With
+# one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)
 #
 # </details>
 
 # %% [markdown]
-# ## On the cluster
+# ## On the cluster (MORE, 1 min)
 #
 # The same file, on two nodes, inside a job:
 #
@@ -1574,42 +1625,8 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # mpiexec -n 8 --ppn 4 python scripts/02_collectives.py --largest-mib 256                    # PBS, PALS
 # ```
 #
-# **What changes on GPUs.** `join()` puts each rank on its GPU and the tensors of this lesson with it; NCCL carries
-# them. α and β are different there, so look for the knee. What the data sheets say of a current node's links, and
-# what that means for our 40 MB gradient on a flat ring of four:
-#
-# | link | per direction | 60 MB per rank take at least |
-# |---|---|---|
-# | NVLink 4, board of 4 GPUs | 150 GB/s to each of 3 peers | 0.4 ms on one ring; 0.13 ms with all three peers (450 GB/s) |
-# | InfiniBand NDR | 400 Gb/s = 50 GB/s | 1.2 ms |
-#
-# One flat ring is our model. NCCL looks at the topology, orders its rings by it, and
-# [runs several at once](https://github.com/NVIDIA/nccl/issues/43).
-#
-# **What to look for.** With large messages on NVLink 4, NCCL's ring reaches a
-# [bus bandwidth of about 370 GB/s](https://github.com/NVIDIA/nccl-tests/issues/212) of the 450, because the protocol
-# takes its share. With 8 GPUs you may see 480: there the switch adds (NVLink SHARP), and bus bandwidth is no longer what
-# is on the wire. A tenth of that means NCCL may have fallen back to TCP; `NCCL_DEBUG=INFO` says which transport it
-# chose. And set a time-out that you are willing to pay for: 10 minutes on 512 GPUs are 85 GPU hours.
-
-# %% [markdown]
-# ## Recap
-#
-# 1. A collective is a call that all ranks make; choose it by who has the data before and who needs it afterwards.
-# 2. The ring all-reduce is a reduce-scatter and an all-gather: 2(n-1) messages, 2(n-1)/n of the bytes, for any number of ranks.
-# 3. A message costs α + bytes/β; many small ones pay α, few large ones pay β.
-# 4. A rank that does not call leaves the others waiting until the time-out; look for the one without an error.
-# 5. A right sum proves little. Count the messages and the bytes.
-#
-# ## Further reading
-#
-# - Patarasuk and Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations* (2009): the ring, and why it
-#   is optimal.
-# - Thakur, Rabenseifner and Gropp, *Optimization of collective communication operations in MPICH* (2005): trees, doubling,
-#   and when.
-# - [nccl-tests, PERFORMANCE.md](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): the two bandwidths,
-#   and the bytes per rank of our table.
-# - Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step.
+# `join()` puts each rank on its GPU, and NCCL carries the messages. α and β are different there. What to expect of a
+# node's links, and what to look for, is in the [handbook](../assets/handbook/02_collectives.md).
 
 # %%
 # %%ranks

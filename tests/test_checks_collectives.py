@@ -1,9 +1,14 @@
 """The checks of lesson 02 accept the lesson's solutions and reject real mistakes with a sentence that names each."""
 
+import contextlib
+import io
+
+import pytest
 import torch
 import torch.distributed as dist
 from exercises import AnswersOfRanks
 from manyhands.checks import collectives
+from rank_pool import run_on_ranks
 
 
 def receives_while_it_sends(mine):  # right: a blocking call after one that does not block
@@ -115,7 +120,29 @@ REJECTED = {
         ("[(rank - hop - 1) % world_size].add_", "[(rank - hop) % world_size].add_", "the sum is wrong"),
         ("return x_N", "return x_N.float()", "should be float64, as what you were given, not float32"),
     ],
+    "one_hop": [
+        ("chunks[left] += arrived", "chunks[rank] += arrived", "holds numbers of rank 3's chunk 3"),
+        ("exchange(chunks[rank]", "exchange(chunks[left]",
+         "holds numbers of rank 3's chunk 2: add what has the same number"),
+        ("chunks[left] += arrived", "chunks[left].copy_(arrived)", "chunk 3 should hold the numbers of rank 3"),
+        ("chunks[left] += arrived", "chunks[left] += arrived\n    chunks[rank].zero_()", "chunk 0 has changed"),
+    ],
+    "which_chunks": [
+        ("rank - hop)", "rank + hop)", "rank - hop - 1", "rank + hop + 1",
+         "that runs the other way round: what arrives comes from the left"),
+        (" % world_size, (rank - hop - 1) % world_size", ", rank - hop - 1", "count modulo world_size"),
+        ("rank - hop)", "rank)", "rank - hop - 1", "rank - 1", "every hop has another chunk"),
+        ("(rank - hop) % world_size, (rank - hop - 1) % world_size",
+         "(rank - hop - 1) % world_size, (rank - hop) % world_size", "the first is what leaves"),
+    ],
     "pass_right": [
+        ("exchange(mine, right, theirs, left)", "dist.send(mine, right); dist.recv(theirs, left)",
+         "waited 5 s for a message that never came"),
+        ("exchange(mine, right, theirs, left)", "exchange(mine, left, theirs, right)", "it is that of rank 1"),
+        ("return theirs", "return mine.clone()", ": it is that of rank 0"),
+        ("return theirs", "return mine.copy_(theirs)", "mine was changed; leave it as it is"),
+    ],
+    "pass_in_rounds": [
         (takes_turns_by_barriers, "ranks wait for their turn: 4 messages one after the other, and 2 do"),
         ("rank % 2", "False", "waited 5 s for a message that never came"),
         ("rank % 2", "rank", "4 messages one after the other, and 2 do"),
@@ -161,7 +188,10 @@ RIGHT = {
         ("x_N.tensor_split(world_size)", "[x_N[i * -(-len(x_N) // 4) :][: -(-len(x_N) // 4)] for i in range(4)]"),
     ],
     "mended_ring": [("chunk(", "tensor_split(")],
-    "pass_right": [("rank % 2", "rank % 2 == 0"), receives_while_it_sends, meets_at_the_end],
+    "one_hop": [("chunks[left] += arrived", "chunks[left].add_(arrived)")],
+    "which_chunks": [lambda hop: [(dist.get_rank() - hop - i) % dist.get_world_size() for i in range(2)]],
+    "pass_right": [receives_while_it_sends],
+    "pass_in_rounds": [("rank % 2", "rank % 2 == 0"), receives_while_it_sends, meets_at_the_end],
     "estimate_pi": [("4 * hits.item()", "4 * hits"), ("share, seed=rank", "points=share, seed=rank + 3")],
     "speed_up": [lambda seconds: {n: torch.tensor([seconds[1] / s, seconds[1] / s / n]) for n, s in seconds.items()}],
 }
@@ -170,3 +200,72 @@ RIGHT = {
 class TestAnswers(AnswersOfRanks):
     lesson, checks, world, worlds = "02_collectives", collectives, 4, (1, 2, 3, 4)
     rejected, right, solutions, around = REJECTED, RIGHT, {"speed_up": "scaling"}, ("exchange",)
+
+
+# ------------------------------------------------------------------ pictures: names, and what a wrong chunk looks like
+
+
+def _named(**changes):
+    calls = {
+        1: lambda x: dist.broadcast(x, src=0),
+        2: lambda part, parts: dist.scatter(part, parts, src=0),
+        3: lambda x, whole: dist.gather(x, whole, dst=0),
+        4: lambda x: dist.reduce(x, dst=0),
+        5: lambda x: dist.all_reduce(x),
+        6: lambda whole, x: dist.all_gather(whole, x),
+        7: lambda part, parts: dist.reduce_scatter(part, parts),
+        8: lambda whole, parts: dist.all_to_all_single(whole, parts),
+    }
+    return calls | {int(name[1:]): call for name, call in changes.items()}
+
+
+def _printed(ranks, check, *answers):
+    """The verdicts on the answers, and what this rank printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        verdicts = [getattr(collectives, check)(globals()[answer], ranks) for answer in answers]
+    return verdicts, out.getvalue().splitlines()
+
+
+def right_names():
+    return _named()
+
+
+def swapped_names():
+    return _named(
+        _1=lambda x: dist.all_reduce(x), _3=None, _5=lambda x: dist.____(x), _7=lambda part, parts: dist.scatter(
+            part, parts if dist.get_rank() == 0 else None, src=0
+        ),
+    )  # fmt: skip
+
+
+def adds_to_the_wrong_chunk(chunks):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks[(rank + 1) % n].add_(receives_while_it_sends(chunks[rank]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_eight_right_names_are_correct_on_any_number_of_ranks(n):
+    for (verdicts,), _ in run_on_ranks(n, _printed, "pictures", "right_names"):
+        assert set(verdicts.values()) == {"correct"}
+
+
+@pytest.mark.ranks
+def test_each_blank_has_its_own_verdict_and_shows_what_the_ranks_hold_where_that_is_wrong():
+    (((verdicts,), printed), *others) = run_on_ranks(4, _printed, "pictures", "swapped_names")
+    assert all(not lines for _, lines in others)
+    wrong = {number: verdict for number, verdict in verdicts.items() if verdict != "correct"}
+    assert wrong[3] == wrong[5] == "not attempted" and wrong.keys() == {1, 3, 5, 7}
+    assert wrong[1] == "Rank 0: Picture 1: what this rank holds afterwards should be [3], not [10]."
+    assert "        ranks 0 to 3 hold: [10]✗  [10]✗  [10]✗  [10]✗" in printed
+    assert "        ranks 0 to 3 hold: [0]✗  [1]✗  [2]✗  [3]✗" in printed
+
+
+@pytest.mark.ranks
+def test_a_rung_draws_the_learners_chunks_with_the_wrong_cells_marked():
+    (_, printed), *others = run_on_ranks(3, _printed, "one_hop", "adds_to_the_wrong_chunk")
+    assert all(not lines for _, lines in others)
+    assert printed[1:] == [
+        "        chunk 0 chunk 1 chunk 2", "rank 0: 0       0+?✗    0✗", "rank 1: 1✗      1       1+?✗",
+        "rank 2: 2+?✗    2✗      2",
+    ]  # fmt: skip

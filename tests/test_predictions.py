@@ -58,6 +58,11 @@ def test_an_answer_may_be_a_text(capsys):
     assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess: it is 'ring'"]
 
 
+def test_a_fraction_is_written_as_a_person_would(capsys):
+    compare("the ring", 60.5, 2 * 99 * 40 / 100, "MB")
+    assert capsys.readouterr().out == "the ring: you said 60.5 MB, it is 79.2 MB\n"
+
+
 def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):
     compare("rank 0", 400, 3960, "MB")
     compare("messages", 6, 6)

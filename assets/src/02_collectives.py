@@ -97,6 +97,37 @@ reduce_scatter = _collective(
 )
 all_to_all = _collective("all-to-all: part k of everybody goes to rank k", _PARTS, _COLUMNS, _EVERY_PAIR)
 
+PLATE = (  # before and after, in the order of the lesson's blanks
+    ([_own(0, 3), [None], [None], [None]], [_own(0, 3)] * N),
+    ([_PARTS[0], [None], [None], [None]], [[part] for part in _PARTS[0]]),
+    (_SINGLE, [_ALL, [None], [None], [None]]),
+    (_SINGLE, [[(10, None)], [None], [None], [None]]),
+    (_SINGLE, [[(10, None)]] * N),
+    (_SINGLE, [_ALL] * N),
+    (_PARTS, [[(total, None)] for total in _SUMS]),
+    (_PARTS, _COLUMNS),
+)
+
+
+def plate():
+    """Eight pictures without names: what each of four ranks holds before and after a collective."""
+    figure, axes = card(106, 44, "before and after: which collective is it?")
+    for number, states in enumerate(PLATE, 1):
+        left, top = 2 + 25.6 * ((number - 1) % 4), 5.5 + 20 * ((number - 1) // 4)
+        write(axes, left + 1.2, top + 1, str(number), size=12, weight="bold")
+        for name, x in (("before", 4), ("after", 14.8)):
+            write(axes, left + x, top + 1, name, colour=QUIET, ha="left")
+        for rank in range(N):
+            y = top + 3 + 3.7 * rank
+            rank_box(axes, rank, left, y, width=2.8, height=3.1, label=str(rank))
+            for state, x in zip(states, (4, 14.8), strict=True):
+                for place, content in enumerate(state[rank]):
+                    if content is None:
+                        _nothing(axes, left + x + 2.4 * place, y, 2.4)
+                    else:
+                        cell(axes, left + x + 2.4 * place, y, *content, width=2.4, height=3.1)
+    return figure
+
 
 def send_recv():
     """One rank sends, one receives, the others have nothing to do with it."""
@@ -128,6 +159,7 @@ def barrier():
 
 
 FIGURES = {
+    "02_plate": plate,
     "02_broadcast": broadcast,
     "02_scatter": scatter,
     "02_gather": gather,

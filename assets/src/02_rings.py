@@ -114,7 +114,7 @@ def ordered_sends():
             arrow(axes, (x + 15.7, 12), (x + 19.3, 16.2), colour=rank_colour(rank))
     arrow(axes, (77.2, 12), (79.4, 14.6), colour=rank_colour(3), style="-")  # out on the right, in on the left
     arrow(axes, (0.6, 14), (2.8, 16.2), colour=rank_colour(3))
-    write(axes, 40, 21.8, "Line 1 ends when the neighbour is in line 2. The neighbour is in line 1.", size=10)
+    write(axes, 40, 21.8, "Each send waits for the neighbour's recv, which comes after its own send.", size=10)
     return figure
 
 

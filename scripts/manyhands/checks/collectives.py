@@ -1,23 +1,224 @@
-"""Checks of lesson 02: a ring's halves, the whole for any length, its time; ordered sends, pi by a reduce, speed-up."""
+"""Checks of lesson 02: collectives by their pictures, a ring in rungs, its time; ordered sends, pi, speed-up.
 
+The checks of the ring's rungs draw what each rank's chunks hold after the learner's code, with wrong cells marked.
+"""
+
+import functools
 import itertools
 import math
 
 import torch
 import torch.distributed as dist
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import NOT_ATTEMPTED, Wrong, exercise
 from manyhands.checks.drawn import generator, in_turn, luck, sizes
 from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor
 from manyhands.checks.trial import waits
-from manyhands.checks.witness import listed, shown
+from manyhands.checks.witness import listed, shown, unfinished
+from manyhands.launch.program import say
 from manyhands.launch.ranks import name_ranks
 from manyhands.measure import wire
 
 LENGTHS = (8, 7, 1, 0, 1000)
+_held = {}  # what this rank held after the last answer, for the picture: "cells" as texts, "wrong" as places
 
 
-@exercise("A", "reduce-scatter on the ring", in_place=True)
+def draws(what):
+    """Make a check print on rank 0 what all ranks held after the learner's code: `what` names the columns."""
+
+    def decorate(check):
+        @functools.wraps(check)
+        def and_draw(answer, ranks, **given):
+            _held.clear()
+            verdict = check(answer, ranks, **given)
+            everybody = [None] * ranks.world_size
+            dist.all_gather_object(everybody, dict(_held))
+            if ranks.rank == 0 and all(everybody):
+                say("\n".join(_grid(everybody, what)))
+            return verdict
+
+        return and_draw
+
+    return decorate
+
+
+def _grid(everybody, what):
+    """The lines of a table: a row per rank, a column per place, all in one line for one place; a wrong cell has a ✗."""
+    rows = [
+        [f"{text or '-'}{'✗' if place in held['wrong'] else ' '}" for place, text in enumerate(held["cells"])]
+        for held in everybody
+    ]
+    columns = max(map(len, rows))
+    if columns == 1:
+        return [f"        ranks 0 to {len(rows) - 1} hold: " + "  ".join(cells[0].strip() for cells in rows)]
+    width = 1 + max(len(text) for row in rows for text in [*row, f"{what} {columns - 1}"])
+    head = "".join(f"{f'{what} {place}':<{width}}" for place in range(columns))
+    lines = [f"rank {rank}: " + "".join(f"{text:<{width}}" for text in row) for rank, row in enumerate(rows)]
+    return [f"{'':<8}{head}".rstrip(), *(line.rstrip() for line in lines)]
+
+
+def _note(cells, wanted):
+    """Keep what this rank holds, as texts, and where that is not what is wanted."""
+    wrong = [place for place, (ours, right) in enumerate(zip(cells, wanted, strict=True)) if ours != right]
+    _held.update(cells=list(cells), wrong=wrong)
+
+
+def _picture(number, after, call):
+    """A check of one blank: `call(answer, x, parts)` returns what this rank holds; `after(rank, n)` what it should."""
+
+    @draws("holds")
+    @exercise(f"A{number}", f"picture {number}", in_place=True)
+    def check(answer, ranks):
+        n, rank = ranks.world_size, ranks.rank
+        x = torch.tensor([(3, 1, 4, 2)[rank % 4]], device=ranks.device)
+        parts = torch.arange(n, device=ranks.device) + 10 * rank
+        found = call(answer, x, parts, rank, n)
+        wanted = after(rank, n)
+        if wanted is None:  # the picture leaves this rank empty: what it holds is scratch space
+            _note([""], [""])
+            return
+        _note([str(found.tolist())], [str(wanted)])
+        expect_equal(found.tolist(), wanted, f"picture {number}: what this rank holds afterwards")
+
+    return check
+
+
+def _numbers(n):
+    return [(3, 1, 4, 2)[rank % 4] for rank in range(n)]
+
+
+def _scatter(answer, x, parts, rank, n):
+    part = torch.zeros_like(x)
+    answer(part, list(parts.split(1)) if rank == 0 else None)
+    return part
+
+
+def _gather(answer, x, parts, rank, n):
+    whole = [torch.zeros_like(x) for _ in range(n)] if rank == 0 else None
+    answer(x, whole)
+    return torch.cat(whole) if rank == 0 else x
+
+
+def _in_place(answer, x, parts, rank, n):
+    answer(x)
+    return x
+
+
+def _all_gather(answer, x, parts, rank, n):
+    whole = [torch.zeros_like(x) for _ in range(n)]
+    answer(whole, x)
+    return torch.cat(whole)
+
+
+def _reduce_scatter(answer, x, parts, rank, n):
+    part = torch.zeros_like(x)
+    answer(part, list(parts.split(1)))
+    return part
+
+
+def _all_to_all(answer, x, parts, rank, n):
+    whole = torch.zeros_like(parts)
+    answer(whole, parts)
+    return whole
+
+
+PICTURES = {
+    1: _picture(1, lambda rank, n: [3], _in_place),
+    2: _picture(2, lambda rank, n: [rank], _scatter),
+    3: _picture(3, lambda rank, n: _numbers(n) if rank == 0 else None, _gather),
+    4: _picture(4, lambda rank, n: [sum(_numbers(n))] if rank == 0 else None, _in_place),
+    5: _picture(5, lambda rank, n: [sum(_numbers(n))], _in_place),
+    6: _picture(6, lambda rank, n: _numbers(n), _all_gather),
+    7: _picture(7, lambda rank, n: [n * rank + 5 * n * (n - 1)], _reduce_scatter),
+    8: _picture(8, lambda rank, n: [10 * other + rank for other in range(n)], _all_to_all),
+}
+
+
+class Verdicts(dict):
+    """{number of a picture: verdict}, which a notebook does not echo, as each check has said its own already."""
+
+    def _ipython_display_(self):
+        pass
+
+
+def pictures(answer, ranks, solution=False):
+    """`answer()` returns {number of a picture: a function that makes its collective}. Returns {number: verdict}."""
+    calls = answer()
+    if unfinished(answer) and all(map(unfinished, calls.values())):
+        if ranks.rank == 0:
+            say(f"build A (eight names): {NOT_ATTEMPTED}")
+        return Verdicts.fromkeys(PICTURES, NOT_ATTEMPTED)
+    found = {number: check(calls.get(number), ranks, solution=solution) for number, check in PICTURES.items()}
+    return Verdicts(found)
+
+
+@draws("chunk")
+@exercise("B", "one hop", in_place=True)
+def one_hop(answer, ranks):
+    """`answer(chunks)` sends chunk `rank` to the right and adds what arrives to chunk `left`, in place."""
+    n, rank = ranks.world_size, ranks.rank
+    number = 2 * luck(1).randrange(2**39, 2**40) + 1
+    x_nnn = torch.zeros(n, n, n, dtype=torch.float64)  # [chunk, chunk, rank]
+    x_nnn[range(n), range(n), rank] = number
+    seen = _run_half(answer, ranks, x_nnn)
+    x_nnn /= number
+    left = (rank - 1) % n
+    if n == 1:  # the message to itself is a copy of its own chunk
+        return _note(["0"], ["0"])
+    _note_sums(x_nnn, [sorted({rank, left}) if chunk == left else [rank] for chunk in range(n)])
+    _no_foreign_chunk(x_nnn)
+    often = x_nnn.diagonal().T
+    if often[rank].sum() != 1:
+        raise Wrong(f"chunk {rank} has changed: it is what this rank sends, add what arrives to chunk {left}")
+    if often[left, left] != 1 or often[left, rank] != 1:
+        raise Wrong(f"chunk {left} should hold the numbers of rank {left} and rank {rank}, once each")
+    if (changed := (often.sum(1) != 1).nonzero().flatten().tolist()) != [left]:
+        raise Wrong(f"chunks {listed(changed)} have changed, and chunk {left} alone should")
+    _judge_messages(seen, "both chunks are right", 2, 1, n * n, 8)
+
+
+@draws("hop")
+@exercise("C1", "which chunk at which hop")
+def which_chunks(answer, ranks):
+    """`answer(hop)` is (the chunk that leaves, the chunk that arrives) on this rank at that hop, from 0."""
+    n, rank = ranks.world_size, ranks.rank
+    table = [((rank - hop) % n, (rank - hop - 1) % n) for hop in range(n - 1)]
+    found = [tuple(answer(hop)) for hop in range(n - 1)]
+    as_text = [[f"{leaves} -> {arrives}" for leaves, arrives in rows] for rows in (found, table)]
+    _note(*as_text) if n > 1 else _note([""], [""])
+    for hop, (ours, right) in enumerate(zip(found, table, strict=True)):
+        slips = {
+            "that runs the other way round: what arrives comes from the left": ((rank + hop) % n, (rank + hop + 1) % n),
+            "count modulo world_size": (rank - hop, rank - hop - 1),
+            "every hop has another chunk": (rank, left_of(rank, n)) if hop else None,
+            "the first is what leaves, the second what arrives": right[::-1],
+        }
+        expect_equal(ours, right, f"at hop {hop} (leaves, arrives)", slips)
+
+
+def left_of(rank, n):
+    return (rank - 1) % n
+
+
+def _note_sums(x_nnn, wanted):
+    """Keep for the picture whose numbers each chunk holds; `wanted`: for each chunk the ranks that it should hold."""
+    n = len(x_nnn)
+    cells = []
+    for chunk in range(n):
+        own = [str(rank) * int(x_nnn[chunk, chunk, rank].clamp(0, 9)) for rank in range(n)]
+        foreign = x_nnn[chunk].sum() != x_nnn[chunk, chunk].sum()
+        cells.append("".join(own) + "+?" * bool(foreign))
+    _note(cells, ["".join(map(str, ranks)) for ranks in wanted])
+
+
+def _no_foreign_chunk(x_nnn):
+    for chunk, other, source in x_nnn.nonzero().tolist():
+        if other != chunk:
+            raise Wrong(f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: add what has the same number")
+
+
+@draws("chunk")
+@exercise("C", "reduce-scatter on the ring", in_place=True)
 def ring_reduce_scatter(answer, ranks):
     """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
@@ -29,9 +230,8 @@ def ring_reduce_scatter(answer, ranks):
     seen = _run_half(answer, ranks, x_nnn)
     x_nnn /= number  # how often it came
     right = (rank + 1) % n
-    for chunk, other, source in x_nnn.nonzero().tolist():
-        if other != chunk:
-            raise Wrong(f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: add what has the same number")
+    _note_sums(x_nnn, [sorted((chunk + step) % n for step in range((rank - chunk) % n + 1)) for chunk in range(n)])
+    _no_foreign_chunk(x_nnn)
     often = x_nnn.diagonal().T  # [chunk, rank]: how often a chunk holds the numbers of a rank
     finished = [chunk for chunk in range(n) if (often[chunk] == 1).all()]
     if finished and right not in finished:
@@ -47,7 +247,8 @@ def ring_reduce_scatter(answer, ranks):
     _judge_messages(seen, "all chunks are right", n, 1, n * n, 8)
 
 
-@exercise("B", "all-gather on the ring", in_place=True)
+@draws("chunk")
+@exercise("D", "all-gather on the ring", in_place=True)
 def ring_all_gather(answer, ranks):
     """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
@@ -59,6 +260,8 @@ def ring_all_gather(answer, ranks):
     seen = _run_half(answer, ranks, x_n5)
     whose = {numbers[source, chunk].item(): (source, chunk) for source in range(n + 1) for chunk in range(n)}
     wrong = [chunk for chunk in range(n) if (x_n5[chunk] != numbers[n, chunk]).any()]
+    done = "".join(map(str, range(n)))
+    _note(["?" if chunk in wrong else done for chunk in range(n)], [done] * n)
     for chunk in sorted(wrong, key=lambda chunk: (x_n5[chunk] == numbers[rank, chunk]).all()):  # at last the untouched
         source, other = whose.get(x_n5[chunk, 0].item(), (None, None))
         if source is None:
@@ -128,7 +331,7 @@ def _judge_ring(answer, ranks, lengths):
             raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")
 
 
-@exercise("D", "the ring's time")
+@exercise("E", "the ring's time")
 def ring_seconds(answer, ranks=None):
     """`answer(n_bytes, n, alpha, beta)` is 2(n-1) (alpha + n_bytes / n / beta), the seconds of a ring all-reduce."""
     for n_bytes, n, alpha, beta in (
@@ -153,9 +356,19 @@ def ring_seconds(answer, ranks=None):
         expect_number(found, hops * (alpha + chunk_s), what, "seconds", slips, rel=1e-6, close=1e-15)
 
 
-@exercise("C", "ordered sends")
+@exercise("F", "everybody sends, nobody hangs")
 def pass_right(answer, ranks):
     """`answer(mine)` returns the left neighbour's tensor; all ranks call it, none waits for another's turn."""
+    _judge_pass(answer, ranks)
+
+
+@exercise(5, "ordered sends")
+def pass_in_rounds(answer, ranks):
+    """The same, for an answer with nothing but send and recv."""
+    _judge_pass(answer, ranks)
+
+
+def _judge_pass(answer, ranks):
     n, left = ranks.world_size, (ranks.rank - 1) % ranks.world_size
     runs, programs = [], []
     for shape, dtype in (((1,), torch.float32), ((5, 2), torch.int32), ((250_000,), torch.float32)):

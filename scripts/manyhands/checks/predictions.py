@@ -10,7 +10,6 @@ All ranks may call these; rank 0 prints. They send no message.
 import math
 import re
 
-from manyhands.checks.expect import told_apart
 from manyhands.checks.witness import shown
 from manyhands.launch.program import say
 from manyhands.launch.ranks import joined, wrapped
@@ -69,8 +68,7 @@ def _compared(guess, answer, unit):
         return f"a guess is a number here, not {shown(guess)}: {it_is}"
     if abs(value - answer) <= CLOSE * abs(answer):
         return f"right, {it_is}"
-    said, right = told_apart(value, float(answer))
-    return f"you said {said}{unit}, it is {right}{unit}"
+    return f"you said {_plain(value)}{unit}, {it_is}"
 
 
 def _number(guess):
@@ -86,4 +84,4 @@ def _number(guess):
 
 
 def _plain(answer):
-    return repr(answer) if isinstance(answer, str) else told_apart(float(answer), float(answer))[0]
+    return repr(answer) if isinstance(answer, str) else f"{answer:,.10g}"
