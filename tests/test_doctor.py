@@ -203,6 +203,11 @@ def disk_with(free=GIB, shm=GIB):
     return case(doctor.disk, lambda folder: SimpleNamespace(free=shm if folder == doctor.SHM else free))
 
 
+def test_a_hub_has_a_jupyterlab_so_none_is_to_be_started(monkeypatch):
+    monkeypatch.setenv("JUPYTERHUB_API_URL", "http://127.0.0.1:8081/hub/api")
+    says(case(doctor.jupyterlab, []), "warning", "make kernel, then choose Many Hands in the hub's JupyterLab")
+
+
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     says(disk_with(), "ok", "home 1.0 GiB", "outputs go to")

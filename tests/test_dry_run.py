@@ -212,6 +212,9 @@ def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_th
     flags = "--preset olmo-7b --dry-run"
     assert "it fits: " in comments(described(f"{flags} --gpu-gib 800"))
     assert "IT DOES NOT FIT: " in comments(described(f"{flags} --gpu-gib 8"))
+    assert [dry_run.fits(needed * 2**30, 40, 1).partition(":")[0] for needed in (36, 37, 40, 41)] == [
+        "it fits", "it fits, but tightly", "it fits, but tightly", "IT DOES NOT FIT"
+    ]  # fmt: skip
     monkeypatch.setattr(dry_run, "available_memory_bytes", lambda: 16 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "IT DOES NOT FIT: " in comments(described("--preset olmo-7b --dry-run"))

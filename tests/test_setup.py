@@ -56,7 +56,7 @@ def commands(monkeypatch):
     """The installs: words, or the pins of a file with hashes. Environments are real, pip is not; there is no uv."""
     given, run = [], setup_environment.run
 
-    def record(*command, may_fail=False, environ=()):
+    def record(*command, may_fail=False, environ=(), cure=None):
         words = [str(word) for word in command]
         if words[1:3] == ["-m", "venv"]:
             return run(*words)
@@ -222,6 +222,21 @@ def test_what_pip_runs_in_is_not_led_astray_by_the_users_own_settings(monkeypatc
     environ = json.loads((tmp_path / "environ").read_text())
     assert "PYTHONPATH" not in environ
     assert (environ["PIP_USER"], environ["PYTHONNOUSERSITE"]) == ("0", "1")
+
+
+def test_an_index_that_has_no_torch_is_named_with_the_cure(course, venv, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_INDEX", "https://example.org/cpu")
+    ran = setup_environment.run
+
+    def run(*command, **how):
+        return ran("false" if "--index-url" in command else "true", **how)
+
+    monkeypatch.setattr(setup_environment, "run", run)
+    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], None))
+    monkeypatch.setattr(setup_environment, "as_pip_was_told", lambda pip: {})
+    with pytest.raises(SystemExit):
+        setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
+    assert capsys.readouterr().err.startswith("torch==2.13.0 did not come from TORCH_INDEX=https://example.org/cpu")
 
 
 def test_a_command_that_fails_ends_with_its_status_in_a_sentence(capsys):

@@ -269,7 +269,9 @@ def jupyterlab(servers=None, run=ask):
     """
     python, how = next(iter(find_servers() if servers is None else servers), (None, None))
     if python is None:
-        raise warning("none is running and none is on PATH", "make lab starts one")
+        hub = "JUPYTERHUB_API_URL" in os.environ  # which has one for each user
+        cure = "make kernel, then choose Many Hands in the hub's JupyterLab" if hub else "make lab starts one"
+        raise warning("none is running and none is on PATH", cure)
     status, text = run([python, "-c", SERVER_PROBE], 60, {k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     versions = json.loads(last_line(text)) if status == 0 else {}
     lab, where = versions.get("jupyterlab"), f"{python}, {how}"

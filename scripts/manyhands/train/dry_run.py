@@ -32,6 +32,7 @@ from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.train.report import about_run
 from manyhands.train.start import corpus_of, refuse_text
 
+AIR = 0.1  # of the memory: the device's context, NCCL's buffers, gaps between tensors
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
 
@@ -127,8 +128,12 @@ def fits(needed, gpu_gib, on_node):
         room, whose = torch.cuda.get_device_properties(0).total_memory, "of a GPU here"
     else:
         room, whose = available_memory_bytes() // on_node, "that a rank finds here; --gpu-gib asks for another machine"
-    verdict = "it fits" if needed <= room else "IT DOES NOT FIT"
-    return f"{verdict}: {gib(needed)} at least, into the {gib(room)} {whose}"
+    said = f"{gib(needed)} at least, into the {gib(room)} {whose}"
+    if needed > room:
+        return f"IT DOES NOT FIT: {said}"
+    if needed > (1 - AIR) * room:
+        return f"it fits, but tightly: {said}; what libraries hold beside it takes up to {AIR:.0%}"
+    return f"it fits: {said}"
 
 
 def gib(count):
