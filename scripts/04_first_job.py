@@ -16,36 +16,30 @@
 # %% [markdown]
 # # 04 Your first job
 #
-# **30 minutes** for the sections marked CORE, 55 with those marked MORE.
+# **30 minutes** for the sections marked CORE, 62 with those marked MORE.
+#
+# On a cluster you do not start programs. **You ask for nodes, and say what to run on them.** You will do that in two
+# minutes, and then ask your job questions while it waits and runs.
 #
 # After this lesson **you can**
-# - submit a job, watch it, cancel it, and find out how it ended;
+# - submit a job, watch it, look into it, cancel it, and find out how it ended;
 # - say why a job waits, and what helps;
 # - say what each part of a job file does, and who reads it;
-# - find the first error of a failed job, and its rank;
-# - be sure that a job runs the code that your notebook shows.
+# - find the first error of a failed job, and its rank.
 #
 # **You need** no terminal habit: every command here can be run from a cell. The job trains the small GPT of lesson 03
 # ([Data parallel](03_data_parallel.ipynb)) on several [ranks](../assets/glossary.md#rank), which share one *global batch* of
-# sequences in each step. No more of that lesson is needed.
+# sequences in each step. You need no more of that lesson.
 #
 # **New here:** [job](../assets/glossary.md#job), [scheduler](../assets/glossary.md#scheduler),
 # [queue](../assets/glossary.md#queue), [login node](../assets/glossary.md#login-node),
 # [compute node](../assets/glossary.md#compute-node), [directive](../assets/glossary.md#directive),
 # [walltime](../assets/glossary.md#walltime), [exit status](../assets/glossary.md#exit-status).
-#
-# The same file is a script, which does everything but submit. On your laptop, or inside a job:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/04_first_job.py
-# mpiexec -n 4 python scripts/04_first_job.py
-# ```
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start and where a job goes 3, submit 2, terminal 1, why a job waits with build A 7, job file with
-# build B 7, your own job 3, the failed job with exercise 2 8.
+# Minutes of the CORE: start 1, submit 2, why a job waits 7, the job file 8, your own job 4, the failed job 6.
 #
 # *Before the event:* run `make jobs SITE=... ACCOUNT=... RESERVATION=...` once in the shared course, and submit the job
 # yourself from an attendee's account. A wrong account costs the whole room ten minutes. Note how long the job runs, and do the
@@ -54,12 +48,10 @@
 # Compare with what the site allows: running jobs per user, jobs per queue, nodes. If the sum does not work, let pairs submit,
 # or set the job files to one node.
 #
-# *Say:* "You do not start programs on a cluster. You ask for nodes, and say what to run on them."
-#
 # *Three usual mistakes:* submitting from a folder that is not the course's; reading the last error of a log instead of the
 # first; asking for a day "to be safe" and then waiting for a day.
 #
-# *When late:* submit (everybody), build B, exercise 2. The rest reads well alone.
+# *When late:* submit (everybody), build B, build C. The rest reads well alone.
 #
 # *Ask the room:* "Your job asks for one node and ten minutes, hundreds are ahead of it in the queue, and it starts at once.
 # How can that be?" (Overtaking.)
@@ -77,9 +69,8 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts the ranks behind this notebook: four on a laptop or a compute node, two on a login node, which is
-# enough for this lesson. A cell that begins with `%%ranks` runs on all of them. The *other* cells run once, in the notebook's
-# own process. **Submit only from those:** four ranks that each submit a job have submitted four jobs.
+# A cell that begins with `%%ranks` runs on all ranks of this notebook. The *other* cells run once, in the notebook's own
+# process. **Submit only from those:** four ranks that each submit a job have submitted four jobs.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -89,7 +80,7 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 
 # %%
 # %%ranks
-from manyhands import Metrics, catch_up, join, leave, refuse, say
+from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say
 from manyhands.checks import first_job as checks
 from manyhands.data.corpus import load_corpus
 from manyhands.launch import recorded_runs
@@ -104,49 +95,39 @@ corpus = load_corpus(ranks)
 metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 
 # %% [markdown]
-# ## Where a job goes (CORE, 2 min)
+# ## Submit first, read later (CORE, 2 min)
 #
-# **Why.** A cluster has hundreds of machines (*nodes*) and as many users. If everybody started programs wherever they liked,
-# nobody would have a GPU to themselves. So you do not start programs: **you ask for nodes, and say what to run on them.** That
-# request is a *job*.
-#
-# ![From your browser to the login node; qsub or sbatch puts the job into the queue; the scheduler starts it on two compute
-# nodes with two ranks each; all of them see the same files](../assets/04_cluster.svg)
-#
-# - The **login node** is where you arrive. JupyterLab and the terminal run there, unless your hub gave you a compute node.
-#   Everybody shares it: edit, submit, and try things that take seconds. Never train there.
-# - The **scheduler** (PBS or Slurm) keeps the **queue** of jobs and decides which one is next.
-# - **Compute nodes** have the GPUs. They are your job's for as long as it asked for: its **walltime**.
-# - The **file system** is the same everywhere. The job finds your files, and you find its output.
-#
-# Is there a scheduler where this notebook runs?
+# A job may wait, so submit it now. In a terminal, in the course's folder, you would type what this cell prints after the
+# `$`. (Without a scheduler, `bash` runs the job file here, with two ranks. What needs a queue was recorded with Slurm.)
 
 # %% tags=["active-ipynb"]
 # from manyhands.jobs.submit import scheduler, submit
 #
 # via = scheduler() or "bash" if submit_via == "auto" else submit_via
-# answers = {"slurm": "Slurm: sbatch", "pbs": "PBS: qsub", "bash": "none. Jobs run under bash, here, at once"}
-# print("scheduler:", answers[via])
-
-# %% [markdown]
-# If there is none, everything below still works: `bash` runs the job file on this machine, with two ranks. What needs a queue
-# was recorded with Slurm.
-
-# %% [markdown]
-# ## Submit first, read later (CORE, 2 min)
-#
-# A job waits. So submit it now, and read on meanwhile.
-#
-# ![A job waits (PD or Q), runs (R), tidies up (CG or E), and ends as completed, failed or over time; scancel or qdel cancels it
-# while it waits or runs](../assets/04_life_of_a_job.svg)
-#
-# In a terminal, in the course's folder, you would type what this cell prints after the `$`:
-
-# %% tags=["active-ipynb"]
 # job = submit("ddp_shakespeare", job_flags, via=via)
 
 # %% [markdown]
-# The number is your job's name from now on:
+# ![From your browser to the login node; qsub or sbatch puts the job into the queue; the scheduler starts it on two compute
+# nodes with two ranks each; all of them see the same files](../assets/04_cluster.svg)
+#
+# - The **login node** is where you arrive. Everybody shares it: edit, submit, and try things that take seconds.
+# - The **scheduler** (PBS or Slurm) keeps the **queue** of jobs and decides which one is next.
+# - **Compute nodes** have the GPUs. They are your job's for as long as it asked for: its **walltime**.
+# - The **file system** is the same everywhere. The job finds your files, and you find its output.
+#
+# **Predict.** This job asks for two nodes and starts two ranks on each. They share 12 sequences per step. How many does each
+# rank get?
+
+# %%
+# %%ranks
+guess_share = ____  # your turn: type a number
+
+# %%
+# %%ranks
+compare("sequences of each rank", guess_share, 12 // (2 * 2))
+
+# %% [markdown]
+# The number that the cell printed is your job's name from now on:
 #
 # | | PBS | Slurm | in a cell |
 # |---|---|---|---|
@@ -171,96 +152,11 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # </details>
 
 # %% [markdown]
-# ## Meanwhile, a terminal (CORE, 1 min)
-#
-# When something is stuck, the helpers will say "open a [terminal](../assets/glossary.md#terminal)". In JupyterLab that is the
-# menu *File*, *New*, *Terminal*.
-#
-# ![A terminal: the prompt says who you are, on which machine and in which folder; you type a command after the dollar sign,
-# press Enter, and its output follows](../assets/04_terminal.svg)
-#
-# | you type | it means |
-# |---|---|
-# | `cd many-hands` | go into the folder `many-hands`; `cd ..` goes up, `cd` alone goes home |
-# | `ls jobs` | list what is in the folder `jobs` |
-# | `tail -f FILE` | show the end of a file, and go on as it grows; leave with Ctrl-C |
-# | the Tab key, the up arrow | complete a name; bring the last command back |
-#
-# A cell can do the same after a `!`, if the command ends by itself. `!cd` is forgotten at once, and `!tail -f` blocks your
-# notebook: use the terminal. A cell starts in the folder `notebooks`, so the course is one up:
-
-# %% tags=["active-ipynb"]
-# !ls ../jobs
-
-# %% [markdown]
 # ## Why a job waits (CORE, 7 min)
 #
-# **Why.** "Why does my job not start?" is the question of every first day. Four numbers show it. Two nodes are free. Four jobs
-# arrive, in this order. Each wants **one** node, for 3, 2, 2 and 1 minutes.
-#
-# **Predict.** When does each of them start? Draw two lines, one per node, and fill them.
-#
-# <details><summary>Answer</summary>
-#
-# At 0, 0, 2 and 3. The first two take the nodes. At minute 2 the second job ends and the third takes its node. At minute 3 the
-# first ends, and the last one follows.
-#
-# </details>
-#
-# ### Build A: when a job starts
-#
-# A job starts as soon as both are true: as many nodes as it needs are free, and the job ahead of it has started. (Nobody is
-# overtaken.) Write `start_of(need, free_at, previous)`. `free_at` is a list with one number per node, in any order: the minute
-# from which that node is free. `previous` is the minute at which the job ahead started. A job may need several nodes.
-
-
-# %%
-# %%ranks
-def start_of(need, free_at, previous):
-    """The first minute at which a job that needs `need` nodes starts."""
-    raise NotImplementedError  # your turn
-
-
-checks.start_of(start_of, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def start_of(need, free_at, previous):
-    """The first minute at which a job that needs `need` nodes starts."""
-    enough_are_free = sorted(free_at)[need - 1]  # by then the `need` nodes that become free first are free
-    return max(enough_are_free, previous)
-
-
-checks.start_of(start_of, ranks, solution=True)
-
-
-# %% [markdown]
-# Your function, called for one job after the other, is a scheduler. Does it agree with your drawing?
-
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-def start_times(jobs, nodes):
-    """When each of the jobs [(nodes it needs, minutes)] starts, strictly in the order of submission."""
-    free_at, starts = [0] * nodes, [0]  # for each node the minute from which on it is free
-    for need, minutes in jobs:
-        start = start_of(need, free_at, starts[-1])
-        free_at.sort()
-        free_at[:need] = [start + minutes] * need  # the nodes that became free first
-        starts.append(start)
-    return starts[1:]
-
-
-by_hand = start_times([(1, 3), (1, 2), (1, 2), (1, 1)], nodes=2)
-if rank == 0:
-    say(f"start minutes: {by_hand}")
-
-# %% [markdown]
-# Real schedulers order by a *priority* instead: how long a job has waited, its size, what its project has used lately. The two
-# questions stay: **who is ahead of me, and are enough nodes free?** Here is a queue, recorded on a real Slurm. All jobs but the
-# first wait (`PD`), each for the reason in the last column:
+# "Why does my job not start?" is the question of every first day. Two things decide: **who is ahead of me, and are enough
+# nodes free?** This queue was recorded on a real Slurm. All jobs but the first wait (`PD`), each for the reason in the last
+# column:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -276,45 +172,58 @@ if rank == 0:
 # | `DependencyNeverSatisfied` | | that other job has failed |
 # | `JobHeldUser` | `H` | you put it on hold; `scontrol release`, `qrls` lets it go |
 # | `BeginTime` | `W` | you asked for a later start |
-# | `PartitionTimeLimit`, `PartitionNodeLimit` | | more than this queue ever gives: ask for less |
+# | `PartitionTimeLimit`, `PartitionNodeLimit` | | more than this queue ever gives |
 #
-# **Predict.** Which job starts next? And which ones never will, however long their owners wait?
-#
-# <details><summary>Answer</summary>
-#
-# Next is 4702. Never: 4705 (what it waits for has failed), 4706 (on hold), 4708 and 4709 (they ask for too much).
-#
-# </details>
-
-# %% [markdown]
-# ### Exercise 1: what helps? (MORE, 5 min)
-#
-# Say for six of these jobs what helps: `"wait"`, `"release"`, `"ask for less"` (change the job), or `"cancel"`.
+# **Predict.** Which job starts next?
 
 # %%
 # %%ranks
-acts = {4702: ..., 4703: ..., 4704: ..., 4705: ..., 4706: ..., 4708: ...}  # your turn
+guess_next = ____  # your turn: type its number
+
+# %%
+# %%ranks
+compare("the job that starts next", guess_next, "4702" if isinstance(guess_next, str) else 4702)
+
+# %% [markdown]
+# ### Build A: what helps?
+#
+# Say for six of these jobs what helps: `"wait"`, `"release"`, `"ask for less"`, or `"cancel"`.
+
+# %%
+# %%ranks
+acts = {
+    4702: ____,
+    4703: ____,
+    4704: ____,
+    4705: ____,
+    4706: ____,
+    4708: ____,
+}
 
 if rank == 0:
     checks.why_it_waits(acts)
 
+# %% [markdown]
+# #### Solution A
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 1
+# solution A
 acts = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
 
 if rank == 0:
     checks.why_it_waits(acts, solution=True)
 
 # %% [markdown]
-# ## The job file (CORE, 7 min)
+# ## The job file (CORE, 8 min)
 #
-# **Why.** A job runs while you are away. So one file says how much it needs, for how long, and what to do.
+# A job runs while you are away. So one file says how much it needs, for how long, and what to do.
 #
 # ![A job file has four parts: directives that the scheduler reads at submission, a block that you edit, guards that the shell
 # runs on the first compute node, and the laptop's own command, which starts the ranks](../assets/04_job_file.svg)
 #
-# The lines that begin with `#PBS` are **directives**. The scheduler reads them when you submit, *before* any shell runs:
+# The lines that begin with `#PBS` or `#SBATCH` are **directives**. The scheduler reads them when you submit, *before* any
+# shell runs, so **a directive cannot contain a variable**:
 
 # %% tags=["active-ipynb"]
 # !grep -h -e "^#PBS" -e "^#SBATCH" ../jobs/ddp_shakespeare.*
@@ -322,57 +231,48 @@ if rank == 0:
 # %% [markdown]
 # | PBS | Slurm | what you ask for |
 # |---|---|---|
-# | `-N` | `--job-name` | a name, for the queue and the output |
 # | `-l select=2:ncpus=2:mpiprocs=1` | `--nodes=2 --ntasks-per-node=1 --cpus-per-task=2` | two nodes with two cores, one process started on each |
-# | `-l place=scatter` | (always) | two *different* nodes: without it PBS may take one machine twice |
 # | `-l walltime=00:10:00` | `--time=00:10:00` | ten minutes. Then the scheduler ends the job, finished or not |
-# | `-j oe`, `-k doe` | `--output=%x.o%j` | errors and output in one file, written *while the job runs*; without `-k doe` PBS brings it at the end |
+# | `-j oe`, `-k doe` | `--output=%x.o%j` | errors and output in one file, written while the job runs |
 # | `-A`, `-q` | `--account`, `--partition` or `--qos` | who pays, and which queue |
-# | `ngpus=4` in `select` | `--gpus-per-node=4` | GPUs, on request: `make jobs SITE=generic GPUS=4` |
-# | `place=scatter:excl` | `--exclusive` | nobody else on your nodes: for timings |
+# | `ngpus=4` in `select` | `--gpus-per-node=4` | GPUs |
 #
-# As no shell has run yet, **a directive cannot contain a variable.** `make jobs SITE=polaris ACCOUNT=MyProject` writes your site's
-# lines into the file, once. A blank makes a directive a comment, and nobody tells you: `# SBATCH`.
+# `make jobs SITE=polaris ACCOUNT=MyProject` writes your site's lines into the file, once. A blank makes a directive a
+# comment, and nobody tells you: `# SBATCH`. [The handbook](../assets/handbook/04_first_job.md) explains each line of the
+# file, and what comes before the command elsewhere: modules, containers, scratch disks.
 #
-# Then comes a block for you to edit (`${NAME:-value}` is the variable NAME if it is set, else `value`), and then the guards and the
-# command. The key lines:
-
-# %% tags=["active-ipynb"]
-# !grep -nE "^NPROC|^cd |^trap 'echo|source .*act|pairs check|^python" ../jobs/ddp_shakespeare.pbs
-
-# %% [markdown]
-# 1. `NPROC_PER_NODE`: ranks per node, one for each GPU.
-# 2. `cd`: a PBS job starts in your home folder. This line goes to where you submitted.
-# 3. `trap`: when the job ends, its [exit status](../assets/glossary.md#exit-status) goes into a file.
-# 4. `source`: this course's Python. If it is missing, the job stops here, and not an hour later under another Python.
-# 5. `pairs check`: the job runs the lesson's script, not its notebook. If they differ, it stops. (`submit` in a cell syncs them
-#    first; in a terminal, `make sync` does.)
-# 6. `scripts/launch.py`: starts one `torch.distributed.run` per node, which starts that node's ranks.
+# The last line of the file is the laptop's own command, `python scripts/launch.py`. On two nodes it runs one torchrun on each
+# of them, and each torchrun starts its node's ranks. Without it you would write:
 #
-# **Predict.** How many ranks does this job start, and how many of lesson 03's 12 sequences does each get per step?
-#
-# <details><summary>Answer</summary>
-#
-# 2 nodes times `NPROC_PER_NODE=2`: 4 ranks, with 12 / 4 = 3 sequences each. On two nodes with four GPUs each there are 8 ranks.
-# 12 do not split over 8, so the lesson takes 16, the next multiple of 8: 2 each.
-#
-# </details>
+# ```bash
+# HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# srun --ntasks-per-node 1 python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
+#   --rdzv-backend c10d --rdzv-endpoint "$HOST:29500" --rdzv-id "$SLURM_JOB_ID" scripts/03_data_parallel.py
+# ```
 #
 # ### Build B: twice the nodes, the same global batch
 #
-# `sbatch --nodes=4 jobs/ddp_shakespeare.slurm --global-batch 24`, and four nodes share 24 sequences per step. Write the `range` of
-# sequences that one rank takes. Ranks are numbered node by node, and rank 0 takes the first ones. If the batch does not split
-# evenly, raise a `ValueError` that names the batch and the number of ranks: better now than in an hour.
+# `sbatch --nodes=4 jobs/ddp_shakespeare.slurm --global-batch 24`: now four nodes share 24 sequences per step. Which ones does
+# one rank take? Ranks are numbered node by node, and rank 0 takes the first ones. A batch that does not split is refused,
+# with the numbers: better now than in an hour.
 
 
 # %%
 # %%ranks
 def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
     """The range of sequences of this rank: number `local_rank` of those on node `node`."""
-    raise NotImplementedError  # your turn
+    n = ____  # ranks in all
+    if global_batch % n:
+        raise ValueError(f"{global_batch} sequences do not split over {n} ranks; use a multiple of {n}")
+    share = global_batch // n
+    rank = ____
+    return range(____, ____)
 
 
 checks.my_sequences(my_sequences, ranks)
+
+# %% [markdown]
+# #### Solution B
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -384,7 +284,7 @@ def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
     if global_batch % n:
         raise ValueError(f"{global_batch} sequences do not split over {n} ranks; use a multiple of {n}")
     share = global_batch // n
-    rank = node * ranks_per_node + local_rank  # not local_rank: that one counts anew on each node
+    rank = node * ranks_per_node + local_rank  # not local_rank: that one starts from 0 on each node
     return range(rank * share, (rank + 1) * share)
 
 
@@ -429,12 +329,14 @@ apart = (mean_P - gradient(range(global_batch))).abs().max().item()
 say(f"node {node}, local rank {local_rank}: sequences {mine.start} to {mine.stop - 1}")
 if rank == 0:
     say(f"gradient of all shares = gradient of one process, to 1e-10: {apart < 1e-10}")
+metrics.exact(sequences=[mine.start, mine.stop])
+metrics.close(gradient_norm=mean_P.norm())
 
 # %% [markdown]
-# ## Back to your job (CORE, 3 min)
+# ## Ask your job (CORE, 4 min)
 #
-# If yours still waits, look at the same job as we recorded it on two nodes. Read the first lines of *every* job: they say who is
-# here. A job that says "1 rank" n times is n separate trainings, and still ends well.
+# Read the first lines of *every* job: they say who is here. A job that says "1 rank" n times is n separate trainings, and
+# still ends well. This is the same job as we recorded it on two nodes:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -445,21 +347,23 @@ if rank == 0:
     say("on {hardware}".format(**run["conditions"]))
 
 # %% [markdown]
-# And yours? Each line is a change; while it waits, the reason stands there.
+# And yours? Each state change adds a line; while the job is pending, the line shows the reason.
 
 # %% tags=["active-ipynb"]
 # state = job.watch(wait_s)
 
 # %% [markdown]
-# With a scheduler, its output lies where you submitted: `ddp_shakespeare.o` and the number. `tail` shows the end of it, `grep` the
-# lines with a word. Its numbers lie in `outputs/<lesson>/<date and time>...`, in `metrics.json`:
+# With a scheduler, the output lies where you submitted: `ddp_shakespeare.o` and the number. `tail` shows its end, `grep` the
+# lines with a word. The numbers lie in `outputs/<lesson>/latest/metrics.json`:
 
 # %% tags=["active-ipynb"]
+# job.tail(2)
+# job.grep("____")  # your turn: which word finds the line that says who is here?
+
+# %% jupyter={"source_hidden": true} tags=["active-ipynb"]
 # from manyhands.launch import recorded_runs
 #
-# job.tail(2)
-# job.grep("launcher")
-# assert state != "failed", "the job failed; job.tail(20) shows the end of its output, exercise 2 how to read it"
+# assert state != "failed", "the job failed; job.tail(20) shows the end of its output, build C how to read it"
 # theirs = recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"]
 # for name, found in {"my job": job.metrics("03_data_parallel"), "recorded": theirs}.items():
 #     if found is None:
@@ -469,8 +373,13 @@ if rank == 0:
 #         print(f"{name:>9}: ranks {found['world_size']}, corpus {found['corpus']['name']}, first losses {first}")
 
 # %% [markdown]
-# With the same corpus and global batch the losses agree to six digits or so: more ranks change *who* computes a sequence, not what
-# is computed. The last digits may differ, as a floating-point sum depends on its order.
+# With the same corpus and global batch the losses agree to about six digits: more ranks change *who* computes a sequence, not
+# what is computed.
+#
+# | while it runs | PBS | Slurm |
+# |---|---|---|
+# | look into it | `ssh` to a node that `qstat -f` names, then `nvidia-smi` or `top` | `srun --jobid 4711 --overlap nvidia-smi` |
+# | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `salloc --nodes 1 --time 00:30:00` |
 #
 # **After the end.** The job soon vanishes from `squeue` and `qstat`. Ask the history, if your site keeps one:
 #
@@ -482,8 +391,19 @@ if rank == 0:
 # That file comes from the `trap` in our job file: 0 is good, and above 128 it is 128 plus a signal (137: SIGKILL, often for want of
 # memory). No file: the job was killed before it could write one. `job.state()` asks in the same order.
 #
-# Cancel what you no longer need: it keeps others waiting. The next cell submits a job and cancels it at once. It does so only after
-# your first job has ended, because some queues take one job per user at a time:
+# **Predict.** A job that used too much memory was killed by SIGKILL, which is signal 9. What is its exit status?
+
+# %%
+# %%ranks
+guess_status = ____  # your turn: type a number
+
+# %%
+# %%ranks
+compare("the exit status after SIGKILL", guess_status, 128 + 9)
+
+# %% [markdown]
+# Cancel what you no longer need: it keeps others waiting. This cell submits a job and cancels it at once, if your first one has
+# ended (some queues take one job per user):
 
 # %% tags=["active-ipynb"]
 # if job.ended():
@@ -494,53 +414,40 @@ if rank == 0:
 #     print("your first job has not ended: run this cell again when it has")
 
 # %% [markdown]
-# ## When a job fails (CORE, 8 min)
+# ## When a job fails (CORE, 6 min)
 #
 # Somebody added a line to lesson 03: "print what each rank learns from". On a laptop with two ranks it worked. As a job on two
-# nodes with two ranks each it failed.
-#
-# ### Exercise 2: find the first error, and its rank
-#
-# Beside the job's own file there is one per node (`SRUN_FLAGS="--output=%x.o%j.%N" sbatch ...`). Everybody looks at the end of the
-# first one:
+# nodes with two ranks each it failed. There are three logs: the job's own, and one per node. Everybody looks at the end of one:
 
-# %% tags=["nbval-check-output"]
-# %%ranks
-log, node1, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node1", ".node2"))
-if rank == 0:
-    say("$ tail -n 1 ddp_shakespeare.o4712.node1")
-    say(node1[-1])
+# %% tags=["active-ipynb"]
+# !tail -n 1 ../assets/recorded/04_failed.node1.out
 
 # %% [markdown]
 # *Cancelled*? Nobody cancelled anything. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
-# their connection and fail too, and the launcher stops the rest. So look for the beginning, in all files and under several names:
+# their connection and fail too, and the launcher stops the rest. So look for the beginning, in all files.
+#
+# ### Build C: find the first error, and its rank
+#
+# Search the three logs for words that errors use. (Try several: not every program says "Error".) Which rank failed *first*, and
+# with which error? An error that speaks of a *connection* or a *peer* is an echo: another rank had gone before.
 
-# %% tags=["nbval-check-output"]
-# %%ranks
-import re
-
-named = [line for line in log + node1 + node2 if re.search("error:|killed|out of memory|cancelled", line, re.I)]
-if rank == 0:
-    say('$ grep -hiE "error:|killed|out of memory|cancelled" ddp_shakespeare.o4712*')
-    for line in named:
-        line = re.sub(r"\[/\S+\] ", "", line)  # a place in PyTorch's own source: not ours
-        say(line.partition(". ")[0])
-
-# %% [markdown]
-# They stand in the order of the files, not of time. Which rank failed *first*, and with which error? An error that speaks of a
-# *connection* or a *peer* is an echo: another rank had gone before.
+# %% tags=["active-ipynb"]
+# !grep -hi "____" ../assets/recorded/04_failed*.out
 
 # %%
 # %%ranks
-first_rank = ...  # your turn: a number
-first_error = ...  # and a name such as "ValueError"
+first_rank = ____  # your turn: a number
+first_error = ____  # and a name such as "ValueError"
 
 if rank == 0:
     checks.first_error((first_rank, first_error))
 
+# %% [markdown]
+# #### Solution C
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 2
+# solution C
 first_rank = 3  # not 1: that is its local rank, its number on node2
 first_error = "IndexError"
 
@@ -548,22 +455,114 @@ if rank == 0:
     checks.first_error((first_rank, first_error), solution=True)
 
 # %% [markdown]
-# What that rank said is the reason. And our launcher agrees, in the last line of the job's own file. (`torchrun` by itself says so
-# under "Root Cause".)
+# <details><summary>What happened?</summary>
+#
+# `x_bT` is this rank's *own share* of the batch: 3 sequences, numbers 0 to 2. Indexed by the rank it works for ranks 0, 1 and
+# 2. With two ranks on the laptop each share had 6 sequences. **A program that runs on two ranks has been tested on two ranks.**
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
 if rank == 0:
-    say("\n".join(line for line in node2 if line.startswith("[rank3]")))
-    say(log[-1])
+    log, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node2"))
+    say("\n".join([*(line for line in node2 if line.startswith("[rank3]")), log[-1]]))
 
 # %% [markdown]
-# `x_bT` is this rank's *own share* of the batch: 3 sequences, numbers 0 to 2. Indexed by the rank it works for ranks 0, 1 and 2.
-# With two ranks on the laptop each share had 6 sequences. **A program that runs on two ranks has been tested on two ranks.**
+# Our launcher agrees, in the last line of the job's own log. (`torchrun` by itself says so under "Root Cause".) On GPUs there
+# may be no echo: with NCCL the other ranks often wait in their collective until a time-out ends them, after ten minutes unless
+# the program [says otherwise](https://docs.pytorch.org/docs/stable/distributed.html). A job that hangs may have an error far up
+# in its log.
+
+# %% [markdown]
+# ## A terminal (MORE, 1 min)
 #
-# On GPUs there may be no echo: with NCCL the ranks that are left often wait in their collective until a time-out ends them, after ten
-# minutes unless the program [says otherwise](https://docs.pytorch.org/docs/stable/distributed.html). A job that hangs may have an
-# error far up in its log.
+# When something is stuck, the helpers will say "open a [terminal](../assets/glossary.md#terminal)". In JupyterLab that is the
+# menu *File*, *New*, *Terminal*.
+#
+# ![A terminal: the prompt says who you are, on which machine and in which folder; you type a command after the dollar sign,
+# press Enter, and its output follows](../assets/04_terminal.svg)
+#
+# | you type | it means |
+# |---|---|
+# | `cd many-hands` | go into the folder `many-hands`; `cd ..` goes up, `cd` alone goes home |
+# | `ls jobs` | list what is in the folder `jobs` |
+# | `tail -f FILE` | show the end of a file, and go on as it grows; leave with Ctrl-C |
+# | the Tab key, the up arrow | complete a name; bring the last command back |
+#
+# A cell can do the same after a `!`, if the command ends by itself. `!cd` is forgotten at once, and `!tail -f` blocks your
+# notebook: use the terminal. A cell starts in the folder `notebooks`, so the course is one up:
+
+# %% tags=["active-ipynb"]
+# !ls ../jobs
+
+# %% [markdown]
+# ## A queue by hand (MORE, 8 min)
+#
+# Two nodes are free. Four jobs arrive, in this order. Each wants **one** node, for 3, 2, 2 and 1 minutes.
+#
+# **Predict.** When does each of them start? Draw two lines, one per node, and fill them.
+#
+# <details><summary>Answer</summary>
+#
+# At 0, 0, 2 and 3. The first two take the nodes. At minute 2 the second job ends and the third takes its node. At minute 3 the
+# first ends, and the last one follows.
+#
+# </details>
+#
+# ### Exercise 1: when a job starts
+#
+# A job starts as soon as both are true: as many nodes as it needs are free, and the job ahead of it has started. (Nobody is
+# overtaken.) Write `start_of(need, free_at, previous)`. `free_at` is a list with one number per node, in any order: the minute
+# from which that node is free. `previous` is the minute at which the job ahead started. A job may need several nodes.
+
+
+# %%
+# %%ranks
+def start_of(need, free_at, previous):
+    """The first minute at which a job that needs `need` nodes starts."""
+    raise NotImplementedError  # your turn
+
+
+checks.start_of(start_of, ranks)
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution 1
+def start_of(need, free_at, previous):
+    """The first minute at which a job that needs `need` nodes starts."""
+    enough_are_free = sorted(free_at)[need - 1]  # by then the `need` nodes that become free first are free
+    return max(enough_are_free, previous)
+
+
+checks.start_of(start_of, ranks, solution=True)
+
+
+# %% [markdown]
+# Your function, called for one job after the other, is a scheduler. Does it agree with your drawing?
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+def start_times(jobs, nodes):
+    """When each of the jobs [(nodes it needs, minutes)] starts, strictly in the order of submission."""
+    free_at, starts = [0] * nodes, [0]  # for each node the minute from which on it is free
+    for need, minutes in jobs:
+        start = start_of(need, free_at, starts[-1])
+        free_at.sort()
+        free_at[:need] = [start + minutes] * need  # the nodes that became free first
+        starts.append(start)
+    return starts[1:]
+
+
+by_hand = start_times([(1, 3), (1, 2), (1, 2), (1, 1)], nodes=2)
+if rank == 0:
+    say(f"start minutes: {by_hand}")
+metrics.exact(by_hand=by_hand)
+
+# %% [markdown]
+# Real schedulers order by a *priority* instead: how long a job has waited, its size, what its project has used lately.
 
 # %% [markdown]
 # ## How long to ask for (MORE, 5 min)
@@ -633,6 +632,9 @@ single_ms = [1000 * (measured_s[step] - measured_s[step - 1]) for step in range(
 if rank == 0:
     say(f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}")
     say(f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms")
+metrics.exact(losses=losses)
+metrics.close(final_loss=losses[-1])
+metrics.measured(step_s=step_s, predicted_over_measured=1 / ratio)
 
 # %% [markdown]
 # So ask for more than the line says, but not for a day:
@@ -746,6 +748,7 @@ if rank == 0:
         say(f"{way:<34}" + "".join(f"  {job} minute {m} + {s:.1f} s" for job, m, s in jobs))
     latest = max(second for seconds in late_s.values() for second in seconds)
     say("at most {:.1f} s late; on {hardware}".format(latest, **queue["conditions"]))
+metrics.exact(queue=predicted)
 
 # %% [markdown]
 # **How that was made.** We told this Slurm to look at its queue every two seconds (`sched_interval`, `bf_interval`), and a script
@@ -797,7 +800,7 @@ if rank == 0:
 #     return notebook.stat().st_mtime > script.stat().st_mtime      # saved later, so it must be newer
 # ```
 #
-# ### Exercise 3: a guard that tells the truth
+# ### Exercise 2: a guard that tells the truth
 #
 # That guard is wrong in both directions. It stops jobs whose notebook was only *saved* again. And after `git clone` or a copy, all
 # files carry the time of the copy, in any order, so it lets yesterday's code run. Write `stale(notebook, script)`, given two
@@ -817,7 +820,7 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 3
+# solution 2
 def stale(notebook, script):
     """Whether a job that runs `script` would run something else than `notebook` shows."""
     ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
@@ -854,12 +857,21 @@ if rank == 0:
 # %% [markdown]
 # ## Recap
 #
-# 1. You ask for nodes, and the scheduler starts the job. Login nodes are for editing and submitting.
-# 2. A job file: directives for the scheduler, a block for you, guards, and the laptop's own command.
-# 3. `qsub` or `sbatch`, `qstat` or `squeue`, `qdel` or `scancel`; afterwards `qstat -xf` or `sacct -j`.
-# 4. A job waits because others are ahead or nodes are busy. A short walltime finds a gap.
-# 5. Read the first error, not the last. And know which code the job ran.
-#
+# The card to take home:
+
+# %%
+# %%ranks
+card(
+    "You ask for nodes, and the scheduler starts the job. Login nodes are for editing and submitting.",
+    "A job file: directives for the scheduler, a block for you, guards, and the laptop's own command.",
+    "A job waits because others are ahead or nodes are busy. A short walltime finds a gap.",
+    "Ask a running job: watch, tail, grep; afterwards sacct or qstat -xf.",
+    "Read the first error, not the last.",
+    figure="the four parts of a job file",
+    command="sbatch jobs/ddp_shakespeare.slurm   (or: qsub jobs/ddp_shakespeare.pbs)",
+)
+
+# %% [markdown]
 # ## Further reading
 #
 # - Slurm's [quick start](https://slurm.schedmd.com/quickstart.html), and its
@@ -873,9 +885,6 @@ if rank == 0:
 
 # %%
 # %%ranks
-metrics.exact(by_hand=by_hand, queue=predicted, losses=losses, sequences=[mine.start, mine.stop])
-metrics.close(gradient_norm=mean_P.norm(), final_loss=losses[-1])
-metrics.measured(step_s=step_s, predicted_over_measured=1 / ratio)
 metrics.write()
 leave()
 

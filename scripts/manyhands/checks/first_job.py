@@ -34,7 +34,7 @@ QUEUES = (  # nodes needed, from when each node is free, when the job ahead star
 )  # fmt: skip
 
 
-@exercise("A", "when a job starts")
+@exercise(1, "when a job starts")
 def start_of(answer, ranks=None):
     """`answer(need, free_at, previous)`: when a job starts that needs so many nodes, if nobody is overtaken."""
     draw = luck(1)
@@ -90,7 +90,7 @@ def _judge_share(answer, global_batch, nodes, per_node, node, local):
     expect_equal(share, range(rank * each, (rank + 1) * each), what, slips)
 
 
-@exercise(1, "what helps")
+@exercise("A", "what helps")
 def why_it_waits(answer, ranks=None):
     """`answer` is {job: act} for the jobs in PENDING, each act one of ACTS."""
     if any(act is None or act is ... for act in answer.values()):
@@ -104,7 +104,7 @@ def why_it_waits(answer, ranks=None):
             raise Wrong(f"{job}: {answer[job]!r} does not help. {why}")
 
 
-@exercise(2, "the first error")
+@exercise("C", "the first error")
 def first_error(answer, ranks=None):
     """`answer` is (rank, name of the exception) that failed first in the recorded log."""
     if any(one is None or one is ... for one in answer):
@@ -124,7 +124,7 @@ def first_error(answer, ranks=None):
         raise Wrong(f"rank {rank} did not raise the {FAILED_ERROR}: look at the label in front of that line")
 
 
-@exercise(3, "yesterday's code")
+@exercise(2, "yesterday's code")
 def yesterdays_code(answer, ranks=None):
     """`answer(notebook, script)`, two paths of a pair: True if a job would not run what the notebook shows."""
     with tempfile.TemporaryDirectory() as folder:
