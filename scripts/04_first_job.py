@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 04 Your first job
 #
-# **30 minutes** for the sections marked CORE, 62 with those marked MORE.
+# **30 minutes** for the sections marked CORE, 60 with those marked MORE.
 #
 # On a cluster you do not start programs. **You ask for nodes, and say what to run on them.** You will do that in two
 # minutes, and then ask your job questions while it waits and runs.
@@ -113,7 +113,7 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # - The **login node** is where you arrive. Everybody shares it: edit, submit, and try things that take seconds.
 # - The **scheduler** (PBS or Slurm) keeps the **queue** of jobs and decides which one is next.
 # - **Compute nodes** have the GPUs. They are your job's for as long as it asked for: its **walltime**.
-# - The **file system** is the same everywhere. The job finds your files, and you find its output.
+# - The **file system** is the same on all of them.
 #
 # **Predict.** This job asks for two nodes and starts two ranks on each. They share 12 sequences per step. How many does each
 # rank get?
@@ -171,7 +171,6 @@ if rank == 0:
 # | `Dependency` | `H` | waits for another job of yours to end |
 # | `DependencyNeverSatisfied` | | that other job has failed |
 # | `JobHeldUser` | `H` | you put it on hold; `scontrol release`, `qrls` lets it go |
-# | `BeginTime` | `W` | you asked for a later start |
 # | `PartitionTimeLimit`, `PartitionNodeLimit` | | more than this queue ever gives |
 #
 # **Predict.** Which job starts next?
@@ -237,9 +236,9 @@ if rank == 0:
 # | `-A`, `-q` | `--account`, `--partition` or `--qos` | who pays, and which queue |
 # | `ngpus=4` in `select` | `--gpus-per-node=4` | GPUs |
 #
-# `make jobs SITE=polaris ACCOUNT=MyProject` writes your site's lines into the file, once. A blank makes a directive a
-# comment, and nobody tells you: `# SBATCH`. [The handbook](../assets/handbook/04_first_job.md) explains each line of the
-# file, and what comes before the command elsewhere: modules, containers, scratch disks.
+# `make jobs SITE=polaris ACCOUNT=MyProject` writes your site's lines into the file, once. With a blank, `# SBATCH`, a
+# directive is a comment, and nobody tells you. [The handbook](../assets/handbook/04_first_job.md) explains every line, and
+# modules, containers and scratch disks.
 #
 # The last line of the file is the laptop's own command, `python scripts/launch.py`. On two nodes it runs one torchrun on each
 # of them, and each torchrun starts its node's ranks. Without it you would write:
@@ -381,15 +380,9 @@ if rank == 0:
 # | look into it | `ssh` to a node that `qstat -f` names, then `nvidia-smi` or `top` | `srun --jobid 4711 --overlap nvidia-smi` |
 # | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `salloc --nodes 1 --time 00:30:00` |
 #
-# **After the end.** The job soon vanishes from `squeue` and `qstat`. Ask the history, if your site keeps one:
-#
-# | | PBS | Slurm |
-# |---|---|---|
-# | how did it end? | `qstat -xf 4711`, the line `Exit_status` | `sacct -j 4711 -o State,ExitCode,Elapsed` |
-# | and without a history? | `cat outputs/jobs/ddp_shakespeare.4711.status` | the same |
-#
-# That file comes from the `trap` in our job file: 0 is good, and above 128 it is 128 plus a signal (137: SIGKILL, often for want of
-# memory). No file: the job was killed before it could write one. `job.state()` asks in the same order.
+# **After the end** the job soon vanishes from `squeue` and `qstat`. Ask the history, `sacct -j 4711 -o State,ExitCode,Elapsed`
+# or `qstat -xf 4711`, or read `outputs/jobs/ddp_shakespeare.4711.status`, which our job file writes: 0 is good, and above
+# 128 it is 128 plus a signal.
 #
 # **Predict.** A job that used too much memory was killed by SIGKILL, which is signal 9. What is its exit status?
 
