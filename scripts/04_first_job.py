@@ -27,9 +27,8 @@
 # - say what each part of a job file does, and who reads it;
 # - find the first error of a failed job, and its rank.
 #
-# **You need** no terminal habit: every command here can be run from a cell. The job trains the small GPT of lesson 03
-# ([Data parallel](03_data_parallel.ipynb)) on several [ranks](../assets/glossary.md#rank), which share one *global batch* of
-# sequences in each step. You need no more of that lesson.
+# **You need** no terminal habit: every command here can be run from a cell. The job trains the small GPT of
+# [lesson 03](03_data_parallel.ipynb) on several [ranks](../assets/glossary.md#rank), which share one *global batch*.
 #
 # **New here:** [job](../assets/glossary.md#job), [scheduler](../assets/glossary.md#scheduler),
 # [queue](../assets/glossary.md#queue), [login node](../assets/glossary.md#login-node),
@@ -154,7 +153,7 @@ compare("sequences of each rank", guess_share, 12 // (2 * 2))
 # %% [markdown]
 # ## Why a job waits (CORE, 7 min)
 #
-# "Why does my job not start?" is the question of every first day. Two things decide: **who is ahead of me, and are enough
+# Two things decide when your job starts: **who is ahead of me, and are enough
 # nodes free?** This queue was recorded on a real Slurm. All jobs but the first wait (`PD`), each for the reason in the last
 # column:
 
@@ -181,7 +180,7 @@ guess_next = ____  # your turn: type its number
 
 # %%
 # %%ranks
-compare("the job that starts next", guess_next, "4702" if isinstance(guess_next, str) else 4702)
+compare("the job that starts next", guess_next, "4702")
 
 # %% [markdown]
 # ### Build A: what helps?
@@ -216,7 +215,7 @@ if rank == 0:
 # %% [markdown]
 # ## The job file (CORE, 8 min)
 #
-# A job runs while you are away. So one file says how much it needs, for how long, and what to do.
+# One file says how much a job needs, for how long, and what to do.
 #
 # ![A job file has four parts: directives that the scheduler reads at submission, a block that you edit, guards that the shell
 # runs on the first compute node, and the laptop's own command, which starts the ranks](../assets/04_job_file.svg)
@@ -252,8 +251,7 @@ if rank == 0:
 # ### Build B: twice the nodes, the same global batch
 #
 # `sbatch --nodes=4 jobs/ddp_shakespeare.slurm --global-batch 24`: now four nodes share 24 sequences per step. Which ones does
-# one rank take? Ranks are numbered node by node, and rank 0 takes the first ones. A batch that does not split is refused,
-# with the numbers: better now than in an hour.
+# one rank take? Ranks are numbered node by node, and rank 0 takes the first ones.
 
 
 # %%
@@ -334,8 +332,8 @@ metrics.close(gradient_norm=mean_P.norm())
 # %% [markdown]
 # ## Ask your job (CORE, 4 min)
 #
-# Read the first lines of *every* job: they say who is here. A job that says "1 rank" n times is n separate trainings, and
-# still ends well. This is the same job as we recorded it on two nodes:
+# Read the first lines of *every* job: they say who is here ("1 rank" n times is n separate trainings). This is the same job as
+# we recorded it on two nodes:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -372,8 +370,7 @@ if rank == 0:
 #         print(f"{name:>9}: ranks {found['world_size']}, corpus {found['corpus']['name']}, first losses {first}")
 
 # %% [markdown]
-# With the same corpus and global batch the losses agree to about six digits: more ranks change *who* computes a sequence, not
-# what is computed.
+# With the same corpus and global batch the losses agree to about six digits.
 #
 # | while it runs | PBS | Slurm |
 # |---|---|---|
@@ -409,20 +406,20 @@ compare("the exit status after SIGKILL", guess_status, 128 + 9)
 # %% [markdown]
 # ## When a job fails (CORE, 6 min)
 #
-# Somebody added a line to lesson 03: "print what each rank learns from". On a laptop with two ranks it worked. As a job on two
-# nodes with two ranks each it failed. There are three logs: the job's own, and one per node. Everybody looks at the end of one:
+# Somebody added a line to lesson 03: "print what each rank learns from". It worked on a laptop with two ranks and failed on two
+# nodes with two ranks each. There are three logs: the job's own, and one per node. Everybody looks at the end of one:
 
 # %% tags=["active-ipynb"]
 # !tail -n 1 ../assets/recorded/04_failed.node1.out
 
 # %% [markdown]
 # *Cancelled*? Nobody cancelled anything. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
-# their connection and fail too, and the launcher stops the rest. So look for the beginning, in all files.
+# their connection, and the launcher stops the rest. Look for the beginning, in all files.
 #
 # ### Build C: find the first error, and its rank
 #
-# Search the three logs for words that errors use. (Try several: not every program says "Error".) Which rank failed *first*, and
-# with which error? An error that speaks of a *connection* or a *peer* is an echo: another rank had gone before.
+# Search the three logs for words that errors use; try several. Which rank failed *first*, and with which error? One that
+# speaks of a *connection* or a *peer* is an echo.
 
 # %% tags=["active-ipynb"]
 # !grep -hi "____" ../assets/recorded/04_failed*.out
@@ -462,10 +459,8 @@ if rank == 0:
     say("\n".join([*(line for line in node2 if line.startswith("[rank3]")), log[-1]]))
 
 # %% [markdown]
-# Our launcher agrees, in the last line of the job's own log. (`torchrun` by itself says so under "Root Cause".) On GPUs there
-# may be no echo: with NCCL the other ranks often wait in their collective until a time-out ends them, after ten minutes unless
-# the program [says otherwise](https://docs.pytorch.org/docs/stable/distributed.html). A job that hangs may have an error far up
-# in its log.
+# Our launcher agrees, in the last line of the job's own log. With NCCL there may be no echo: the other ranks wait until a
+# time-out ends them, after ten minutes by [default](https://docs.pytorch.org/docs/stable/distributed.html).
 
 # %% [markdown]
 # ## A terminal (MORE, 1 min)
@@ -841,11 +836,9 @@ if rank == 0:
 # ```
 #
 # **What changes on GPUs.** One rank per GPU (`make jobs` sets it), NCCL instead of gloo. Compute nodes often have no internet: data
-# and packages must lie on the file system before. If you start ranks by MPI yourself, inside a job, "4 per node" is `-ppn 4` for
-# MPICH's Hydra and HPE's PALS, and `--map-by ppr:4:node` for Open MPI.
+# and packages must be on the file system before.
 #
-# **What to look for.** As many ranks as nodes times GPUs, on as many hosts as you asked for. A first loss near ln 65 = 4.17, a guess
-# among 65 tokens. An end that says `completed`.
+# **What to look for.** As many ranks as nodes times GPUs, on as many hosts as you asked for. A first loss near ln 65 = 4.17.
 
 # %% [markdown]
 # ## Recap
@@ -869,8 +862,7 @@ card(
 #
 # - Slurm's [quick start](https://slurm.schedmd.com/quickstart.html), and its
 #   [list of reasons](https://slurm.schedmd.com/job_reason_codes.html) for which a job waits.
-# - The Altair [PBS user's guide](https://help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf): chapters 2 (submitting)
-#   and 10 (checking status).
+# - The Altair [PBS user's guide](https://help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf), chapters 2 and 10.
 # - Running jobs on [Polaris](https://docs.alcf.anl.gov/polaris/running-jobs/),
 #   [Aurora](https://docs.alcf.anl.gov/aurora/running-jobs-aurora/),
 #   [Perlmutter](https://docs.nersc.gov/systems/perlmutter/running-jobs/),

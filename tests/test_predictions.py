@@ -51,16 +51,21 @@ def test_whatever_was_typed_gives_one_sentence_with_the_answer(capsys, guess, se
 
 
 def test_an_answer_may_be_a_text(capsys):
-    for guess in (" Ring", "tree", 3, None):
+    for guess in (" Ring", "tree", 3.5, None):
         compare("the fastest", guess, "ring")
     said = [line.removeprefix("the fastest: ") for line in capsys.readouterr().out.splitlines()]
-    wrong_type = "a guess is a text here, not 3: it is 'ring'"
+    wrong_type = "a guess is a text here, not 3.5: it is 'ring'"
     assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess: it is 'ring'"]
 
 
 def test_a_fraction_is_written_as_a_person_would(capsys):
     compare("the ring", 60.5, 2 * 99 * 40 / 100, "MB")
     assert capsys.readouterr().out == "the ring: you said 60.5 MB, it is 79.2 MB\n"
+
+
+def test_a_number_typed_for_a_name_of_digits_is_that_name(capsys):
+    compare("the job", 4702, "4702")
+    assert capsys.readouterr().out == "the job: right, it is '4702'\n"
 
 
 def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):

@@ -60,6 +60,8 @@ def _compared(guess, answer, unit):
     if guess is None or guess is ...:
         return f"no guess: {it_is}"
     if isinstance(answer, str):
+        if type(guess) is int:  # such as a job's number
+            guess = str(guess)
         if not isinstance(guess, str):
             return f"a guess is a text here, not {shown(guess)}: {it_is}"
         return f"right, {it_is}" if guess.strip().casefold() == answer.casefold() else f"you said {guess!r}, {it_is}"
