@@ -142,17 +142,25 @@ class Stages:
                 x = stage(self._receive(ids, source) if source < here else arrived[i], ids)
                 results.append(finish(i, x) if index == last else x)
                 if target > here:
-                    dist.send(x.contiguous(), group=self.group, group_dst=target)
+                    self._move(dist.isend, x.contiguous(), target)
             if target < here:
                 for x in results:
-                    dist.send(x.contiguous(), group=self.group, group_dst=target)
+                    self._move(dist.isend, x.contiguous(), target)
         return results
 
     def _receive(self, ids, source):
         """The stream [rows, T, D] that belongs to ids [rows, T], from a rank of the pipeline axis."""
         x = torch.empty(self._stream_shape(ids.shape), dtype=self.dtype, device=self.device)
-        dist.recv(x, group=self.group, group_src=source)
+        self._move(dist.irecv, x, source)
         return x
+
+    def _move(self, operation, x, peer):
+        """Send `x` to a rank of the pipeline axis, or receive it from there, and wait.
+
+        As a batch of one: NCCL would make a communicator of its own for each pair of ranks that talk outside of one.
+        """
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.group, group_peer=peer)]):
+            work.wait()
 
     def _stream_shape(self, ids_shape):
         """What travels between stages has this shape: under sequence parallelism a share of the positions."""
