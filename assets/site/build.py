@@ -58,7 +58,7 @@ def page_of(path):
         return PAGES[path]
     if path.startswith("assets/site/") and path.endswith(".md"):
         return path.removeprefix("assets/site/")
-    if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb|assets/\w+\.(svg|md)", path):
+    if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb|assets/\w+\.(svg|md)|assets/handbook/\w+\.md", path):
         return path
     return None
 
@@ -155,7 +155,7 @@ def lay_out(target):
     """Write the site's sources into the folder `target`."""
     shutil.copytree(HERE / "_static", target / "_static")
     shutil.copy(HERE / "conf.py", target)
-    (target / "assets").mkdir()
+    (target / "assets" / "handbook").mkdir(parents=True)
     for figure in (ROOT / "assets").glob("*.svg"):
         shutil.copy(figure, target / "assets")
     (target / "notebooks").mkdir()
@@ -168,7 +168,9 @@ def lay_out(target):
     numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
     for name, text in lessons.items():
         (target / name).write_text(text, "utf-8")
-    own = sorted(path.relative_to(ROOT).as_posix() for path in HERE.glob("*.md"))
+    own = sorted(
+        path.relative_to(ROOT).as_posix() for path in [*HERE.glob("*.md"), *(HERE.parent / "handbook").glob("*.md")]
+    )
     for path in [name for name in PAGES if name != "README.md"] + own + ["assets/glossary.md"]:
         text = with_links((ROOT / path).read_text("utf-8"), path)
         text = re.sub(r"@(\w+)@", lambda found: str(numbers[found[1]]), text)
