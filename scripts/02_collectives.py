@@ -82,7 +82,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show
+from manyhands import (
+    ____, Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show,
+)  # fmt: skip
 from manyhands.checks import collectives as checks
 from manyhands.measure import messages, wire
 
@@ -125,7 +127,7 @@ messages.bars(all_reduce_by_rank_0, ranks)
 
 # %%
 # %%ranks
-guess = None  # MB that rank 0 sends with 100 ranks: type a number
+guess = ____  # your turn: MB that rank 0 sends with 100 ranks
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -225,7 +227,7 @@ checks.pictures(named, ranks, solution=True)
 
 # %%
 # %%ranks
-guess = None  # MB that each rank of a ring sends with 100 ranks: type a number
+guess = ____  # your turn: MB that each rank of a ring sends with 100 ranks
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -464,7 +466,7 @@ checks.ring_seconds(ring_seconds, ranks, solution=True)
 
 # %%
 # %%ranks
-guess = None  # times as long: type a number
+guess = ____  # your turn: times as long
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

@@ -57,6 +57,41 @@ def _reading(text):
     return minutes + len(prose.split()) / WORDS
 
 
+def of_the_learner(lesson) -> tuple[float, int, int]:
+    """Return (minute of the learner's first own line, number of their own lines, visible lines of code) in CORE.
+
+    The learner writes lines with a blank, `____`, and those of a solution that its stub lacks.
+    """
+    minutes, first, own, visible, core, stub = float(WAIT) / 2, None, 0, 0, True, set()
+    for cell in read(lesson.script).cells:
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown":
+            for level, title in re.findall(r"^(##+) (.*)$", cell.source, re.M):
+                if level == "##":
+                    section_core = "(MORE" not in title
+                core = section_core and "(MORE" not in title
+        if not core or "notes" in tags:
+            continue
+        source = re.sub(r"^from \S+ import \([^)]*\).*$|^(import|from) .*$", "", cell.source, flags=re.M)
+        code = [line.strip() for line in source.splitlines() if line.strip() and not re.match(r"#|%%", line)]
+        if "solution" in tags:
+            body = re.sub(r'""".*?"""', "", source, flags=re.S).splitlines()
+            body = [line.strip() for line in body if line.strip() and not re.match(r"\s*(#|%%)", line)]
+            own += sum(line not in stub for line in body)
+        elif cell.cell_type == "markdown":
+            minutes += _reading(cell.source)
+        else:
+            if re.search(r"NotImplementedError|your turn|____", source):
+                first = minutes if first is None else first
+                checked = {line[:-1] + ", solution=True)" for line in code if line.startswith("checks.")}
+                stub = {*code, *checked}
+                own += sum("____" in line for line in code)
+            if not cell.metadata.get("jupyter", {}).get("source_hidden"):
+                visible += len(code)
+                minutes += len(code) / LINES
+    return minutes if first is None else first, own, visible
+
+
 def estimate(found, core_only=True) -> float:
     """Minutes of the CORE, or of everything, with the waiting."""
     return WAIT + sum(part.minutes for part in found if part.core or not core_only)

@@ -5,7 +5,7 @@ import re
 import pytest
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import Lesson, find_lessons
-from minutes import BUILD, EXERCISE, PREDICTION, estimate, main, sections, stated
+from minutes import BUILD, EXERCISE, PREDICTION, estimate, main, of_the_learner, sections, stated
 
 LESSONS = find_lessons()
 # the minutes of the agenda
@@ -14,6 +14,7 @@ BUDGETS = {
     "09": 100,  # two halves, at home
     "10": 45, "11": 45, "12": 50, "13": 50, "14": 45, "15": 40,
 }  # fmt: skip
+TO_DO = ("00", "02", "04")  # lessons in which people do more than they read: the others follow
 # the CORE of these takes longer than its head says, by so many minutes: an entry may shrink and go, and none may grow
 LONGER = {
     "01": 14, "02": 1, "03": 19, "04": 1, "05": 16, "06": 18, "07": 16, "08": 7, "09": 13, "10": 13, "11": 16,
@@ -26,6 +27,13 @@ def test_the_core_fits_the_minutes_that_its_head_states_and_these_fit_the_agenda
     core, everything = stated(lesson)
     assert core <= min(everything, BUDGETS.get(lesson.number, core))
     assert estimate(sections(lesson)) <= core + LONGER.get(lesson.number, 0)
+
+
+@pytest.mark.parametrize("lesson", [one for one in LESSONS if one.number in TO_DO], ids=lambda lesson: lesson.name)
+def test_people_come_to_do_their_first_line_is_early_and_every_fifth_is_theirs(lesson):
+    first, own, visible = of_the_learner(lesson)
+    assert first <= 5.5 and visible <= 140
+    assert visible <= 5.5 * own, f"{own} lines of {visible} are the learner's"
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
@@ -88,6 +96,20 @@ def test_words_code_predictions_builds_and_exercises_count_solutions_notes_and_i
     assert back.minutes == pytest.approx(0.5, abs=0.05)
     assert stated(lesson) == (45, 60)
     assert estimate(sections(lesson)) == pytest.approx(1 + PREDICTION + BUILD + 20 / 12 + 0.5 + 2, abs=0.2)
+
+
+def test_the_learners_lines_are_blanks_and_what_a_solution_adds_to_its_stub(lesson_of):
+    lesson = lesson_of(
+        markdown("# 07", "**45 minutes** and 60 with those marked MORE.", *["word " * 100] * 2),
+        "# %%\nguess = ____  # your turn\na = 1",
+        "# %%\ndef f(x):\n    y = ____\n    return y\n\n\nchecks.f(f)",
+        '# %% tags=["solution"]\ndef f(x):\n    y = 2 * x\n    y += 1\n    return y\n\n\nchecks.f(f, solution=True)',
+        markdown("## Aside (MORE, 9 min)"),
+        "# %%\nb = ____",
+    )
+    first, own, visible = of_the_learner(lesson)
+    assert first == pytest.approx(1 + 208 / 200, abs=0.1)
+    assert (own, visible) == (4, 6)
 
 
 def test_the_command_prints_a_line_for_each_section(capsys, monkeypatch):
