@@ -1618,7 +1618,7 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # </details>
 
 # %% [markdown]
-# ## On the cluster (MORE, 1 min)
+# ## On the cluster
 #
 # The same file, on two nodes, inside a job:
 #

@@ -1,8 +1,10 @@
 """Run the start cells of a lesson's script once, as a world of one, then each section on a copy of what they define.
 
 python tests/each_section.py scripts/03_data_parallel.py --steps 2
+python tests/each_section.py core scripts/03_data_parallel.py --steps 2     # all of CORE, and nothing else, to its end
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -26,7 +28,25 @@ def sections(script):
     return [cells[a:b] for a, b in zip([0, *begins[1:]], [*begins[1:], len(cells)], strict=True)]
 
 
+def core(script):
+    """The code cells of CORE: those below no heading that is marked MORE."""
+    found, section, here = [], True, True
+    for cell in read(script).cells:
+        if cell.cell_type == "markdown":
+            for level, title in re.findall(r"^(##+) (.*)$", cell.source, re.M):
+                here = "(MORE" not in title and (section or level == "##")
+                section = here if level == "##" else section
+        elif here and "active-ipynb" not in cell.metadata.get("tags", []):
+            found.append(cell)
+    return found
+
+
 def main():
+    if sys.argv[1] == "core":
+        script = Path(sys.argv[2]).resolve()
+        sys.argv = [str(script), *sys.argv[3:]]
+        run(core(script), {"__file__": str(script), "__name__": "__main__"}, script, to_the_end=True)
+        return
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
     begin, *others = sections(script)
@@ -41,9 +61,9 @@ def main():
     leave()
 
 
-def run(cells, namespace, script):
+def run(cells, namespace, script, to_the_end=False):
     for cell in cells:
-        if cell.cell_type == "code" and not cell.source.rstrip().endswith("leave()"):
+        if cell.cell_type == "code" and (to_the_end or not cell.source.rstrip().endswith("leave()")):
             source = cell.source.replace("%%ranks", "#", 1)
             exec(compile(source, str(script), "exec"), namespace)
 

@@ -82,6 +82,17 @@ def test_each_section_runs_after_the_start_cells_alone(lesson, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.lesson
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_core_alone_runs_to_its_end(lesson, tmp_path):
+    """In a room nobody runs MORE: CORE needs nothing of it, also in the last cell, which writes and leaves."""
+    words = [sys.executable, EACH_SECTION, "core", str(lesson.script), *shortest.FLAGS[lesson.name].split()]
+    done = run(words, tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert next(tmp_path.rglob("metrics.json"))
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(400)
 def test_the_trainers_strategies_run_on_gpus_and_agree(tmp_path):
