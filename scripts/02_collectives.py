@@ -82,9 +82,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from manyhands import (
-    ____, Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show,
-)  # fmt: skip
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import collectives as checks
 from manyhands.measure import messages, wire
 
@@ -1618,7 +1616,7 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # </details>
 
 # %% [markdown]
-# ## On the cluster
+# ## On the cluster (MORE, 1 min)
 #
 # The same file, on two nodes, inside a job:
 #
@@ -1630,11 +1628,12 @@ checks.mended_ring(mended_ring, ranks, solution=True)
 # `join()` puts each rank on its GPU, and NCCL carries the messages. α and β are different there. What to expect of a
 # node's links, and what to look for, is in the [handbook](../assets/handbook/02_collectives.md).
 
+# %% [markdown]
+# ## The end (CORE)
+
 # %%
 # %%ranks
 metrics.write()
-if rank == 0:
-    say("metrics.json is in this run's folder under outputs/02_collectives; `latest` points to it")
 leave()
 
 # %% tags=["active-ipynb"]
