@@ -120,8 +120,8 @@ def all_reduce_by_rank_0(x_N):
 messages.bars(all_reduce_by_rank_0, ranks)
 
 # %% [markdown]
-# It works, and rank 0 sends three times as much as anybody else. **Predict.** How many MB does rank 0 send with 100
-# ranks? Type a number in place of `None`, run the cell, then run the next one.
+# Rank 0 sends three times as much as anybody else. **Predict.** How many MB does it send with 100 ranks? Replace the blank
+# by a number, and run both cells.
 
 # %%
 # %%ranks
@@ -191,8 +191,7 @@ def named():
 checks.pictures(named, ranks, solution=True)
 
 # %% [markdown]
-# Look at 7 and 6 again, in this order: first each rank gets one part of the sum, then everybody gets all parts.
-# **Reduce-scatter, then all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).** The ring is
+# Look at 7 and then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).** The ring is
 # built on that.
 
 # %% [markdown] tags=["notes"]
