@@ -191,8 +191,8 @@ def named():
 checks.pictures(named, ranks, solution=True)
 
 # %% [markdown]
-# Look at 7 and then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).** The ring is
-# built on that.
+# Look at 7 and then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then
+# all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: hook and names</summary>
@@ -231,7 +231,7 @@ guess = ____  # your turn: MB that each rank of a ring sends with 100 ranks
 compare("each rank of a ring of 100", guess, 2 * 99 * 40 / 100, "MB")
 
 # %% [markdown]
-# There are 2(n-1) hops, and each carries 40/n MB: 60 MB on 4 ranks, 79.2 MB on 100.
+# 2(n-1) hops, each of 40/n MB: 60 MB on 4 ranks, 79.2 MB on 100.
 #
 # In one hop a rank sends a tensor to the right while it receives one from the left. `exchange` starts both together and
 # then waits for both:
