@@ -93,7 +93,7 @@ def filled(p):
     return p.grad
 
 
-# ---- build A: answers hand out rank 0's state ----
+# ---- build B: answers hand out rank 0's state ----
 
 
 def start_in_new_parameters(model):
@@ -106,7 +106,7 @@ def start_in_new_parameters(model):
             dist.broadcast(b, src=0)
 
 
-# ---- build B and exercise 1: answers average after backward ----
+# ---- build A and exercise 1: answers average after backward ----
 
 
 def one_flat_message(model, *_):  # right: fewer calls are welcome
@@ -130,7 +130,7 @@ def by_flags(dtype):
     return answer
 
 
-# ---- build C: answers attach hooks to a model ----
+# ---- build E: answers attach hooks to a model ----
 
 
 def hooked(act):
@@ -148,7 +148,7 @@ def hooks_work_once(model):
     handles = {p: p.register_post_accumulate_grad_hook(average) for p in model.parameters()}
 
 
-# ---- build D: answers start the all-reduce of a bucket ----
+# ---- build C: answers start the all-reduce of a bucket ----
 
 
 def send_without_waiting(flat):
@@ -183,6 +183,50 @@ def bucket_by_gradients(bucket):
     bucket.flat_P /= dist.get_world_size()
     for p in bucket.parameters:
         bucket.work = dist.all_reduce(p.grad, async_op=True)
+
+
+# ---- build D: answers are the hook of a bucket ----
+
+
+def hook_without_order(waiting, bucket, p):
+    bucket.take(p)
+    if not bucket.missing:
+        waiting.remove(bucket)
+        bucket.start()
+
+
+def hook_one_at_a_time(waiting, bucket, p):
+    bucket.take(p)
+    if waiting and not waiting[0].missing:
+        waiting.pop(0).start()
+
+
+def hook_from_the_back(waiting, bucket, p):
+    bucket.take(p)
+    while waiting and not waiting[-1].missing:
+        waiting.pop().start()
+
+
+def hook_keeps_the_list(waiting, bucket, p):
+    bucket.take(p)
+    for one in waiting:
+        if one.missing:
+            break
+        one.start()
+
+
+def hook_at_the_end(waiting, bucket, p):
+    bucket.take(p)
+    while waiting and not any(one.missing for one in waiting):
+        waiting.pop(0).start()
+
+
+def hook_by_index(waiting, bucket, p):  # right, if not pretty
+    bucket.take(p)
+    ready = next((i for i, one in enumerate(waiting) if one.missing), len(waiting))
+    for one in waiting[:ready]:
+        one.start()
+    del waiting[:ready]
 
 
 # ---- exercise 2: answers accumulate ----
@@ -329,6 +373,20 @@ REJECTED = {
         "never starts": (started(lambda flat: None, keeps=False),
             "nothing was sent: start an all-reduce of bucket.flat_P"),
     },
+    "bucket_hook": {
+        hook_without_order: "before bucket 0: the n-th all-reduce of a rank meets the n-th of the others",
+        hook_one_at_a_time: "was not started: it was complete before, and waited for this one",
+        hook_from_the_back: "bucket 0 was not started: nothing is missing, and it is first",
+        hook_keeps_the_list: "`waiting` should list what has not started yet",
+        hook_at_the_end: "bucket 0 was not started: nothing is missing, and it is first",
+        "never takes": (lambda waiting, bucket, p: len(waiting),
+            "p's gradient is not in its bucket: call bucket.take(p) first"),
+        "takes all": (lambda waiting, bucket, p: each(bucket.take, lambda b: b.parameters)(bucket),
+            "took a gradient that is not complete yet"),
+        "never starts": (lambda waiting, bucket, p: bucket.take(p), "bucket 0 was not started: nothing is missing"),
+        "starts at once": (lambda waiting, bucket, p: (bucket.take(p), waiting[0].start()),
+            "was started too early: it misses"),
+    },
     "gradient_hook": {
         "the parameter": (hooked(averaged), "the hook is handed the parameter; send its grad"),  # picotron#39
         "sum": (hooked(lambda p: summed(p.grad)), "3 times too large; divide by the number of ranks"),
@@ -396,6 +454,7 @@ SOLUTIONS = {
     "same_start": "broadcast_state",
     "mean_gradient": "average_gradients",
     "bucket_start": "start_all_reduce",
+    "bucket_hook": "bucket_hook",
     "gradient_hook": "average_by_hooks",
     "untidy": "average_untidy",
     "accumulation": "accumulate",
@@ -419,6 +478,7 @@ RIGHT = {
     ],
     "mean_gradient": [one_flat_message, each(averages), each(scatters_and_gathers)],
     "bucket_start": [bucket_multiplied, started(lambda flat: send_without_waiting(flat.view(-1)))],
+    "bucket_hook": [hook_by_index],
     "gradient_hook": [hooked(averages)],
     "untidy": [one_flat_message],
     "accumulation": [accumulated(), accumulate_by_the_flag(late=False)],

@@ -3,6 +3,7 @@
 What is tested is the lesson's own code, taken from its script. Plain SGD in float64: Adam would hide a wrong factor.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from definitions import taken_from
 from manyhands.measure import wire
+from manyhands.measure.replicas import flat, spread
 from rank_pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,12 +29,11 @@ STEPS = 3
 def ours():
     """The lesson's definitions, fresh."""
     names = (
-        "flat",
         "broadcast_state",
         "start_all_reduce",
+        "bucket_hook",
         "pack",
         "Bucket",
-        "start_in_order",
         "BucketedDDP",
         "no_sync",
     )
@@ -187,8 +188,22 @@ def accumulated(ranks, lesson):
         x, y = share[2]
         (F.mse_loss(model(x), y) / 3).backward()
         model.finish()
-    apart = lesson.flat(p.grad for p in model.parameters()) - lesson.flat(p.grad for p in expected.parameters())
+    apart = flat(p.grad for p in model.parameters()) - flat(p.grad for p in expected.parameters())
     return seen.payload_bytes(), apart.abs().max().item()
+
+
+def sync_after_an_error(ranks, lesson):
+    """Whether a model averages again after an exception inside no_sync."""
+    model = lesson.BucketedDDP(make(Tidy))
+    with contextlib.suppress(ZeroDivisionError), lesson.no_sync(model):
+        raise ZeroDivisionError
+    return model.sync
+
+
+def spreads(ranks, lesson):
+    """What `spread` says of equal tensors, and of tensors in which one number is the rank's."""
+    same, own = torch.arange(3.0), torch.tensor([7.0, ranks.rank, 7.0])
+    return spread([same, same]), spread([same, own])
 
 
 def states(ranks, lesson):
@@ -197,12 +212,15 @@ def states(ranks, lesson):
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     x, _ = global_rows(ranks.rank)
     model(x)  # each rank's running means are those of its own rows
-    before = lesson.flat([*model.parameters(), *model.buffers()])
+    before = flat([*model.parameters(), *model.buffers()])
     lesson.broadcast_state(model)
-    return before, lesson.flat([*model.parameters(), *model.buffers()])
+    return before, flat([*model.parameters(), *model.buffers()])
 
 
-MEASUREMENTS = (three_ways, calls_of_a_step, transport_of_a_step, order_of_starts, accumulated, states)
+MEASUREMENTS = (
+    three_ways, calls_of_a_step, transport_of_a_step, order_of_starts, accumulated, sync_after_an_error, spreads,
+    states,
+)  # fmt: skip
 
 
 def measure(ranks):
@@ -256,6 +274,15 @@ def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one(measured):
     for sent, apart in measured["accumulated"]:
         assert sent == 38 * 8
         assert apart < 1e-10
+
+
+def test_a_model_averages_again_after_an_error_inside_no_sync(measured):
+    assert all(measured["sync_after_an_error"])
+
+
+def test_spread_is_zero_for_equal_replicas_and_else_the_largest_difference_on_every_rank(measured):
+    n = len(measured["spreads"])
+    assert measured["spreads"] == [(0.0, n - 1.0)] * n
 
 
 def test_broadcast_gives_every_rank_rank_0s_parameters_and_buffers(measured):

@@ -84,3 +84,11 @@ def test_rows_of_different_lengths_are_refused():
         heat_map([[1], [1, 2]], "t", "s")
     with pytest.raises(ValueError, match="not of none"):
         heat_map([], "t", "s")
+
+
+def test_named_rows_hold_one_ranks_spans_and_end_with_their_time():
+    rows = {"1 bucket": [Span(0, "compute", "a", 0, 2e-3)], "8 buckets": [Span(0, "communication", "b", 0, 1e-3)]}
+    (axes,) = gantt(rows, "one step").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1 bucket", "8 buckets"]
+    assert [text.get_text() for text in axes.texts] == ["2.0 ms", "1.0 ms"]
+    assert [box.y0 for path in axes.collections for box in [path.get_paths()[0].get_extents()]] == [-0.36, 1]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 from manyhands.launch import recorded_runs
-from manyhands.plots.times import beside_published
+from manyhands.plots.times import beside_published, kept_per_gpu
 from test_recorded import metrics
 
 FILES = sorted(recorded_runs.PUBLISHED.glob("*.json"))
@@ -41,3 +41,10 @@ def test_the_figure_shows_bus_bandwidth_of_this_machine_below_every_published_cu
     assert list(axes.lines[0].get_ydata()) == [value for _, value in published[0]["points"]]
     alone = beside_published([2**20], [1e-3], 1, published, "a world of one").axes[0]
     assert "this machine" not in [text.get_text() for text in alone.texts]
+
+
+def test_the_speed_per_gpu_is_drawn_in_percent_of_that_on_the_fewest():
+    (axes,) = kept_per_gpu([{"name": "7b", "points": [[8, 200], [16, 150], [512, 50]]}], "here").axes
+    ideal, measured = axes.lines
+    assert set(ideal.get_ydata()) == {100}
+    assert list(measured.get_xdata()) == [8, 16, 512] and list(measured.get_ydata()) == [100, 75, 25]

@@ -7,29 +7,28 @@ GROUND_OF_TEXT = {"boxstyle": "round,pad=0.15", "fc": PAPER, "ec": "none"}  # wh
 
 
 def two_copies():
-    figure, axes = card(92, 31, "one weight, two ranks, one step")
+    figure, axes = card(92, 44, "one weight, four ranks, one step")
     for x, title in (
-        (20, "its share of the data"),
-        (40, "the same copy"),
+        (20, "its row of the data"),
+        (40, "the same replica"),
         (52, "its gradient"),
         (81, "the same update"),
     ):
         write(axes, x, 6.2, title, colour=QUIET)
-    box(axes, 58.5, 8, 14, 19, "all-reduce\nand divide:\n−13", hatch=HATCH)
-    shares = ((("x = 1", "y = 3"), ("x = 2", "y = 4")), (("x = 3", "y = 7"), ("x = 4", "y = 6")))
-    for rank, y, gradient in ((0, 9, "−6"), (1, 20, "−20")):
-        colour, middle = rank_colour(rank), y + 3
-        rank_box(axes, rank, 2, y + 0.5, width=9, height=5)
-        for row, numbers in enumerate(shares[rank]):
-            for column, text in enumerate(numbers):
-                cell(axes, 13 + 7 * column, y + 3 * row, text, rank, width=7, height=3)
+    box(axes, 58.5, 8, 14, 33.5, "all-reduce\nand divide:\n−13", hatch=HATCH)
+    for rank, (x, y, gradient) in enumerate(((1, 3, "−4"), (2, 4, "−8"), (3, 7, "−24"), (4, 6, "−16"))):
+        top = 8.5 + 8.5 * rank
+        colour, middle = rank_colour(rank), top + 3
+        rank_box(axes, rank, 2, top + 0.5, width=9, height=5)
+        for column, text in enumerate((f"x = {x}", f"y = {y}")):
+            cell(axes, 13 + 7 * column, top + 1.5, text, rank, width=7, height=3)
         arrow(axes, (27.5, middle), (33.5, middle), colour=colour)
-        box(axes, 34, y, 11, 6, "w = 1")
+        box(axes, 34, top, 11, 6, "w = 1")
         arrow(axes, (45.5, middle), (48.5, middle), colour=colour)
-        cell(axes, 49, y, gradient, rank, width=6.5, height=6, size=12)
+        cell(axes, 49, top, gradient, rank, width=6.5, height=6, size=12)
         arrow(axes, (55.7, middle), (58.3, middle), colour=colour)
         arrow(axes, (72.7, middle), (75.5, middle))
-        box(axes, 76, y, 14, 6, "w = 1 + 0.13")
+        box(axes, 76, top, 14, 6, "w = 1 + 0.13")
     return figure
 
 

@@ -7,6 +7,7 @@ each rank computes the gradients of all. Models are tiny, in float64, on the CPU
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +24,7 @@ from manyhands.measure import wire
 ONE_ALL_REDUCE = "each gradient needs one all-reduce"
 
 
-@exercise("A", "the same start")
+@exercise("B", "the same start")
 def same_start(answer, ranks):
     """`answer(model)` gives every rank the parameters and buffers of rank 0, in the tensors that the model has."""
     model = _with_state(ranks.rank)
@@ -48,7 +49,7 @@ def same_start(answer, ranks):
     expect_traffic(seen, "the start is the same", "broadcast each tensor once", payload=enough)
 
 
-@exercise("B", "average the gradients")
+@exercise("A", "average the gradients")
 def mean_gradient(answer, ranks):
     """`answer(model)`, after backward, leaves in each grad the mean over the ranks."""
     model = _after_backward(_mlp(), ranks.rank)
@@ -65,7 +66,7 @@ def mean_gradient(answer, ranks):
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, volume=enough)
 
 
-@exercise("C", "gradient hook")
+@exercise("E", "gradient hook")
 def gradient_hook(answer, ranks):
     """`answer(model)` attaches hooks; after backward each gradient must be the mean over the ranks."""
     model = _mlp()
@@ -85,7 +86,7 @@ def gradient_hook(answer, ranks):
         expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
-@exercise("D", "start a bucket", in_flight=True)
+@exercise("C", "start a bucket", in_flight=True)
 def bucket_start(answer, ranks):
     """`answer(bucket)` begins one all-reduce of `bucket.flat_P`, divided before; its handle is `bucket.work`."""
     for step in range(2):
@@ -107,6 +108,85 @@ def bucket_start(answer, ranks):
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
         _expect_mean(flat_P, of_all, of_all[ranks.rank], "send the bucket itself, not a copy of it", "bucket.flat_P")
         expect_traffic(seen, "the gradients are right", "one all-reduce of the bucket", calls=1, payload=flat_P.nbytes)
+
+
+ORDER = (
+    "the n-th all-reduce of a rank meets the n-th of the others, so all start their buckets in the order of `waiting`"
+)
+
+
+@exercise("D", "the hook of a bucket", if_calls_differ=ORDER)
+def bucket_hook(answer, ranks):
+    """`answer(waiting, bucket, p)` takes p's gradient into its bucket, and starts what is complete, in the order given.
+
+    Backward finishes the gradients in another order on every rank, as it may where the layers form no chain.
+    """
+    n = ranks.world_size
+    for step in range(2):
+        buckets = [_Slot(number, 1 + number % 2, ranks) for number in range(4)]
+        waiting, taken = list(buckets), []
+        arriving = [(bucket, p) for bucket in buckets for p in bucket.parameters]
+        luck(100 * step + ranks.rank).shuffle(arriving)
+        with wire.watch() as seen:
+            for bucket, p in arriving:
+                answer(waiting, bucket, p)
+                taken.append(p)
+                if set(bucket.taken) - set(taken):
+                    raise Wrong(f"bucket {bucket.number} took a gradient that is not complete yet: take p, and only p")
+                if p not in bucket.taken:
+                    raise Wrong(
+                        "p's gradient is not in its bucket: call bucket.take(p) first, whatever else is missing"
+                    )
+                _expect_started(buckets, waiting)
+        of_all = [[_Slot.value(number, rank) for rank in range(n)] for number in range(len(buckets))]
+        for bucket, values in zip(buckets, of_all, strict=True):
+            bucket.work.wait()
+            expect_number(bucket.flat_P.item(), sum(values), f"bucket {bucket.number} after its all-reduce", "")
+        expect_traffic(seen, "the buckets are right", "start each bucket once", calls=len(buckets))
+
+
+def _expect_started(buckets, waiting):
+    """Raise Wrong unless exactly those buckets have started that are complete and whose turn it is."""
+    begun = [bucket for bucket in buckets if bucket.starts]
+    for bucket in begun:
+        if bucket.starts > 1:
+            raise Wrong(f"bucket {bucket.number} was started {bucket.starts} times: strike it from `waiting`")
+        if bucket.missing:
+            raise Wrong(
+                f"bucket {bucket.number} was started too early: it misses {count(len(bucket.missing), 'gradient')}"
+            )
+    due = next((i for i, bucket in enumerate(buckets) if bucket.missing), len(buckets))
+    if begun != buckets[: len(begun)]:
+        late = next(bucket for bucket in buckets if not bucket.starts)
+        raise Wrong(f"bucket {begun[-1].number} was started before bucket {late.number}: {ORDER}")
+    if len(begun) < due:
+        why = "it was complete before, and waited for this one" if begun else "nothing is missing, and it is first"
+        raise Wrong(f"bucket {len(begun)} was not started: {why}; go on until waiting[0] misses a gradient")
+    if waiting != buckets[len(begun) :]:
+        raise Wrong("`waiting` should list what has not started yet, in order: strike a bucket from its front, pop(0)")
+
+
+class _Slot:
+    """A bucket that counts: how often it was started, and which parameters it took."""
+
+    def __init__(self, number, size, ranks):
+        self.number, self.ranks, self.starts, self.taken, self.work = number, ranks, 0, [], None
+        self.parameters = [nn.Parameter(torch.full((1,), float(i))) for i in range(size)]
+        self.missing = set(self.parameters)
+        self.flat_P = torch.tensor([self.value(number, ranks.rank)], dtype=torch.float64)
+
+    @staticmethod
+    def value(number, rank):
+        return float(10 * rank + number)
+
+    def take(self, p):
+        self.taken.append(p)
+        self.missing.discard(p)
+
+    def start(self):
+        self.starts += 1
+        if self.starts == 1:
+            self.work = dist.all_reduce(self.flat_P, async_op=True)
 
 
 class _OnItsWay(TorchDispatchMode):

@@ -71,28 +71,38 @@ def gantt(spans, title, virtual=False, until_s=None):
     """A row per rank: compute solid in the rank's colour, communication hatched below it, waiting outlined.
 
     Returns a matplotlib Figure. A span's name is written into it where it fits. With virtual=True title and axis say
-    that the time is virtual; `until_s` ends the axis there, so that two charts have one scale.
+    that the time is virtual; `until_s` ends the axis there, so that two charts have one scale. Where `spans` is a dict,
+    {name: spans of one rank}, a row has that name and ends with its time, and no names are written into the spans.
     """
     from matplotlib.patches import Patch
 
-    ranks = sorted({span.rank for span in spans})
-    longest = until_s or max((span.end_s for span in spans), default=0.0)
+    named = isinstance(spans, dict)
+    ranks = sorted({span.rank for span in spans}) if not named else []
+    labels = [*spans] if named else [f"rank {rank}" for rank in ranks]
+    drawn = [(row, span) for row, own in enumerate(spans.values()) for span in own] if named else [
+        (ranks.index(span.rank), span) for span in spans
+    ]  # fmt: skip
+    longest = until_s or max((span.end_s for _, span in drawn), default=0.0)
     seconds, unit = looks.prefix("s", longest)
-    figure, axes = looks.new_figure(8, 1.5 + 0.62 * max(len(ranks), 1))
-    for span in spans:
-        top = ranks.index(span.rank) - (0 if span.lane == "communication" else 0.36)
+    figure, axes = looks.new_figure(8, 1.5 + 0.62 * max(len(labels), 1))
+    for row, span in drawn:
+        top = row - (0 if span.lane == "communication" else 0.36)
         length = span.end_s - span.start_s
         begin_and_length = (span.start_s / seconds, length / seconds)
         axes.broken_barh([begin_and_length], (top, 0.36), lw=0.7, **looks.of_rank(span.rank, span.lane))
-        if span.lane != "waiting" and length > 0.0135 * longest * len(span.name):  # the name fits into the box
+        fits = length > 0.0135 * longest * len(span.name)  # the name into the box
+        if fits and not named and span.lane != "waiting":
             ground = {"boxstyle": "round,pad=0.1", "fc": looks.PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) / seconds
             axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)
-    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    axes.set(xlim=(0, longest / seconds * 1.01 or 1), ylim=(len(ranks) - 0.4, -0.6))
+    for row, own in enumerate(spans.values() if named else ()):
+        end = max(span.end_s for span in own) / seconds
+        axes.text(end + 0.01 * longest / seconds, row, f"{end:.1f} {unit}", fontsize=10, va="center")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set(xlim=(0, longest / seconds * (1.12 if named else 1.01) or 1), ylim=(len(labels) - 0.4, -0.6))
     axes.set_xlabel(f"virtual time, {unit}" if virtual else f"time, {unit}")
     axes.set_title(f"{title} (virtual)" if virtual and "virtual" not in title else title)
-    present = [lane for lane in looks.ACTIVITIES if any(span.lane == lane for span in spans)]
+    present = [lane for lane in looks.ACTIVITIES if any(span.lane == lane for _, span in drawn)]
     if present:
         keys = [Patch(**{"fc": looks.GREY, **looks.ACTIVITIES[lane]}, label=lane) for lane in present]
         figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)

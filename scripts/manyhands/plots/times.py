@@ -90,6 +90,30 @@ def weak_scaling(sizes, samples, tokens_per_rank, title):
     return figure
 
 
+def kept_per_gpu(published, title):
+    """Draw how much of the speed per GPU is left on more GPUs, in % of that on a curve's fewest.
+
+    published: dicts with `name` and `points`, [[GPUs, tokens/s per GPU], ...]. Returns a Figure.
+    """
+    figure, axes = style.new_figure(7.5, 3.4)
+    curves = {}
+    for one in published:
+        gpus, rates = zip(*one["points"], strict=True)
+        curves[one["name"]] = gpus, [100 * rate / rates[0] for rate in rates]
+    looks = _looks(curves)
+    axes.axhline(100, **style.PREDICTED)
+    for name, (gpus, kept) in curves.items():
+        axes.plot(gpus, kept, ms=5, **looks[name])
+    ticks = sorted({n for gpus, _ in curves.values() for n in gpus})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, ticks)
+    axes.minorticks_off()
+    axes.set(xlabel="GPUs", ylabel="tokens/s per GPU, %", ylim=(0, 112), title=title)
+    style.end_label(axes, ticks[0], 100, "ideal", style.PREDICTED["color"], up=1)
+    _name_ends(axes, {name: kept[-1] for name, (_, kept) in curves.items()}, looks)
+    return figure
+
+
 def against_trial(steps_s, trial, stopwatch_s, typical_s):
     """Steps after the first `trial` of them in blocks, median and whiskers in ms; as lines, two guesses made before.
 
