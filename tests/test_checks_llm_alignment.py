@@ -54,9 +54,9 @@ WRONG = {
         ("[:P]", "", "cut off the zeros behind the end"),
         ("torch.cat(parts)[:P]", "torch.cat([part[part != 0] for part in parts])", "zeros of the row itself"),
         ("empty_like", "zeros_like", GATHER, "parts[dist.get_rank()] = share\n    parts = [torch.cat(parts)]\n"
-         "    dist.all_reduce(parts[0])", "(an all_reduce counts twice), where 1 call and"),
+         "    dist.all_reduce(parts[0])", "1 call of all_reduce (an all_reduce counts twice), where"),
         (GATHER, "[dist.broadcast(part.copy_(share), src) for src, part in enumerate(parts)]",
-         "bytes are enough: one all-gather of all shares does"),
+         "calls of broadcast were made, where 1 call is enough: one all-gather of all shares does"),
     ],
     "advantages": [
         ("torch.cat(parts).view(-1, group)", "rewards_b.view(-1, min(group, len(rewards_b)))", MINE, "",
