@@ -116,14 +116,16 @@ def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
 
 
 @pytest.mark.ranks
-def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course):
+@pytest.mark.parametrize("srun_flags", ["", "--mpi=pmi2"])  # by pmi2 torchrun inherits another launcher's variables
+def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course, srun_flags):
     command = ["sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel")]
-    job = slurm.submit(*command, environ=environ, cwd=short_course)
+    job = slurm.submit(*command, environ=environ | {"SRUN_FLAGS": srun_flags}, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
     assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
     assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, "torchrun")
+    assert not [name for name in os.listdir(environ["MANYHANDS_OUTPUTS"]) if name.startswith("PMI")]
 
 
 @pytest.mark.lesson
