@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+import pages
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -130,7 +131,7 @@ def counts(notebooks, table):
 
 def pages_of_lessons(notebooks, table):
     """Return {page: Markdown} of a page for each track, and the map of all lessons under "map"."""
-    pages, tracks = {}, list(dict.fromkeys(row.track for row in table))
+    found, tracks = {}, list(dict.fromkeys(row.track for row in table))
     lines = ["| | lesson | CORE | with MORE |", "|---|---|--:|--:|"]
     for track in tracks:
         page = track.lower().replace(" ", "_")
@@ -145,10 +146,10 @@ def pages_of_lessons(notebooks, table):
             parts.append(f"## [{row.number} {row.title}]({file})\n\n{intro}\n\n{with_links(can, file)}")
             names.append(f"notebooks/{row.name}")
         parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```")
-        pages[f"{page}.md"] = "\n\n".join(parts) + "\n"
+        found[f"{page}.md"] = "\n\n".join(parts) + "\n"
     lines.append(f"| | all | **{sum(row.core for row in table)}** | |")
-    pages["map"] = "\n".join(lines)
-    return pages
+    found["map"] = "\n".join(lines)
+    return found
 
 
 def lay_out(target):
@@ -166,6 +167,9 @@ def lay_out(target):
         nbformat.write(notebooks[row.name], target / path)
     lessons = pages_of_lessons(notebooks, table)
     numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
+    lessons["programs.md"] = pages.programs(table)
+    lessons["predictions.md"] = pages.predictions(notebooks, table)
+    lessons["zoo.md"] = pages.zoo(notebooks, table)
     for name, text in lessons.items():
         (target / name).write_text(text, "utf-8")
     own = sorted(
