@@ -84,6 +84,7 @@ REJECTED = {
         ("return seconds[bound]", "return min(seconds.values())", "that is the shortest"),
         ("[bound], bound", "[bound], min(seconds, key=seconds.get)", "what bounds them should be"),
         ("[bound], bound", '[bound], f"{bound} bound"', "the seconds are right; what bounds them should be"),
+        ("seconds[bound], bound", "bound, seconds[bound]", "return (seconds, what bounds them), in this order"),
         ("[bound], bound", "[bound], seconds", "what bounds them should be"),
         ("[bound], bound", '[bound], "compute"', "the seconds are right; what bounds them should be"),
     ],

@@ -316,17 +316,19 @@ REJECTED = {
         "tensors": (master_replaces_the_parameters, "copy numbers, not tensors"),
     },
     "recompute_trade_off": {
-        "everything": (lambda pieces, budget: {piece.name for piece in pieces}, "costs 40 FLOPs; nothing fits for 0"),
+        "everything": (lambda pieces, budget: {piece.name for piece in pieces}, "FLOPs; recomputing nothing fits"),
         "nothing": (lambda pieces, budget: set(), "keeps 64 bytes of 34"),
         "the largest first": (lambda *given: _greedy(*given, lambda piece: piece.input - piece.kept),
-            "costs 100 FLOPs; other, small fits for 90"),
+            "costs 100 FLOPs; recomputing other, small fits for 90"),
         "the cheapest per byte": (
             lambda *given: _greedy(*given, lambda piece: piece.flops / max(piece.kept - piece.input, 1e-9)),
             "FLOPs;"),
-        "the best of several greedy choices": (best_of_greedies, "ten unequal pieces: p"),
+        "the best of several greedy choices": (best_of_greedies, "ten unequal pieces: recomputing p"),
         "inputs forgotten": (lambda pieces, budget: ours.choose([replace(piece, input=0) for piece in pieces], budget),
             "a piece that is recomputed keeps its input"),
         "None": (lambda pieces, budget: None if pieces else set(), "the answer was None"),
+        "an empty set for None": (lambda pieces, budget: ours.choose(pieces, budget) or set(),
+            "no choice fits into 3.5 bytes: return None, not the set set()"),
         "indices": (lambda pieces, budget: set(range(len(pieces))), "is the name of no piece"),
     },
     "uneven_accumulation": {

@@ -1,5 +1,6 @@
 """Each check of lesson 11 accepts right answers and rejects wrong ones, each with the sentence that fits."""
 
+import copy
 import hashlib
 import json
 import os
@@ -124,6 +125,17 @@ def with_state(change):
     return (lambda trainee: change(ours.state_of(trainee), trainee)), ours.go_on
 
 
+def in_a_box(take, put_back):
+    """Keeps the state itself, and returns one number."""
+    box = {}
+
+    def taken(of):
+        box.update(copy.deepcopy(getattr(ours, take)(of)))
+        return {"x": torch.zeros(1)}
+
+    return taken, lambda into, state: getattr(ours, put_back)(into, box)
+
+
 def go_on_and(then):
     """The solution, and then then(trainee, state)."""
 
@@ -227,6 +239,8 @@ REJECTED = {
         "whoever waits": (culprit_but(
             lambda rank, group, number, made: (next(r for r in range(4) if number in made[r]), group, number)),
             "rank 0 did call all_reduce, number 6 of 'world'; look for the rank that did not"),
+        "the call before": (culprit_but(lambda rank, group, number, made: (rank, group, number - 1)),
+            "that is the last call that rank 2 made with the others; the next one is missing"),
         culprit_only_looks_at_the_world: "only because it waits in another group",
         "a call that the buffer dropped": (
             lambda records, members: (0, "world", 1) if len(members) == 3 else ours.culprit(records, members),
@@ -241,6 +255,9 @@ REJECTED = {
         "no mean": (all_but("mean"), "adam's mean (trainee.state['mean']) is not what was saved"),
         "no square": (all_but("square"), "adam's mean square (trainee.state['square']) is not what was saved"),
         "no step": (all_but("step"), "the trainee is at step 0, not 5"),
+        "a box of its own": (in_a_box("state_of", "go_on"), "the weights (trainee.state['weights']) are not those"),
+        "a seed at the save": (with_state(lambda state, trainee: (torch.manual_seed(5), ours.state_of(trainee))[1]),
+            "the run itself was changed when you took its state"),
         "no random numbers": (all_but("random"), "dropout draws other masks"),
         "new tensors": (go_on_and(lambda trainee, state: setattr(trainee, "state", state)),
             "is another tensor now, and the model still looks at the old one"),
@@ -264,7 +281,7 @@ REJECTED = {
             "each file must match its own entry"),
         "a hash of the beginning": (damaged_unless(
             lambda file, about, files: sha256(file.read_bytes()[:4096]) == about["sha256"]),
-            "hash the whole file, not its beginning"),
+            "take the sha256 of the whole file, not of its beginning"),
         "the bytes that should be there": (damaged_unless(
             lambda file, about, files: sha256(file.read_bytes()[: about["bytes"]]) == about["sha256"]),
             "bytes behind the end: the list should be ['rank-2.safetensors'], not []: a file may be too long as well"),
@@ -273,6 +290,12 @@ REJECTED = {
             "one byte cut off: the checkpoint was changed; only read it"),
         "and makes a folder": (lambda path, *part: (path / "good").mkdir() or ours.damaged(path, *part),
             "a whole checkpoint: the checkpoint was changed; only read it"),
+        "a set": (lambda path, *part: set(ours.damaged(path, *part)), "return a sorted list, not the set set()"),
+        "an iterator": (lambda path, *part: iter(ours.damaged(path, *part)), "return a sorted list, not the list_iter"),
+        "no suffix": (lambda path, *part: [n.split(".")[0] for n in ours.damaged(path, *part)],
+            "return whole file names"),
+        "the manifest too": (lambda path, *part: sorted({*ours.damaged(path, *part), "manifest.json"}),
+            "the manifest itself can be read"),
         "not sorted": (lambda path, *part: ours.damaged(path, *part)[::-1], "are the right names, but not sorted"),
         "whole paths": (lambda path, *part: [path / name for name in ours.damaged(path, *part)],
             "return names, not whole paths"),
@@ -286,6 +309,9 @@ REJECTED = {
         "no weights": (without("model"), "the weights are not those that were saved"),
         "no optimizer": (without("optimizer"), "the optimizer's memory is not what was saved"),
         "no step": (without("step"), "the loop is at step 0, not 13"),
+        "a box of its own": (in_a_box("all_of", "put_back"), "the weights are not those that were saved"),
+        "an eval": ((ours.all_of, lambda loop, state: ours.put_back(loop, state) or loop.model.eval()),
+            "compare optimizer.param_groups and model.training as well"),
         "no order": (without("order"), "the order of this epoch is another one"),
         "no position": (without("position"), "the next row is number 0 of the epoch, not 3"),
         "no shuffle": (without("shuffle"), "the next epoch will have another order"),

@@ -23,6 +23,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -49,11 +50,12 @@ def number(found, unit=""):
 
 def truth(found):
     """True or False as an answer returned it, in any library's type."""
-    if found is not None and not isinstance(found, (str, bytes)):
-        try:
-            return bool(found)
-        except (TypeError, ValueError, RuntimeError):  # several numbers are neither
-            pass
+    can_say = hasattr(type(found), "__bool__") or hasattr(type(found), "__len__")  # any other object counts as True
+    if found is not None and not isinstance(found, (str, bytes)) and can_say:
+        with suppress(TypeError, ValueError, RuntimeError):  # several numbers are neither
+            value = bool(found)
+            if not isinstance(found, (int, float, np.generic, torch.Tensor)) or found == value:
+                return value
     raise Wrong(f"return True or False, not {shown(found)}")
 
 
@@ -121,7 +123,8 @@ def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
         what_it_is = f": it is {it_is}" if it_is else ""
         raise Wrong(f"{what} should have the shape {list(wanted.shape)}, not {list(found.shape)}{what_it_is}")
     if found.dtype != wanted.dtype:
-        raise Wrong(f"{what} should be {_name(wanted.dtype)}, as what you were given, not {_name(found.dtype)}")
+        as_given = "" if wanted.dtype == torch.bool else ", as what you were given"
+        raise Wrong(f"{what} should be {_name(wanted.dtype)}{as_given}, not {_name(found.dtype)}")
     raise Wrong(f"{should_be}: {_first_difference(found, wanted, close)}")
 
 

@@ -131,6 +131,9 @@ def _of_each_draw(answer, draft, p_V, q_V):
     """What is answered for each (u, v) of the lattice."""
     for u, v in LATTICE:
         token, was_kept = answer(draft, p_V, q_V, u, v)
+        again = answer(draft, p_V, q_V, u, v)
+        if (number(token), bool(was_kept)) != (number(again[0]), bool(again[1])):
+            raise Wrong("the same u and v gave one answer, and then another: let them decide, and draw nothing else")
         token = int(number(token))
         if not 0 <= token < len(p_V):
             raise Wrong(f"return a token from 0 to {len(p_V) - 1}, not {token}")
@@ -234,6 +237,8 @@ def may_serve(answer, ranks=None):
         ([*old[1:], math.nan], 2.0, False, "one loss is nan"),
         ([*old[1:], math.inf], 2.0, False, "one loss is infinite"),
         ([-math.inf, *old[1:]], 2.0, False, "one loss is minus infinity"),
+        ([o + (1.0 if i < n // 3 else -0.01) for i, o in enumerate(old)], 1.0, False,
+         "a third of its losses are far too large: compare the mean difference, do not count which is larger"),
         (old, 2.0, True, "it is the same model: every difference is 0"),
     ):  # fmt: skip
         found = truth(answer(list(new), list(old), z))

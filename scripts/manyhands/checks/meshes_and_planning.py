@@ -150,6 +150,8 @@ def roofline(answer, ranks=None):
         for power in (3, -3, 6, -6, 9, -9, 12, -12):
             slips[f"that is off by a factor of 10^{power}: look at the units"] = parts[bound] * 10.0**power
         seconds, said = answer(flop, memory, link, peak, memory_gbs, link_gbits)
+        if isinstance(seconds, str):
+            raise Wrong(f"return (seconds, what bounds them), in this order, not {shown((seconds, said))}")
         expect_number(seconds, parts[bound], f"{told}: the time", "s", slips)
         expect_equal(said, bound, f"{told}: the seconds are right; what bounds them")
 

@@ -207,10 +207,10 @@ def recompute_trade_off(answer, ranks=None):
     """`answer(pieces, budget)` -> names to recompute, the fewest FLOPs that respect the budget; None if none does."""
     for what, pieces, budget in _trade_offs():
         found, best = answer(list(pieces), budget), _cheapest(pieces, budget)
-        if (found is None) != (best is None):
-            can = "nothing fits" if best is None else f"recomputing {_names(best)} fits"
-            said = "None" if found is None else _names(found)
-            raise Wrong(f"{what}: {can} into {budget:g} bytes, and the answer was {said}")
+        if best is None and found is not None:
+            raise Wrong(f"{what}: no choice fits into {budget:g} bytes: return None, not {shown(found)}")
+        if found is None and best is not None:
+            raise Wrong(f"{what}: recomputing {_names(best)} fits into {budget:g} bytes, and the answer was None")
         if found is None:
             continue
         if strange := set(found) - {piece.name for piece in pieces}:
@@ -222,7 +222,8 @@ def recompute_trade_off(answer, ranks=None):
             raise Wrong(f"{what}: recomputing {_names(found)} keeps {kept:g} bytes of {budget:g}{hint}")
         cost, lowest = (sum(piece.flops for piece in pieces if piece.name in names) for names in (found, best))
         if cost > lowest:
-            raise Wrong(f"{what}: {_names(found)} fits, but costs {cost:g} FLOPs; {_names(best)} fits for {lowest:g}")
+            done, enough = _names(found), _names(best)
+            raise Wrong(f"{what}: recomputing {done} costs {cost:g} FLOPs; recomputing {enough} fits for {lowest:g}")
 
 
 def _trade_offs():

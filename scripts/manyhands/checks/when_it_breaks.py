@@ -17,6 +17,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections.abc import Iterator, Set
 from pathlib import Path
 from unittest import mock
 
@@ -75,6 +76,8 @@ def _overlooked(found, truth, members, records):
     if not (isinstance(found, list) and len(found) == 3 and found[1] in members and found[0] in members[found[1]]):
         return ""
     rank, group, number = found
+    if found == [*truth[:2], truth[2] - 1]:
+        return f"that is the last call that rank {rank} made with the others; the next one is missing"
     if (rank, group) == truth[:2]:
         return "compare the numbers in the records, not places in a list, which begins where the buffer does"
     calls = _calls_in(group, records)
@@ -256,24 +259,30 @@ OF_LOOP = [
 @exercise("B", "what a step reads")
 def trainee_state(answer, ranks=None):
     """`answer` is (state_of, go_on): a fresh trainee that takes the state must go on alike, bit for bit."""
-    _goes_on(Trainee, 5, answer, _through_a_shard, OF_TRAINEE)
+    _goes_on(Trainee, 5, answer, _through_a_shard, OF_TRAINEE, "model.training")
 
 
 @exercise(3, "nothing forgotten")
 def resume(answer, ranks=None):
     """`answer` is (all_of, put_back): a fresh loop that takes the state must train on as the first, bit for bit."""
-    _goes_on(Loop, 13, answer, _through_a_file, OF_LOOP)  # saved in the second epoch; two more follow
+    besides = "optimizer.param_groups and model.training"
+    _goes_on(Loop, 13, answer, _through_a_file, OF_LOOP, besides)  # saved in the second epoch; two more follow
 
 
-def _goes_on(make, steps, answer, through, parts):
+def _goes_on(make, steps, answer, through, parts, besides):
     """Raises Wrong unless a fresh make(seed) that takes the state of one after some steps makes the same next steps."""
     take, put_back = answer
     first = make(1)
     for _ in range(steps):
         first.train_step()
-    state = through(take(first))
     before = [copy.deepcopy(read(first)) for _, read in parts]
+    state = through(take(first))
+    if not all(_equal(read(first), then) for (_, read), then in zip(parts, before, strict=True)):
+        raise Wrong("the run itself was changed when you took its state (its numbers, or torch's generator): only read")
     wanted = [first.train_step() for _ in range(2 * steps)]
+    another = make(3)
+    another.train_step()
+    take(another)  # whoever keeps a state elsewhere than in what it returns has only this one now
     fresh = make(2)  # a new process: other weights, other random numbers
     put_back(fresh, state)
     for (sentence, read), then in zip(parts, before, strict=True):
@@ -282,7 +291,8 @@ def _goes_on(make, steps, answer, through, parts):
             raise Wrong(sentence.format(now=now, then=then))
     losses = [fresh.train_step() for _ in range(2 * steps)]
     if losses != wanted:
-        raise Wrong(f"all parts are restored, but the next losses are {losses[:2]} ..., not {wanted[:2]} ...")
+        differ = f"the next losses are {losses[:2]} ..., not {wanted[:2]} ..."
+        raise Wrong(f"all that the check has compared is restored, but {differ}: compare {besides} as well")
 
 
 def _through_a_shard(state):
@@ -439,7 +449,7 @@ def damaged(answer, ranks=None):
     other = f"{luck(1).randrange(10**6)}.bin"
     of_another_name = {other: flipped[0], "manifest.json": _manifest({other: _content(0)})}
     for case, changed, wrong, hint, *part in (
-        ("a whole checkpoint", {}, [], "hash the whole file, not its beginning"),
+        ("a whole checkpoint", {}, [], "take the sha256 of the whole file, not of its beginning, and no other hash"),
         ("one byte cut off", cut, [1], "compare the size with the manifest's"),
         ("bytes behind the end", {_shard(2): _content(2) + b"more"}, [2], "a file may be too long as well"),
         ("a missing file", {_shard(0): None}, [0], "what the manifest lists must be there"),
@@ -471,8 +481,12 @@ def damaged(answer, ranks=None):
                 raise Wrong(f"{case}: your code raised {said(error)}; say what is damaged, whatever it is") from None
             if not path.is_dir() or {f.name: f.is_file() and f.read_bytes() for f in path.iterdir()} != before:
                 raise Wrong(f"{case}: the checkpoint was changed; only read it")
+        if isinstance(found, (Set, dict, Iterator)):
+            raise Wrong(f"{case}: return a sorted list, not {shown(found)}")
         found = list(map(str, found)) if isinstance(found, (list, tuple)) else found
         slips = {
+            "return whole file names, with what follows the point": [Path(name).stem for name in wanted] or None,
+            "the manifest itself can be read": sorted({*wanted, "manifest.json"}),
             "return names, not whole paths": [str(path / name) for name in wanted],
             "these are the right names, but not sorted": found if found and sorted(found) == wanted else None,
             hint: found,
