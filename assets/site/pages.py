@@ -26,7 +26,7 @@ def programs(table):
     lesson = {row.number: row for row in table}
     parts = [
         "# Programs with clock times",
-        "Copy the one that fits. Minutes are those of the sections marked CORE, estimates of what a reader with a watch "
+        "Copy the one that fits. Minutes are those of sections marked CORE, estimates of what a reader with a watch "
         "takes; with many questions, give each lesson a third more and leave out the last.",
     ]
     for name, days in PROGRAMS.items():
