@@ -16,49 +16,45 @@
 # %% [markdown]
 # # 06 ZeRO and FSDP: shard what you do not need
 #
-# **50 minutes** for the sections marked CORE, 92 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 110 with those marked MORE.
+#
+# A model does not fit into the memory of your GPU. You have 64 of them, but under data parallelism that changes
+# nothing. In this lesson you make the model fit in three rungs: first you shard the optimizer, then the gradients,
+# then the parameters.
 #
 # After this lesson **you can**
 # - say which numbers are sharded, when they are whole, and what that costs in messages;
-# - build the three stages of ZeRO: optimizer, gradients, parameters;
-# - use `fully_shard`, and prove that it computes what one process computes, clipping included;
-# - predict the bytes that a rank holds and communicates, for any way to wrap a model;
-# - find one rank's number that somebody took for the global one.
+# - build the three stages of ZeRO, and check each against one process;
+# - use `fully_shard`, and predict what a rank holds and communicates;
+# - say when the network hides behind computation, and which optimizers break on a shard.
 #
-# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), where every rank holds the whole model
-# and averages gradients by an all-reduce. From [lesson 02](02_collectives.ipynb) you need the two halves of an
-# all-reduce: a [reduce-scatter](../assets/glossary.md#reduce-scatter) (each rank gets its part of the sum), then an
-# [all-gather](../assets/glossary.md#all-gather) (all parts to all).
+# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), and from
+# [lesson 02](02_collectives.ipynb) the two halves of an all-reduce: a
+# [reduce-scatter](../assets/glossary.md#reduce-scatter) gives each rank its piece of the sum, an
+# [all-gather](../assets/glossary.md#all-gather) gives all pieces to everybody.
 #
 # **New here:** [ZeRO](../assets/glossary.md#zero), [shard](../assets/glossary.md#shard),
 # [FSDP](../assets/glossary.md#fsdp), [unit](../assets/glossary.md#unit), [DTensor](../assets/glossary.md#dtensor),
-# [reshard](../assets/glossary.md#reshard), [global norm](../assets/glossary.md#global-norm),
+# [reshard](../assets/glossary.md#reshard), and in MORE [global norm](../assets/glossary.md#global-norm),
 # [HSDP](../assets/glossary.md#hsdp), [meta device](../assets/glossary.md#meta-device),
-# [offload](../assets/glossary.md#offload).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/06_zero_fsdp.py --wrapping block_group:2
-# mpiexec -n 4 python scripts/06_zero_fsdp.py
-# python scripts/06_zero_fsdp.py                   # a world of one: the same path, the same losses
-# ```
+# [offload](../assets/glossary.md#offload). Tables to look things up are in
+# [the handbook](../assets/handbook/06_zero_fsdp.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 2, warm-up 6, who needs what 3, stages 1 and 2 11, stage 3 9, clipping 4, the library 5,
-# wrapping 2, experiment 4, zoo 3. Builds A to D take about three minutes each and are in these numbers.
+# Minutes of the CORE: start 1, a model that does not fit 3, who needs what 2, rungs 13, 6 and 9, real machines 3, the library 2,
+# zoo 4, card 1; the rest is for questions. A build takes three to four minutes, and these are in the numbers.
 #
 # *Say:* one question carries the lesson: "who needs this number, and when?" Moments: one rank, once per step.
 # Gradients: one rank, after backward. Weights: everybody, but one layer at a time. Each stage of ZeRO is one of
 # these three answers.
 #
 # *Three usual mistakes:* thinking that FSDP splits the *computation* of a layer (that is lesson 07; here every rank
-# computes whole layers, on its own rows); thinking that gradients are reduced after backward; mixing up sharding
+# computes whole layers, on its own sequences); thinking that gradients are reduced after backward; mixing up sharding
 # and offload.
 #
-# *When late:* give solution B and skip the cell of ZeRO-2, keep builds C and D, the three ways and the zoo.
+# *When late:* give solution C, keep builds B and D and the zoo.
 #
 # *Ask the room:* "64 GPUs, each holds a 64th of the model. How many whole copies of a layer exist while that layer
 # computes?" (64. Sharding saves memory at rest.)
@@ -69,14 +65,15 @@
 n_ranks = 4  # processes; in a script the launcher decides
 layers = 4  # layers of the GPT, 2 to 12
 global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
+memory_mb = 5.0  # MB that a rank has for weights, gradients and optimizer, > 0
 wrapping = "block"  # how you wrap the model: block, block_and_size, block_group:2, size:100000
 steps = 3  # steps of SGD that are compared, at least 1
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
+# ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells
-# of this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
+# The first cell starts four ranks. The folded one makes lesson 03's **ShakespeareGPT** and its data. `P` is the number
+# of its parameters.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -89,40 +86,42 @@ steps = 3  # steps of SGD that are compared, at least 1
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import zero_fsdp as checks
 from manyhands.measure import wire
+from manyhands.measure.tensor_bytes import tensor_bytes
 from torch import nn
 
-# %% [markdown]
-# The ranks join. A batch that does not split evenly is refused at once, on every rank.
-
-# %%
-# %%ranks
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+import warnings
+
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch import recorded_runs
+from manyhands.plots.bars import held_against_limit
+
+# fully_shard warns of operations in place on what a sharded model returns; there are none here
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 if global_batch == 0:
     global_batch = -(-12 // world_size) * world_size
 if global_batch % world_size:
     refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
-
-# %% [markdown]
-# The model is lesson 03's **ShakespeareGPT**: 64 characters in, the next one out. `batch(step)` is this rank's
-# share of a [global batch](../assets/glossary.md#global-batch) that is the same for any number of ranks.
-#
-# Letters at the end of a name are its shape: `P` numbers in a row, `p` this rank's share of them, a P/n; `B`
-# sequences in the global batch, `b` this rank's share, `T` positions.
-
-# %%
-# %%ranks
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
-
 corpus = load_corpus(ranks)
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)
-given = {"layers": layers, "global_batch": global_batch, "wrapping": wrapping, "steps": steps}
+given = {
+    "layers": layers,
+    "global_batch": global_batch,
+    "memory_mb": memory_mb,
+    "wrapping": wrapping,
+    "steps": steps,
+}
 metrics = Metrics(ranks, corpus, given)
 P = config.num_params()
+rungs = {}  # {name: what this rank holds when backward is done}
 
 
 def new_model(dtype=torch.float32, n_layer=layers):
@@ -142,45 +141,162 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-say(f"{P:,} parameters; my share of a batch is {list(batch(0)[0].shape)}")
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def volumes(seen, bytes_per_value=4):
+    """{collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
+    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
+    return {op: value for op, value in found.items() if value}
+
+
+def in_P(seen):
+    return ", ".join(f"{op} {value:.2f} P" for op, value in volumes(seen).items()) or "nothing"
+
+
+def in_words(seen, bytes_per_value=4):
+    """The collectives in the order of their calls, with their thousands of numbers."""
+    short = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
+    return ", ".join(f"{short[call.op]} {call.bytes / bytes_per_value / 1e3:.0f}" for call in seen.calls)
+
+
+def weigh(name, model, optimizer):
+    """Train three steps; say what a rank holds when backward is done, and what the last step communicates."""
+    for step in range(3):  # Adam's moments come with the first step, DDP's final buckets with the second
+        optimizer.zero_grad()
+        with wire.watch() as seen:
+            model(*batch(step))[1].backward()
+            rungs[name] = held = tensor_bytes(getattr(model, "module", model), optimizer)
+            optimizer.step()
+    metrics.exact(**{f"held_bytes_{name}": held.total})
+    fits = "fits" if held.total <= 1e6 * memory_mb else "does NOT fit"
+    if rank == 0:
+        say(f"{name}: a rank holds {held.total / 1e6:.2f} MB and has {memory_mb:g} MB: it {fits}")
+        say(f"{name}: a step communicates {in_P(seen)}")
+
+
+def off_one_process(model, optimizer, weights):
+    """Train two steps in float64: the largest difference of `weights()` from those of one process."""
+    one = new_model(torch.float64)
+    for each, own, reads in ((one, adamw(one.parameters()), (0, 1)), (model, optimizer, (rank, world_size))):
+        for step in range(2):
+            each(*batch(step, *reads))[1].backward()
+            own.step()
+            own.zero_grad()
+    return (weights() - flat(one.parameters())).abs().max().item()
+
+
+def climb(name, units_of):
+    """Weigh the model of a rung, compare it with one process, and draw all rungs up to now."""
+    model = new_model()
+    weigh(name, model, ShardedOptimizer(units_of(model), adamw))
+    model = new_model(torch.float64)
+    optimizer = ShardedOptimizer(units_of(model), adamw)
+
+    def weights():
+        for unit in optimizer.units:
+            if unit.whole_P.untyped_storage().size() == 0:
+                gather(unit)
+        return flat(model.parameters())
+
+    same = off_one_process(model, optimizer, weights) < 1e-10
+    if rank == 0:
+        say(f"{name}: after two steps the weights are those of one process, to 1e-10: {same}")
+        figure = held_against_limit(rungs, 1e6 * memory_mb, f"MB on each of {world_size} ranks")
+        show(figure, f"rungs_{name}", "bars of the bytes that a rank holds, a bar per rung, and the limit")
+
 
 # %% [markdown]
-# ## Warm-up: 38 numbers, then 19 (CORE, 6 min)
+# ## A model that does not fit (CORE, 3 min)
 #
-# **Why.** Under DDP every rank holds everything: all weights, all gradients, all that the optimizer remembers. A
-# second GPU makes training faster, but the largest model that fits stays the same. All ranks hold *the same
-# numbers*. Must they?
-#
-# ![Two ranks and the 38 weights of a network 6-4-2: under DDP both hold all 38, under FSDP the first holds 19 and the
-# second the other 19; an all-gather makes them whole for the moment](../assets/06_two_halves.svg)
-#
-# Take lesson 03's network of 6 inputs, 4 hidden and 2 outputs again: 6·4 + 4 + 4·2 + 2 = 38 parameters. Lay them in
-# one row, cut it into n equal pieces, and give one to each rank: its [**shard**](../assets/glossary.md#shard), or
-# share.
+# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. Each rank may hold 5 MB: that stands for
+# the 80 GB of a GPU.
 
 # %%
 # %%ranks
-torch.manual_seed(0)
-network = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
-row_P = flat(network.parameters())
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+model = DDP(new_model(), gradient_as_bucket_view=True)
+optimizer = adamw(model.parameters())
+weigh("DDP", model, optimizer)
 
 # %% [markdown]
+# On a GPU, this is where you read `CUDA out of memory`.
+#
+# **Predict.** You get more machines, 64 ranks instead of four. How many MB does each rank hold now?
+
+# %%
+# %%ranks
+guess_64 = ____  # your turn: type MB
+
+# %%
+# %%ranks
+compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "MB")
+
+# %% [markdown]
+# Nothing is saved. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's two
+# moments. More ranks make training faster, but the largest model that fits stays the same. All ranks hold *the same
+# numbers*. Must they?
+
+# %% [markdown]
+# ## Who needs what, and when? (CORE, 2 min)
+#
+# [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this for each kind of number:
+#
+# | rung | number | who needs it | when | a step then communicates |
+# |---|---|---|---|---|
+# | ZeRO-1 | optimizer state | the rank that updates this weight | once per step | 2 P |
+# | ZeRO-2 | gradient | the same rank, once it is summed | from backward to the update | 2 P |
+# | ZeRO-3 | parameter | every rank | while its layer computes | 3 P |
+#
+# P counts the numbers in a reduce-scatter or an all-gather of the whole model. DDP's all-reduce is one of each: 2 P.
+#
+# ![Three bars per rank for no sharding and the three stages of ZeRO: stage 1 cuts the optimizer's part, stage 2 the gradients
+# too, stage 3 everything](../assets/06_stages.svg)
+#
+# The figure shows 7.5 billion parameters in mixed precision, also 16 bytes each. Only stage 3 keeps falling with the
+# number of ranks.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: who needs what</summary>
+#
+# Let the room fill in the table's middle column before you show it. *Usual mistake:* "stage 2 sends less than stage
+# 1"; no, it holds less. *Ask:* "You have 8 GPUs, and the model fits with ZeRO-1. Why not ZeRO-3?" (50 % more volume
+# for memory that you do not need.)
+#
+# </details>
+
+# %% [markdown]
+# ## Rung 1: shard the optimizer (CORE, 13 min)
+#
+# AdamW looks at one weight, its gradient and its moments, and at nothing else. So a rank can update a *piece* of the
+# model without the rest, and needs moments for that piece only. Lay all parameters in one row, `row_P`, and cut it
+# into n equal pieces. Each rank owns one piece: its [**shard**](../assets/glossary.md#shard), or share, `share_p`.
+# (Capital letters in a name stand for the whole, small ones for this rank's part.)
+#
+# ![A network of 38 weights on two ranks: under DDP both hold all 38, under FSDP the first holds 19 and the
+# second the other 19; an all-gather makes them whole for the moment](../assets/06_two_halves.svg)
+#
 # ### Build A: your share of the row
 #
-# Collectives want pieces of equal length. Where n does not divide the row, zeros at its end make it fit: the fewest
-# that do. Write `my_share(row_P, n, rank)`, the piece of `rank`. It must lie in memory of its own: a view would keep
-# the whole row alive. `F.pad(row, (0, k))` appends k zeros. (The folded cell below is a solution: whatever you do not
-# build, run there, because the lesson goes on with it.)
+# If n does not divide the row, append as few zeros as needed: `F.pad(row, (0, 2))` appends two. The piece must have memory
+# of its own. (A view would keep the whole row in memory.)
 
 
 # %%
 # %%ranks
 def my_share(row_P, n, rank):
     """Piece number `rank` of n equal ones, in memory of its own."""
-    raise NotImplementedError  # your turn
+    padding = ____  # how many zeros; 38 numbers on 4 ranks need 2
+    return F.pad(row_P, (0, padding)).____  # cut it into n pieces, take yours, clone it
 
 
 checks.my_share(my_share, ranks)
+
+# %% [markdown]
+# #### Solution A
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
@@ -194,105 +310,30 @@ def my_share(row_P, n, rank):
 checks.my_share(my_share, ranks, solution=True)
 
 # %% [markdown]
-# **Predict.** You are one of two ranks. You hold 19 weights, and the loss of your rows needs 38. After backward you
-# have 38 gradients from your rows, and can update 19 weights. Which collective comes before forward, which after
-# backward?
+# ### Build B: the two halves
 #
-# <details><summary>Answer</summary>
+# A [**unit**](../assets/glossary.md#unit) is some parameters of the model in one row. The folded cell defines it:
 #
-# Before forward an **all-gather**: everybody's 19 to everybody. After backward a **reduce-scatter**: gradients of
-# the same weight are added up over the ranks, and each rank gets only the sums for the weights that it holds.
-# Together they are one all-reduce, cut open: between its halves you update.
+# | | |
+# |---|---|
+# | `unit.parameters` | the model's own parameters, as views of `unit.whole_P`: filling the row fills the model |
+# | `unit.share_p` | this rank's piece, and the only thing that the optimizer sees |
+# | `unit.gradient_row()` | the gradients of this rank's sequences in one row, padded |
 #
-# </details>
-#
-# The first of the two, on your share:
+# After backward, every rank has gradients for all weights, from its own sequences. Call the half of the all-reduce
+# that leaves each rank its piece of the sum. The optimizer expects the *average*, in `unit.share_p.grad`. No other
+# gradient may stay. After the update, call the other half.
 
-# %% tags=["nbval-check-output"]
+# %% jupyter={"source_hidden": true}
 # %%ranks
-share_p = my_share(row_P, world_size, rank)
-whole_P = share_p.new_empty(world_size * len(share_p))
-dist.all_gather(list(whole_P.chunk(world_size)), share_p)  # chunk gives views: this fills the row
-same = torch.equal(whole_P[:38], row_P)
-say(f"at rest {len(share_p)} numbers; gathered {len(whole_P)}, the first 38 of them the network's: {same}")
-
-# %% [markdown]
-# That is what sharded training rests on. What remains is *when*: which numbers can stay cut for how long, so that a
-# model too large for one memory fits into many.
-
-# %% [markdown]
-# ## Who needs what, and when? (CORE, 3 min)
-#
-# **Why.** In mixed precision a rank holds for each parameter 2 bytes of weight, 2 of gradient, and K = 12 for Adam:
-# an fp32 copy of the weight and two moments, 4 bytes each. [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et
-# al. 2020) asks who needs each of them:
-#
-# | | who needs it | when | so shard it in |
-# |---|---|---|---|
-# | optimizer state | the rank that updates this weight | once per step | stage 1 |
-# | gradient | the same rank, once it is summed | from backward to the update | stage 2 |
-# | parameter | every rank | while its layer computes | stage 3 |
-#
-# ![Three bars per rank for no sharding and the three stages of ZeRO: stage 1 cuts the optimizer's part, stage 2 the gradients
-# too, stage 3 everything](../assets/06_stages.svg)
-#
-# **Predict.** The figure is for 64 GPUs. On 8 of them, how many GB does each hold in stages 1, 2 and 3? (A GB is 10⁹
-# bytes.)
-#
-# <details><summary>Answer</summary>
-#
-# Stage 1: (2 + 2 + 12/8) · 7.5 = 41.2 GB. Stage 2: (2 + 14/8) · 7.5 = 28.1. Stage 3: 16/8 · 7.5 = 15. (For 64 see the
-# paper's figure 1.)
-#
-# </details>
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-from manyhands.predict.memory import zero_bytes
-
-if rank == 0:
-    say("GB on each of        1       8      64   1,024 ranks")
-    for stage, name in enumerate(("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
-        gigabytes = [zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
-        say(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
-
-# %% [markdown]
-# Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
-#
-# And the messages? As in the paper, count a reduce-scatter or an all-gather of P numbers as a volume of P. An
-# all-reduce is one of each, so DDP communicates 2 P. Stages 1 and 2 do the same two halves, with the update in between.
-# Stage 3 gathers the weights for forward, throws them away, and gathers them again for backward: 3 P.
-#
-# ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an all-gather of
-# weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
-#
-# This holds for one micro-batch per step. With m of them DDP and ZeRO-1 still need 2 P, if they communicate after
-# the last one only. ZeRO-2 gives gradients away after each: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
-# (2m + 1) P if whole gradients add up locally until the last.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: who needs what</summary>
-#
-# Let the room fill in the table's middle column before you show it. *Usual mistake:* "stage 2 sends less than stage
-# 1"; no, it holds less. *Ask:* "You have 8 GPUs, and the model fits with ZeRO-1. Why not ZeRO-3?" (50 % more volume
-# for memory that you do not need.)
-#
-# </details>
-
-# %% [markdown]
-# ## ZeRO-1 and ZeRO-2: the optimizer, then the gradients (CORE, 11 min)
-#
-# **Why.** AdamW works number by number: to update a weight it looks at that weight's gradient and moments, at
-# nothing else. So an optimizer that gets a *piece* of the row does with it exactly what the whole one would.
-#
-# First the row. A [**unit**](../assets/glossary.md#unit) holds some of the model's parameters in one flat piece of
-# memory. The parameters become views of it, so filling the row fills the model. One piece of it is this rank's own.
+catch_up(globals(), "my_share")
 
 
-# %%
-# %%ranks
 class Unit:
-    """Some parameters in one row `whole_P`, which n divides, and this rank's `share_p` of it."""
+    """Some parameters in one row `whole_P`, which n divides, and this rank's `share_p` of it.
+
+    `apart`: the share has memory of its own, as ZeRO-3 needs it; else it is a view of the row.
+    """
 
     def __init__(self, parameters, apart=False):
         self.parameters = list(parameters)
@@ -312,52 +353,6 @@ class Unit:
 
     def refresh(self):  # after the update everybody needs the new weights
         all_gather(self)
-
-
-# %% [markdown]
-# (`apart` is for ZeRO-3: the share then has memory of its own. Here it is a view of the row, which stays whole.)
-#
-# ### Build B: hand in the gradients
-#
-# After backward a unit's parameters hold the gradients of this rank's rows. Write `reduce_scatter(unit)`. It leaves
-# in `unit.share_p.grad`, where an optimizer looks, the *average* over the ranks of this rank's piece. No other
-# gradient stays: each `p.grad` becomes None. `dist.reduce_scatter(out, pieces)` adds up piece r of all ranks and
-# puts the sum into `out` of rank r. The check counts what you communicate: one P.
-
-
-# %%
-# %%ranks
-def reduce_scatter(unit):
-    """Average the gradients over the ranks; each rank keeps its share. All ranks call it."""
-    raise NotImplementedError  # your turn
-
-
-checks.reduce_scatter(reduce_scatter, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def reduce_scatter(unit):
-    sum_p = torch.empty_like(unit.share_p)
-    dist.reduce_scatter(sum_p, list(unit.gradient_row().chunk(world_size)))
-    unit.share_p.grad = sum_p / world_size
-    for p in unit.parameters:
-        p.grad = None
-
-
-checks.reduce_scatter(reduce_scatter, ranks, solution=True)
-
-# %% [markdown]
-# The other half, and the optimizer around both. `make` builds any optimizer of torch from a list of parameters. It
-# sees only the shares, so it remembers only their moments.
-
-
-# %%
-# %%ranks
-def all_gather(unit):
-    """Fill the row, and so the model, from everybody's share. All ranks call it."""
-    dist.all_gather(list(unit.whole_P.chunk(world_size)), unit.share_p.detach())
 
 
 class ShardedOptimizer:
@@ -382,65 +377,122 @@ class ShardedOptimizer:
         self.own.zero_grad()
 
 
+# %%
+# %%ranks
+def reduce_scatter(unit):
+    """Average the gradients over the ranks; each rank keeps its share. All ranks call it."""
+    sum_p = torch.empty_like(unit.share_p)
+    pieces = list(unit.gradient_row().chunk(world_size))
+    dist.____(sum_p, pieces)
+    unit.share_p.grad = ____
+    for p in unit.parameters:
+        ____
+
+
+def all_gather(unit):
+    """Fill the row, and so the model, from everybody's share. All ranks call it."""
+    pieces = list(unit.whole_P.chunk(world_size))  # views: filling them fills the row
+    dist.____(pieces, ____.detach())
+
+
+checks.reduce_scatter(reduce_scatter, ranks)
+checks.all_gather(all_gather, ranks)
+
 # %% [markdown]
-# **Predict.** ShakespeareGPT's weights take 3.27 MB in fp32. How many MB of Adam's moments does a rank of four hold
-# now? What does a step communicate, in P?
+# #### Solution B
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution B
+def reduce_scatter(unit):
+    sum_p = torch.empty_like(unit.share_p)
+    pieces = list(unit.gradient_row().chunk(world_size))
+    dist.reduce_scatter(sum_p, pieces)
+    unit.share_p.grad = sum_p / world_size
+    for p in unit.parameters:
+        p.grad = None
+
+
+def all_gather(unit):
+    pieces = list(unit.whole_P.chunk(world_size))  # views: filling them fills the row
+    dist.all_gather(pieces, unit.share_p.detach())
+
+
+checks.reduce_scatter(reduce_scatter, ranks, solution=True)
+checks.all_gather(all_gather, ranks, solution=True)
+
+# %% [markdown]
+# That is ZeRO-1. `ShardedOptimizer` (also folded above) does in a step what you would write: `reduce_scatter(unit)`,
+# an ordinary AdamW on `unit.share_p`, `all_gather(unit)`. The whole model is one unit:
+
+
+# %%
+# %%ranks
+def zero_1(model):
+    return [Unit(model.parameters())]
+
+
+climb("ZeRO-1", zero_1)
+
+# %% [markdown]
+# Three quarters of the moments are gone, and the step communicates 2 P, as much as DDP. It is an all-reduce, cut open:
+# the update happens between its halves.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: rung 1</summary>
 #
-# <details><summary>Answer</summary>
-#
-# Two moments are 6.53 MB; a quarter of them is 1.63 MB. One P of gradients in the reduce-scatter, one P of weights
-# in the all-gather: 2, as many as DDP's all-reduce.
+# *Say:* "the update is a local affair, so let the locals do it". Build B is where most people divide by n twice or not
+# at all; the check says which. *Usual question:* "why does stage 1 reduce-scatter, if all gradients are there anyway?"
+# Because nobody needs the other averages; an all-reduce would be a P too many, as in the library's 3 P (in MORE).
 #
 # </details>
-#
-# `wire.watch()` lists this rank's collectives and what it *communicates* in each. `tensor_bytes` adds up the tensors
-# that it holds.
-
-# %%
-# %%ranks
-from manyhands.measure.tensor_bytes import tensor_bytes
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def volumes(seen, bytes_per_value=4):
-    """{collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
-    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
-    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
-    return {op: value for op, value in found.items() if value}
-
-
-def in_P(seen):
-    return ", ".join(f"{op} {value:.2f} P" for op, value in volumes(seen).items()) or "nothing"
-
-
-# %%
-# %%ranks
-model = new_model()
-optimizer = ShardedOptimizer([Unit(model.parameters())], adamw)
-with wire.watch() as seen:
-    model(*batch(0))[1].backward()
-    optimizer.step()
-moments_bytes = tensor_bytes(model, optimizer).optimizer
-if rank == 0:
-    say(f"Adam's moments: {moments_bytes / 1e6:.2f} MB, predicted {8 * P / world_size / 1e6:.2f}")
-    say(f"a step communicates {in_P(seen)}")
 
 # %% [markdown]
-# That is ZeRO-1. Until the step all gradients are there. **ZeRO-2** hands them in *during* backward: cut the model
-# into units by block, and let the last gradient of a unit call your `reduce_scatter`. At most one block's gradients
-# are whole at a time, beside those of the parameters outside the blocks.
+# ## Rung 2: shard the gradients (CORE, 6 min)
+#
+# Until the step, each rank still holds all of its gradients. But backward finishes one block after the other. As soon
+# as a block's gradients are complete, they can be reduced, and each rank keeps its piece. So each block becomes a unit
+# of its own; embeddings, final norm and head are one more unit, the **root**.
+#
+# ### Build C: reduce during backward
+#
+# PyTorch calls your `gradient_is_there(p)` whenever a parameter's gradient is complete. With the unit's last one,
+# reduce the unit; then call `then()`, which rung 3 will use. (Backward passes through the blocks in the same order on
+# all ranks, so their calls match.)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather")
 
 
 # %%
 # %%ranks
-from manyhands.parallel.fsdp import parameters_by_unit
-
-
 def reduce_in_backward(unit, then=lambda: None):
     """When backward has all gradients of the unit, reduce them, and call `then`."""
+    ready = []
+
+    def gradient_is_there(p):
+        ready.append(p)
+        if ____:  # this was the last one
+            ready.clear()  # for the next backward
+            ____
+            then()
+
+    for p in unit.parameters:
+        p.register_post_accumulate_grad_hook(gradient_is_there)
+
+
+checks.reduce_in_backward(reduce_in_backward, ranks)
+
+# %% [markdown]
+# #### Solution C
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution C
+def reduce_in_backward(unit, then=lambda: None):
     ready = []
 
     def gradient_is_there(p):
@@ -454,56 +506,434 @@ def reduce_in_backward(unit, then=lambda: None):
         p.register_post_accumulate_grad_hook(gradient_is_there)
 
 
+checks.reduce_in_backward(reduce_in_backward, ranks, solution=True)
+
+# %%
+# %%ranks
+from manyhands.parallel.fsdp import parameters_by_unit
+
+
 def zero_2(model):
-    """A unit for each block and one for the rest, reduced in backward."""
-    made = [Unit(parameters) for parameters in parameters_by_unit(model, "block")]
+    made = [Unit(parameters) for parameters in parameters_by_unit(model, "block")]  # the root last
     for unit in made:
         reduce_in_backward(unit)
     return made
 
 
+climb("ZeRO-2", zero_2)
+
 # %% [markdown]
-# Backward passes through the blocks in the same order on all ranks, so their calls match, as in lesson 03. What is
-# left of the gradients after backward?
+# Still 2 P: the same numbers, one message per unit, and the gradients leave earlier.
+
+# %% [markdown]
+# ## Rung 3: shard the parameters (CORE, 9 min)
+#
+# The weights are left, and every rank needs all of them, but **not at the same time**: block 2's weights are needed
+# while block 2 computes, in forward and in backward. So keep your share, and borrow the rest for that moment.
+#
+# ![A step of FSDP for one unit on two ranks: all-gather, forward, free; all-gather, backward, reduce-scatter and free; update of the
+# own share](../assets/06_fsdp_step.svg)
+#
+# Two functions are given (folded). `gather(unit)` makes the row whole, if it is not. `free(unit)` empties the memory
+# below it, so that only the share stays; the library calls this [reshard](../assets/glossary.md#reshard).
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather", "reduce_in_backward")
+
+
+def gather(unit):
+    """Make the row whole, if it is not. All ranks call it."""
+    storage = unit.whole_P.untyped_storage()
+    if storage.size() == 0:
+        storage.resize_(unit.whole_P.nbytes)
+        all_gather(unit)
+
+
+def free(unit):
+    """Only the share stays; whoever reads a parameter now reads nothing. Local."""
+    unit.whole_P.untyped_storage().resize_(0)
+
+
+# %% [markdown]
+# ### Build D: gather and free at the right moments
+#
+# Hook the unit to its modules so that it is whole while they run forward and backward, and empty at all other times.
+# The modules compute one after the other: `modules[0]` is the first in forward and the last in backward. A unit that
+# `stays` is kept from forward to backward.
+#
+# | hook | called |
+# |---|---|
+# | `module.register_forward_pre_hook(f)`, `module.register_forward_hook(f)` | before and after its forward |
+# | `module.register_full_backward_pre_hook(f)` | before its backward |
+# | `reduce_in_backward(unit, then=f)` | when the unit's gradients are reduced |
+
 
 # %%
 # %%ranks
-model = new_model()
-optimizer = ShardedOptimizer(zero_2(model), adamw)
-with wire.watch() as seen:
-    model(*batch(0))[1].backward()
-shares = tensor_bytes(model, optimizer).gradients
-if rank == 0:
-    say(f"{len(seen.calls)} calls in backward: {in_P(seen)}")
-    say(f"gradients after it: {shares / 1e6:.2f} MB, a share of {4 * P / 1e6:.2f} MB")
-optimizer.step()
+def gather_when_needed(unit, modules, stays=False):
+    """Attach the moments of a unit, which is freed now, to its modules."""
+
+    def come(*_):  # hooks of a module pass arguments that you do not need
+        gather(unit)
+
+    def go(*_):
+        free(unit)
+
+    modules[____].register_forward_pre_hook(____)
+    if not stays:
+        modules[____].register_forward_hook(____)
+        modules[____].register_full_backward_pre_hook(____)
+    reduce_in_backward(unit, then=____)
+
+
+checks.gather_when_needed(gather_when_needed, ranks)
 
 # %% [markdown]
-# And the weights? Two steps of each stage in float64, against two steps of one process that reads the whole batch:
+# #### Solution D
 
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+# %%ranks
+# solution D
+def gather_when_needed(unit, modules, stays=False):
+    def come(*_):
+        gather(unit)
+
+    def go(*_):
+        free(unit)
+
+    modules[0].register_forward_pre_hook(come)
+    if not stays:
+        modules[-1].register_forward_hook(go)
+        modules[-1].register_full_backward_pre_hook(come)  # backward begins with the last
+    reduce_in_backward(unit, then=go)
+
+
+checks.gather_when_needed(gather_when_needed, ranks, solution=True)
+
+# %% [markdown]
+# The root stays from forward to backward, because backward begins with it. (`units` lists the modules of each unit:
+# here one block. "Wrapping", in MORE, shows other choices.)
+
+
+# %%
+# %%ranks
+from manyhands.parallel.fsdp import parameters_by_unit, units
+
+
+def zero_3(model, wrapping="block"):
+    """ZeRO-3, in place; `wrapping` says what is gathered together. Returns the units, the root last."""
+    modules_of, made = [*units(model, wrapping), [model]], []
+    for modules, parameters in zip(modules_of, parameters_by_unit(model, wrapping), strict=True):
+        unit = Unit(parameters, apart=True)
+        gather_when_needed(unit, modules, stays=modules == [model])
+        unit.refresh = lambda unit=unit: free(unit)  # after the update a whole row would be out of date
+        free(unit)
+        made.append(unit)
+    return made
+
+
+climb("ZeRO-3", zero_3)
+
+# %% [markdown]
+# It fits, and it computes what one process computes. (While a block computes, that block and the root are whole as
+# well. "Memory over a step", in MORE, draws it.)
+#
+# **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
+
+# %%
+# %%ranks
+guess_gathers = ____  # your turn: type a number
+
+# %%
+# %%ranks
+model = new_model(n_layer=2)
+optimizer = ShardedOptimizer(zero_3(model), adamw)
+with wire.watch() as seen:
+    model(*batch(0))[1].backward()
+    optimizer.step()
+if rank == 0:
+    say(f"in thousands of numbers: {in_words(seen)}")
+compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all_gather"))
+
+# %% [markdown]
+# Read from left to right: root, block 0, block 1 forward; then block 1 and block 0 backward, each gathered, then
+# reduced; last the root's gradients. The root is gathered once, so a step needs a little less than 3 P.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: rung 3</summary>
+#
+# Act it out with four volunteers and a deck of cards: each holds a quarter of every suit; to play hearts all show
+# their hearts, then take them back. *Usual mistakes:* believing that forward of a sharded layer computes a share of
+# it; in build D, hooking the backward to `modules[0]`, whose backward comes last. *Ask:* "what is the least memory in
+# which a step fits?" (At least the root and the largest unit, whole, with the unit's gradients, beside all shares; and
+# activations.)
+#
+# </details>
+
+# %% [markdown]
+# ## What it costs on real machines (CORE, 3 min)
+#
+# The third P costs no time if each gather runs while the unit before it computes. A unit of w parameters gathers 2w
+# bytes in bf16. Its forward takes 2w FLOPs per token. So gathering hides when
+#
+# tokens per GPU ≥ (FLOP/s of the GPU) / (bytes/s of the network).
+#
+# **Predict.** A GPU reaches 400 TFLOP/s, and the network between nodes carries 50 GB/s per GPU. How many tokens does
+# each GPU need per micro-batch?
+
+# %%
+# %%ranks
+guess_tokens = ____  # your turn: type a number
+
+# %%
+# %%ranks
+compare("tokens per GPU that hide a gather", guess_tokens, 400e12 / 50e9, "tokens")
+
+# %% [markdown]
+# Within a node, at 450 GB/s, 890 tokens are enough. Below are your rungs, and next to them FSDP on up to 512 H100s, as
+# others have published it ([MPT
+# 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
+# [Llama
+# 3.1 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
+# Each GPU of the MPT run had 6 sequences of 2,048 tokens, 12,288 in all. So expect its line to stay nearly flat:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    curves = recorded_runs.published("06_fsdp")
+    figure = held_against_limit(rungs, 1e6 * memory_mb, f"MB on each of {world_size} ranks", curves)
+    show(figure, "real", "left the bytes of each rung, right tokens per second of each GPU from 8 to 512 H100")
+    for curve in curves:
+        first, last = curve["points"][0], curve["points"][-1]
+        kept = f"{100 * last[1] / first[1]:.0f} % of the tokens/s per GPU at {last[0]} GPUs as at {first[0]}"
+        say(f"{curve['name']}: {kept}")
+
+# %% [markdown]
+# A laptop cannot show this: gloo's reduce-scatter is an all-reduce of which each rank keeps its piece. So this lesson
+# times nothing.
+
+# %% [markdown]
+# ## The library (CORE, 2 min)
+#
+# What you have built is, in its main lines, PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data
+# parallel. Its function `fully_shard` is called on each unit, and then on the whole model, whose remaining parameters
+# become the root:
+
+# %%
+# %%ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def by_library(model, mesh=None, **settings):
+    """fully_shard, by block, in place; returns the model. `mesh`: who shares, by default all ranks."""
+    mesh = mesh or init_device_mesh(device.type, (world_size,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, **settings)
+    return model
+
+
+model = by_library(new_model(n_layer=2))
+with wire.watch() as seen:
+    model(*batch(0))[1].backward()
+weight = model.head.weight
+if rank == 0:
+    say(f"in thousands of numbers: {in_words(seen) or 'nothing in a world of one'}")
+    say(f"head.weight is a {type(weight).__name__} {list(weight.shape)}; here {list(weight.to_local().shape)}")
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+model = by_library(new_model(torch.float64))
+apart = off_one_process(model, adamw(model.parameters()), lambda: flat(p.full_tensor() for p in model.parameters()))
+if rank == 0:
+    say(f"fully_shard: after two steps the weights are those of one process, to 1e-10: {apart < 1e-10}")
+metrics.exact(library_all_gathers=seen.count("all_gather"))
+
+# %% [markdown]
+# Five all-gathers as well. In backward the library asks for block 0 *before* it has reduced block 1: it fetches ahead.
+# Each weight is a [`DTensor`](../assets/glossary.md#dtensor), which knows its whole shape and holds some rows of it,
+# and not a piece of one long row. The zoo shows why that matters.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the library</summary>
+#
+# Show `p.shape` against `p.to_local().shape` and let it sink in: code that reads `p.shape` still works. *Usual
+# mistakes:* building the optimizer before `fully_shard` (it would hold the old parameters); calling `fully_shard` on
+# the root alone and wondering why memory does not fall. On 4 ranks the library's root is longer than ours: the 65 rows
+# of embedding and head, and the head's bias, are padded to 68. *Ask:* "where in our code is the gradient divided by n,
+# and what if it were divided twice?"
+#
+# </details>
+
+# %% [markdown]
+# ## A bug from the zoo (CORE, 4 min)
+#
+# It sounds right: "a sharded optimizer can run any optimizer of torch, because that sees nothing but its share." The next
+# cells train two matrices for two steps with four optimizers: in one process, with the `ShardedOptimizer` of this lesson
+# (a flat share), and with `fully_shard`.
+#
+# **Find it.** Which of the four go wrong on a flat share, and why? Write down your suspicion, then run the cells. ("Off by
+# 0.004 of 0.008" means: the weights moved by up to 0.008, and are wrong by up to 0.004.)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather")
+
+
+def two_matrices():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False)).double()
+
+
+def two_steps(net, optimizer, n=1, r=0):
+    for step in range(2):
+        x_BD = torch.randn(8 * world_size, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        net(x_BD.chunk(n)[r]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def against_one_process(make):
+    """Largest distance from one process's weights: of a flat share, of fully_shard, and how far the weights moved.
+
+    In place of a distance stands the message of an error.
+    """
+    first_P, one, by_row, by_tensor = flat(two_matrices().parameters()), *(two_matrices() for _ in range(3))
+    two_steps(one, make(one.parameters()))
+    expected_P, found = flat(one.parameters()), []
+
+    def flat_share():
+        two_steps(by_row, ShardedOptimizer([Unit(by_row.parameters())], make), world_size, rank)
+        return flat(by_row.parameters())
+
+    def whole_tensors():
+        fully_shard(by_tensor, mesh=init_device_mesh("cpu", (world_size,)))
+        two_steps(by_tensor, make(by_tensor.parameters()), world_size, rank)
+        return flat(p.full_tensor() for p in by_tensor.parameters())
+
+    for way in (flat_share, whole_tensors):
+        try:
+            found.append((way() - expected_P).abs().max().item())
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error).splitlines()[0])
+    return *found, (expected_P - first_P).abs().max().item()
+
+
+# %%
+# %%ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+optimizers = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
+}
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from textwrap import shorten
+
+for name, make in optimizers.items():
+    by_row, by_tensor, moved = against_one_process(make)
+    if rank == 0:
+        said = []
+        for found in (by_row, by_tensor):
+            if isinstance(found, str):
+                said.append(f"error ({shorten(found, 36, placeholder=' ...')})")
+            else:
+                said.append("as one process" if found < 1e-10 else f"off by {found:.4f} of {moved:.3f}")
+        say(f"{name}:\n  flat share: {said[0]}; fully_shard: {said[1]}")
+
+# %% [markdown]
+# <details><summary>What is wrong?</summary>
+#
+# SGD and AdamW work number by number. **Adafactor** needs the means of a matrix's rows and columns, **Muon** the whole
+# matrix. A piece of a long row has no rows and columns. Muon says so. Adafactor takes another rule for tensors with one
+# dimension, and says nothing: the loss falls, and you train something else.
+#
+# DTensors know their matrix. Muon on them is one process's Muon, apart from its bf16 rounding. The Adafactor of torch 2.13
+# raises an error there. One cure is to bring each matrix together for the update
+# ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)), another is to all-reduce the sums of rows and
+# columns ([pytorch#109581](https://github.com/pytorch/pytorch/issues/109581), on FSDP's flat parameters and Adafactor).
+#
+# </details>
+#
+# Ask of every optimizer: does it look at one number at a time, or at the whole tensor?
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Let the room vote before the table appears; most suspect SGD with momentum. *Ask:* "which state of Adafactor is smaller
+# than Adam's, and what does it need to compute it?" (Row and column means instead of a moment per weight.)
+#
+# </details>
+
+# %% [markdown]
+# ## How to free what autograd still wants (MORE, 3 min)
+#
+# In forward, autograd saves the weights that backward will need. Give the parameter another tensor (`p.data = ...`),
+# and autograd still holds the old one: nothing is freed. So `free` keeps the tensor, with its shape, and empties the
+# **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
+# when the same storage is filled again.
+#
+# ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both views point at
+# nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
+#
+# A layer computes forward with its weights gathered. Then free, gather, backward:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "my_share", "Unit", "all_gather", "gather", "free")
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-def after_two_steps(model, optimizer, **reads):
-    """All weights after two steps of `optimizer`."""
-    for step in range(2):
-        model(*batch(step, **reads))[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return flat(model.parameters())
+torch.manual_seed(0)
+layer = nn.Linear(8, 8, dtype=torch.float64, device=device)
+x = torch.ones(2, 8, dtype=torch.float64, device=device, requires_grad=True)
+(expected,) = torch.autograd.grad(layer(x).square().sum(), x)  # needs the weights in backward
 
-
-one, first, second = (new_model(torch.float64) for _ in range(3))
-expected_P = after_two_steps(one, adamw(one.parameters()), rank=0, world_size=1)
-stage_1_P = after_two_steps(first, ShardedOptimizer([Unit(first.parameters())], adamw))
-stage_2_P = after_two_steps(second, ShardedOptimizer(zero_2(second), adamw))
+unit = Unit(layer.parameters(), apart=True)  # the share has memory of its own, as the row will be emptied
+loss = layer(x).square().sum()
+free(unit)
+held = unit.whole_P.untyped_storage().size()
+gather(unit)
+(ours,) = torch.autograd.grad(loss, x)
 if rank == 0:
-    for name, weights_P in {"ZeRO-1": stage_1_P, "ZeRO-2": stage_2_P}.items():
-        same = torch.allclose(weights_P, expected_P, rtol=0, atol=1e-10)
-        say(f"{name} and one process, to 1e-10: {same}")
+    say(f"while freed the row holds {held} bytes, and the weight's shape still is {list(layer.weight.shape)}")
+    say(f"the gradient after gathering again is right: {torch.equal(ours, expected)}")
 
 # %% [markdown]
-# ### The library's ZeRO-1, and what it really sends (MORE, 2 min)
+# ## Bytes and volumes of every stage (MORE, 3 min)
+#
+# 7.5 billion parameters in mixed precision: 2 bytes of weight, 2 of gradient, and 12 for Adam, an fp32 copy of the weight
+# and two moments. In GB (10⁹ bytes):
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+from manyhands.predict.memory import zero_bytes
+
+if rank == 0:
+    say("GB on each of        1       8      64   1,024 ranks")
+    for stage, name in enumerate(("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+        gigabytes = [zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
+        say(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
+
+# %% [markdown]
+# Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
+#
+# ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an all-gather of
+# weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
+#
+# This holds for one micro-batch per step. With m of them DDP and ZeRO-1 still need 2 P, if they communicate after
+# the last one only. ZeRO-2 gives gradients away after each: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
+# (2m + 1) P if whole gradients add up locally until the last.
+
+# %% [markdown]
+# ## The library's ZeRO-1, and what it really sends (MORE, 2 min)
 #
 # PyTorch's ZeRO-1 is `ZeroRedundancyOptimizer`, on top of DDP. It deals out whole *tensors*, not pieces of a row:
 # the largest first, each to the rank that has the least so far.
@@ -533,213 +963,16 @@ for _ in range(3):  # DDP sorts its buckets anew in the second step: watch the t
 if rank == 0:
     say(f"{in_P(seen)}: together {sum(volumes(seen).values()):.2f} P")
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: stages 1 and 2</summary>
-#
-# *Say:* "the update is a local affair, so let the locals do it". The `Unit` class comes back unchanged in stage 3:
-# give it the minute it needs. Build B is where most people divide by n twice or not at all; the check says which.
-# *Usual question:* "why does stage 1 reduce-scatter, if all gradients are there anyway?" Because nobody needs the
-# other averages; an all-reduce would be a P too many, as in the library's 3 P.
-#
-# </details>
-
 # %% [markdown]
-# ## ZeRO-3: gather, use, free (CORE, 9 min)
+# ## Clip by the global norm (MORE, 6 min)
 #
-# **Why.** What is left whole on every rank are the weights. A rank needs block 2's weights while it computes block
-# 2, in forward and in backward, and at no other time. So keep the share, and borrow the rest for the moment.
-#
-# ![A step of FSDP for one unit on two ranks: all-gather, forward, free; all-gather, backward, reduce-scatter and free; update of the
-# own share](../assets/06_fsdp_step.svg)
-#
-# For each unit: **all-gather, forward, free; later all-gather again, backward, reduce-scatter, free; update the own
-# share.** Note where the reduce-scatter stands: *in* backward, unit by unit, not after it.
-#
-# ### How to free what autograd still wants
-#
-# In forward, autograd saves the weights that backward will need. Give the parameter another tensor (`p.data = ...`),
-# and autograd still holds the old one: nothing is freed. So keep the tensor, with its shape, and empty the
-# **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
-# when the same storage is filled again.
-#
-# ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both views point at
-# nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer")
-catch_up(globals(), "reduce_in_backward", "adamw")
-
-
-# %%
-# %%ranks
-from manyhands.measure.tensor_bytes import tensor_bytes
-from manyhands.parallel.fsdp import parameters_by_unit, units
-
-
-def gather(unit):
-    """Make the row whole, if it is not. All ranks call it."""
-    storage = unit.whole_P.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(unit.whole_P.nbytes)
-        all_gather(unit)
-
-
-def free(unit):
-    """Only the share stays; whoever reads a parameter now reads nothing. Local."""
-    unit.whole_P.untyped_storage().resize_(0)
-
-
-# %% [markdown]
-# The proof: a layer computes forward with its weights gathered. Then free, gather, backward.
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-torch.manual_seed(0)
-layer = nn.Linear(8, 8, dtype=torch.float64, device=device)
-x = torch.ones(2, 8, dtype=torch.float64, device=device, requires_grad=True)
-(expected,) = torch.autograd.grad(layer(x).square().sum(), x)  # needs the weights in backward
-
-unit = Unit(layer.parameters(), apart=True)  # the share has memory of its own, as the row will be emptied
-loss = layer(x).square().sum()
-free(unit)
-held = unit.whole_P.untyped_storage().size()
-gather(unit)
-(ours,) = torch.autograd.grad(loss, x)
-if rank == 0:
-    say(f"while freed the row holds {held} bytes, and the weight's shape still is {list(layer.weight.shape)}")
-    say(f"the gradient after gathering again is right: {torch.equal(ours, expected)}")
-
-# %% [markdown]
-# ### Build C: gather and free at the right moments
-#
-# PyTorch calls your function at these moments of a module:
-#
-# | hook | called |
-# |---|---|
-# | `module.register_forward_pre_hook(f)`, `module.register_forward_hook(f)` | before and after its forward |
-# | `module.register_full_backward_pre_hook(f)` | before its backward |
-# | `reduce_in_backward(unit, then=f)`, ours, from above | when the unit's gradients are reduced |
-#
-# Write `gather_when_needed(unit, modules, stays=False)`. A unit's modules compute one after the other. A unit that
-# `stays` is kept from forward to backward. The hooks of a module pass arguments that you do not need: `lambda *_:
-# ...` takes any. The check counts gathers, and the bytes that are whole at once.
-
-
-# %%
-# %%ranks
-def gather_when_needed(unit, modules, stays=False):
-    """Attach the moments of a unit, which is freed now, to its modules."""
-    raise NotImplementedError  # your turn
-
-
-checks.gather_when_needed(gather_when_needed, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def gather_when_needed(unit, modules, stays=False):
-    modules[0].register_forward_pre_hook(lambda *_: gather(unit))
-    if not stays:
-        modules[-1].register_forward_hook(lambda *_: free(unit))
-        modules[-1].register_full_backward_pre_hook(lambda *_: gather(unit))
-    reduce_in_backward(unit, then=lambda: free(unit))
-
-
-checks.gather_when_needed(gather_when_needed, ranks, solution=True)
-
-# %% [markdown]
-# Now the whole model. What is in no other unit is the **root**: embeddings, final norm, head. It stays, because
-# backward begins with it. (`units` and `parameters_by_unit` are the trainer's; the section on wrapping looks at them.)
-
-
-# %%
-# %%ranks
-def zero_3(model, wrapping="block"):
-    """ZeRO-3, in place; `wrapping` says what is gathered together. Returns the units, the root last."""
-    modules_of, made = [*units(model, wrapping), [model]], []
-    for modules, parameters in zip(modules_of, parameters_by_unit(model, wrapping), strict=True):
-        unit = Unit(parameters, apart=True)
-        gather_when_needed(unit, modules, stays=modules == [model])
-        unit.refresh = lambda unit=unit: free(unit)  # after the update a whole row would be yesterday's
-        free(unit)
-        made.append(unit)
-    return made
-
-
-# %% [markdown]
-# **Predict.** A GPT of two blocks, so two units and the root. How many all-gathers and reduce-scatters does a step
-# make? How many P is that?
-#
-# <details><summary>Answer</summary>
-#
-# Each block is gathered twice, the root once: 2·2 + 1 = **5 all-gathers**, not 6. Three reduce-scatters. So a
-# little less than 3 P: the root's second gather is saved.
-#
-# </details>
-
-
-# %%
-# %%ranks
-def in_words(seen, bytes_per_value=4):
-    """The collectives in the order of their calls, with their thousands of numbers."""
-    short = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
-    return ", ".join(f"{short[call.op]} {call.bytes / bytes_per_value / 1e3:.0f}" for call in seen.calls)
-
-
-model = new_model(n_layer=2)
-optimizer = ShardedOptimizer(zero_3(model), adamw)
-with wire.watch() as seen:
-    model(*batch(0))[1].backward()
-    optimizer.step()
-if rank == 0:
-    say(f"{seen.count('all_gather')} all-gathers, {seen.count('reduce_scatter')} reduce-scatters")
-    say(f"in thousands of numbers: {in_words(seen)}")
-
-# %% [markdown]
-# Read it from left to right: root, block 0, block 1 forward; then block 1 and block 0 backward, each gathered, then
-# reduced; the root's gradients last, because the embeddings' are.
-#
-# Afterwards a rank holds its shares and nothing else. In fp32 that is 4 + 4 + 8 bytes per parameter: 16, as in mixed
-# precision, divided by n.
-
-# %%
-# %%ranks
-model = new_model()
-optimizer = ShardedOptimizer(zero_3(model), adamw)
-for step in range(2):
-    optimizer.zero_grad()
-    model(*batch(step))[1].backward()
-    optimizer.step()
-measured = tensor_bytes(model, optimizer).total  # weight, gradient, two moments of each share
-rows = sum(unit.whole_P.untyped_storage().size() for unit in optimizer.units)
-if rank == 0:
-    say(f"held {measured / 1e6:.3f} MB, formula {16 * P / world_size / 1e6:.3f} MB")
-    say(f"rows still whole: {rows} bytes")
-metrics.exact(ours_zero_3_bytes=measured)
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: stage 3</summary>
-#
-# Act it out with four volunteers and a deck of cards: each holds a quarter of every suit; to play hearts all show
-# their hearts, then take them back. *Usual mistakes:* believing that forward of a sharded layer computes a share of
-# it; freeing by `p.data = torch.empty(0)`, which frees nothing as long as autograd remembers; in build C, hooking the
-# backward to `modules[0]`, whose backward comes last. *Ask:* "what is the least memory in which a step fits?" (At
-# least the root and the largest unit, whole, with the unit's gradients, beside all shares; and activations.)
-#
-# </details>
-
-# %% [markdown]
-# ## Clip by the global norm (CORE, 4 min)
-#
-# **Why.** Most training runs of large models clip: if the gradient of the *whole model* is longer than a limit,
+# Most training runs of large models clip: if the gradient of the *whole model* is longer than a limit,
 # scale it down. Each rank now holds a share of the gradient, and the length of a share is not the length of the
 # whole. The shares of two ranks stand at right angles to each other:
 #
 # ![A right-angled triangle: rank 0's share has length 3, rank 1's 4, the whole gradient 5, neither 3 nor 4 nor 7](../assets/06_norm.svg)
 #
-# ### Build D: clip by the global norm
+# ### Exercise 1: clip by the global norm
 #
 # Write `clip_by_global_norm(shares, max_norm)`. `shares` are this rank's parameters. Each number of the model is in
 # one share on one rank. `share.grad` may be None, even for all shares of a rank. Scale all gradients by `max_norm /
@@ -756,10 +989,13 @@ def clip_by_global_norm(shares, max_norm):
 
 checks.clip_by_global_norm(clip_by_global_norm, ranks)
 
+# %% [markdown]
+# #### Solution 1
+
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution D
+# solution 1
 def clip_by_global_norm(shares, max_norm):
     gradients = [share.grad for share in shares if share.grad is not None]
     total = torch.zeros((), dtype=shares[0].dtype, device=shares[0].device)
@@ -774,84 +1010,24 @@ def clip_by_global_norm(shares, max_norm):
 
 checks.clip_by_global_norm(clip_by_global_norm, ranks, solution=True)
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: clipping</summary>
-#
-# *Usual mistakes:* a rank without gradients goes home before the all-reduce, and the others wait; each rank scales by
-# its own norm (the zoo's bug). *When late:* open solution D and ask what it sends: one number.
-#
-# </details>
-
 # %% [markdown]
-# ## The library, and three ways to the same weights (CORE, 5 min)
+# ### Three ways to the same weights, clipped (MORE, 3 min)
 #
-# What you have built is, in its main lines, PyTorch's **FSDP**, fully sharded data parallel. Today's form, FSDP2, is
-# one function: `fully_shard`, called on each unit and then on the whole model, whose remaining parameters become
-# the root. Its `mesh` says which ranks share. Here, in pairs, is the network 6-4-2 of the warm-up:
+# Ours, the library's, and one process that reads the whole global batch. In float64, by plain SGD, so that a wrong norm
+# would show. (Adam divides by the gradient's size, which hides a wrong factor.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer")
-catch_up(globals(), "reduce_in_backward", "gather", "free", "gather_when_needed", "zero_3")
-catch_up(globals(), "clip_by_global_norm", "in_words", "volumes")
-
+catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward")
+catch_up(globals(), "gather", "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "by_library")
 
 # %%
 # %%ranks
-import warnings
-
 from manyhands.parallel.fsdp import parameters_by_unit, units
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-two = 2 if world_size % 2 == 0 else 1  # ranks that share
-pairs = init_device_mesh(device.type, (world_size // two, two), mesh_dim_names=("pairs", "shard"))["shard"]
-small = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
-fully_shard(small, mesh=pairs)
-if rank == 0:
-    say(f"{sum(p.to_local().numel() for p in small.parameters())} of 38 numbers on each of {two}:")
-    for name, p in small.named_parameters():
-        say(f"{name:9} is a {type(p).__name__} of shape {list(p.shape)}; I hold {list(p.to_local().shape)}")
 
-# %% [markdown]
-# A [`DTensor`](../assets/glossary.md#dtensor) is a tensor that knows its whole shape and holds a share:
-# `p.to_local()` is the share, `p.full_tensor()` gathers the whole. `fully_shard` cuts each weight along its *first
-# dim*, not one row of all of them, so shapes stay readable. It pads a dim that n does not divide.
-#
-# Does it make 5 all-gathers of two blocks and the root, as you do?
-
-
-# %%
-# %%ranks
-def by_library(model, mesh=None, **settings):
-    """fully_shard, by block, in place; returns the model. `mesh`: who shares, by default all ranks."""
-    mesh = mesh or init_device_mesh(device.type, (world_size,))
-    # it warns of operations in place on what a sharded model returns; there are none
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, **settings)
-    return model
-
-
-model = by_library(new_model(n_layer=2))
-with wire.watch() as seen:
-    model(*batch(0))[1].backward()
-if rank == 0:
-    say(f"{seen.count('all_gather')} all-gathers, {seen.count('reduce_scatter')} reduce-scatters")
-    say(in_words(seen) or "nothing is sent in a world of one")
-metrics.exact(library_all_gathers=seen.count("all_gather"))
-
-# %% [markdown]
-# Five as well: the root is not gathered twice. One difference: in backward the library asks for block 0 *before* it
-# has reduced block 1. It fetches ahead, so that on GPUs the next unit is on its way while this one computes.
-#
-# Now the proof. Three ways: ours, the library's, and one process that reads the whole global batch. Use float64,
-# plain SGD, and clipping, so that a wrong norm would show. (Adam divides by the gradient's size, which hides a wrong
-# factor.) One loop serves all three.
-
-
-# %%
-# %%ranks
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.5)
 
@@ -913,11 +1089,65 @@ metrics.exact(float64_weights=fingerprint([weights["ours"]]))
 metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 
 # %% [markdown]
-# **Take no time of FSDP on gloo as evidence.** Its reduce-scatter is an all-reduce of everything, of which each rank
-# keeps its share (measured below, in MORE). So this lesson times nothing.
+# ### The norm of a share (MORE, 3 min)
+#
+# Code that clipped well under DDP moves to FSDP. Parameters are DTensors now, so it takes what is here, `to_local()`,
+# and clips that as before. The lines run on all ranks, and the loss falls. What is wrong, and which measurement shows
+# it?
+
+
+# %%
+# %%ranks
+def clip_my_share(model, max_norm):
+    gradients = [p.grad.to_local() for p in model.parameters()]
+    norm = nn.utils.get_total_norm(gradients)
+    for gradient in gradients:
+        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
+    return norm
+
+
+model = by_library(new_model())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 # %% [markdown]
-# ### What gloo sends for a reduce-scatter (MORE, 2 min)
+# *Every* rank says its norm, beside the library's. A limit of infinity changes nothing:
+
+# %%
+# %%ranks
+model(*batch(8))[1].backward()
+right = library_clip(model, max_norm=float("inf")).item()
+theirs = clip_my_share(model, 0.3).item()
+after = library_clip(model, max_norm=float("inf")).item()
+optimizer.zero_grad()
+model(*batch(8))[1].backward()
+library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
+mended = library_clip(model, max_norm=float("inf")).item()
+part = (theirs / right) ** 2
+say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; of its square mine is {part:.2f}")
+if rank == 0:
+    say(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `to_local()` is this rank's share, and its length is not the gradient's. Every rank computes another norm, all of
+# them too small, and scales its share by its own factor. What remains is up to the square root of n times longer
+# than the limit. It is also *turned*, because its parts are scaled differently. The more ranks, the weaker the
+# clipping. On one rank the lines are right, so no test on one GPU finds the bug.
+#
+# The library's own `clip_grad_norm_` is right for DTensors. The norm that it *returns* is a DTensor, too. In torch 2.13
+# its local part is the global norm; in older versions it was the local one, and `norm.item()` read that.
+# `norm.full_tensor()` is right in both. People reported a norm that differs between ranks:
+# [torchtitan#766](https://github.com/pytorch/torchtitan/issues/766), and, as a bug of torch,
+# [pytorch#170862](https://github.com/pytorch/pytorch/issues/170862).
+#
+# </details>
+#
+# The rule to take home: **a number that a rank computes from its share is that rank's number.** Let all ranks say it.
+# A global number is the same everywhere.
+
+# %% [markdown]
+# ## What gloo sends for a reduce-scatter (MORE, 2 min)
 #
 # Two numbers are easily mixed up: what is *communicated*, and what the operating system says was *sent* (on Linux). A
 # ring sends (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce.
@@ -941,7 +1171,7 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
         say(f"{name:14} sent {sent:.2f} of what was communicated; a ring: {ring:.2f}")
 
 # %% [markdown]
-# ### Micro-batches, and a gather that need not be (MORE, 3 min)
+# ## Micro-batches, and a gather that need not be (MORE, 3 min)
 #
 # With m micro-batches per step, `set_requires_gradient_sync(False)` before all but the last keeps whole gradients on
 # each rank and reduces once. And the last block is freed after its forward, only to be gathered again at once:
@@ -957,8 +1187,15 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
 #
 # </details>
 
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "by_library")
+
 # %%
 # %%ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
 for title, sync, keep in (
     ("sync after each", True, False),
     ("sync after the last", False, False),
@@ -974,41 +1211,9 @@ for title, sync, keep in (
         say(f"{title:24}{sum(volumes(seen).values()):5.2f} P in {len(seen.calls)} calls")
 
 # %% [markdown]
-# ### The old names (MORE, 1 min)
+# ## Wrapping: what is gathered at once (MORE, 4 min)
 #
-# You will meet FSDP1, the class `FullyShardedDataParallel(model, ...)`, in older code. The same choices by their new
-# names:
-#
-# | FSDP1 | FSDP2 | ZeRO |
-# |---|---|---|
-# | `FullyShardedDataParallel(module)` | `fully_shard(module)`, in place; a `GPT` becomes an `FSDPGPT` | |
-# | `auto_wrap_policy` | a `fully_shard` call per unit | |
-# | `ShardingStrategy.FULL_SHARD` | `reshard_after_forward=None`, the default: all but the root | 3 |
-# | `SHARD_GRAD_OP` | `reshard_after_forward=False`: whole from forward to backward | 2; at rest weights are shares too |
-# | `NO_SHARD` | a mesh (n, 1): replicas only; or DDP | none |
-# | `HYBRID_SHARD` | a mesh (nodes, ranks per node) | 3 within a node |
-# | `MixedPrecision(param_dtype=...)` | `mp_policy=MixedPrecisionPolicy(param_dtype=...)` | |
-# | `CPUOffload(offload_params=True)` | `offload_policy=CPUOffloadPolicy()` | offload |
-# | `FSDP.clip_grad_norm_(...)` | `torch.nn.utils.clip_grad_norm_(...)` | |
-# | one flat parameter per unit, as in our `Unit` | each parameter a DTensor, cut along dim 0 | |
-#
-# [**Reshard**](../assets/glossary.md#reshard) is what our `free` does: go back from the whole to the share.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the library</summary>
-#
-# Show `p.shape` against `p.to_local().shape` and let it sink in: code that reads `p.shape` still works. *Usual
-# mistakes:* building the optimizer before `fully_shard` (it would hold the old parameters); calling `fully_shard` on
-# the root alone and wondering why memory does not fall; taking a number of the share for one of the whole (the zoo
-# below). On 4 ranks the library's root is longer than ours: the 65 rows of embedding and head, and the head's bias,
-# are padded to 68. *Ask:* "where in our code is the gradient divided by n, and what if it were divided twice?"
-#
-# </details>
-
-# %% [markdown]
-# ## Wrapping: what is gathered at once (CORE, 2 min)
-#
-# **Why.** A unit is what is whole at the same time. Large units mean few, long messages, and much memory; small ones
+# A unit is what is whole at the same time. Large units mean few, long messages, and much memory; small ones
 # the opposite. A rank must have room for *at least* the largest unit and the root, whole, beside all shares.
 #
 # ![The same GPT wrapped four ways: by block; by block and size, with embedding and head apart; in groups of two blocks; in one
@@ -1023,7 +1228,6 @@ for title, sync, keep in (
 #
 # A GPT of 6.7 billion parameters has 32 blocks of 201 million each. Outside the blocks it has two matrices of 32,100
 # tokens x 4,096 numbers, 131 million each, the embedding and the head. Which wrapping leaves the least whole?
-
 
 # %%
 # %%ranks
@@ -1049,16 +1253,14 @@ if rank == 0:
 # The last line is a trap: each attention has 67 million parameters, less than 10⁸, so all 32 end up in the root.
 
 # %% [markdown]
-# ## Experiment: bytes against formulas (CORE, 4 min)
+# ## Experiment: bytes against formulas (MORE, 5 min)
 #
-# Everything so far was a claim about bytes, so measure them all: for each strategy and wrapping, what a rank holds
-# when backward is done, and what it communicates in a step. `model_from_flags` builds the model as `scripts/train.py`
+# For each strategy and wrapping, what a rank holds
+# when backward is done, and what it communicates in a step, measured. `model_from_flags` builds the model as `scripts/train.py`
 # does, and knows two formulas that see the configuration only.
-
 
 # %%
 # %%ranks
-from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.train.dry_run import model_from_flags
 
 
@@ -1109,10 +1311,6 @@ table = {name: measure(flags) for name, flags in runs.items()}
 metrics.exact(held={name: vars(row[0]) for name, row in table.items()})
 metrics.exact(communicated={name: row[1].payload_bytes() for name, row in table.items()})
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "volumes")
-
 # %%
 # %%ranks
 from manyhands.plots.bars import KINDS, held_and_sent
@@ -1154,7 +1352,6 @@ assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 #
 # </details>
 
-
 # %%
 # %%ranks --timeout 120
 from manyhands.measure.memory_timeline import MemoryTimeline
@@ -1184,7 +1381,6 @@ timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "f
 # %%
 # %%ranks
 from manyhands.plots.memory_stack import memory_stacks
-from manyhands.launch import recorded_runs
 
 peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
 metrics.measured(peak_bytes=peaks)
@@ -1203,15 +1399,6 @@ if rank == 0:
 # of its buckets. FSDP's floor is a share of it. Its gathered part is the thin band that rises and falls unit by unit;
 # under `grad_op` it only grows until backward. "Other" comes on top of what the formula counts: messages, the next
 # unit, which is fetched early, and a unit's whole gradients before they are cut. So the formula is a floor.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the experiment</summary>
-#
-# Let somebody add a row to `runs` (`--parallel.wrapping size:1000000` leaves the root alone) and predict its two
-# numbers first. *Usual mistake:* reading the volumes as times. *When late:* show the two stored figures. *Ask:*
-# "grad_op sends less and holds more. On which machine would you use it?" (Slow network, memory to spare.)
-#
-# </details>
 
 # %% [markdown]
 # ## Fetch the next unit early (MORE, 4 min)
@@ -1233,7 +1420,6 @@ if rank == 0:
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "unit_sizes")
-
 
 # %%
 # %%ranks
@@ -1298,7 +1484,8 @@ for prefetch in (False, True):
         show(gantt(spans, title, virtual=True, until_s=until_s), f"prefetch_{prefetch}", alt)
 
 # %% [markdown]
-# FSDP does this on GPUs by itself, in the order in which units ran. `set_modules_to_forward_prefetch` and
+# FSDP does this on GPUs by itself. In backward it asks for the next unit explicitly, in the reverse order of forward. In
+# forward the CPU runs ahead: it queues the next gather while the GPU still computes. `set_modules_to_forward_prefetch` and
 # `set_modules_to_backward_prefetch` fetch more of them early, each at the price of one more unit in memory.
 #
 # ## Lower precision, offload, two levels (MORE, 5 min)
@@ -1405,7 +1592,6 @@ if rank == 0:
 # The trainer drives it behind the same interface as everything else, so one function compares all stages with one
 # process.
 
-
 # %%
 # %%ranks
 from manyhands.config.options import OptionError
@@ -1459,11 +1645,11 @@ except OptionError as error:
         say(f"not here: {error}")
 
 # %% [markdown]
-# ## Exercises (MORE, 18 min)
+# ## Exercises (MORE, 12 min)
 #
 # Each check runs your answer in a process group of its own: you cannot break anything.
 #
-# ### Exercise 1: predict the bytes of a wrapping
+# ### Exercise 2: predict the bytes of a wrapping
 #
 # `sizes` are the numbers of parameters of each unit, the root last; n ranks, fp32, AdamW, everything sharded
 # (ZeRO-3). Write `predict(sizes, n)` that returns four numbers for one rank: the bytes it holds at rest (weights,
@@ -1480,10 +1666,13 @@ def predict(sizes, n):
 
 checks.predict(predict, ranks)
 
+# %% [markdown]
+# #### Solution 2
+
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 1
+# solution 2
 def predict(sizes, n):
     *inner, root = sizes
     held = 16 * sum(sizes) // n  # 4 of weight, 4 of gradient, 8 of moments
@@ -1504,7 +1693,6 @@ catch_up(globals(), "build", "measure", "unit_sizes")
 
 # %%
 # %%ranks
-from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.fsdp import parameters_by_unit
 from manyhands.train.dry_run import model_from_flags
 
@@ -1518,7 +1706,7 @@ if rank == 0:
 # %% [markdown]
 # (A world of one sends nothing; the library knows.)
 #
-# ### Exercise 2: never build the whole model
+# ### Exercise 3: never build the whole model
 #
 # All models above were built whole on every rank, and then cut. With `init_device: cuda` in a 7 B configuration
 # every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own file says
@@ -1561,10 +1749,13 @@ def sharded_from_meta(make, mesh):
 
 checks.sharded_from_meta(sharded_from_meta, ranks)
 
+# %% [markdown]
+# #### Solution 3
+
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 # %%ranks
-# solution 2
+# solution 3
 def sharded_from_meta(make, mesh):
     with torch.device("meta"):
         model = make()
@@ -1586,123 +1777,6 @@ def sharded_from_meta(make, mesh):
 checks.sharded_from_meta(sharded_from_meta, ranks, solution=True)
 
 # %% [markdown]
-# (All ranks draw everything and keep a share, so the start does not depend on the number of ranks. Real runs often
-# load a checkpoint instead, share by share: lesson 11.)
-#
-# ### Exercise 3: two nodes of four
-#
-# 8 ranks on 2 nodes: 0 to 3 on the first. Write `hybrid(num_nodes, per_node)` for any such numbers. It returns the
-# groups of ranks that *shard* together, the groups that hold *copies* of the same share, both as lists of lists in
-# order of rank, and the share of the gradient's bytes that one rank hands to the all-reduce between nodes.
-
-
-# %%
-# %%ranks
-def hybrid(num_nodes, per_node):
-    """(groups that shard, groups of copies, share of the gradient that crosses between nodes)."""
-    raise NotImplementedError  # your turn
-
-
-checks.hybrid(hybrid, ranks)
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def hybrid(num_nodes, per_node):
-    grid = torch.arange(num_nodes * per_node).view(num_nodes, per_node)  # a row is a node
-    return grid.tolist(), grid.T.tolist(), 1 / per_node
-
-
-checks.hybrid(hybrid, ranks, solution=True)
-
-# %% [markdown]
-# ## A bug from the zoo (CORE, 3 min)
-#
-# Code that clipped well under DDP moves to FSDP. Parameters are DTensors now, so it takes what is here, `to_local()`,
-# and clips that as before. These lines run, on all ranks, and the loss falls. **What is wrong, and which measurement
-# shows it?** Write down your suspicion before you open the answer.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "by_library", "library_clip")
-
-
-# %%
-# %%ranks
-import warnings
-
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-
-def clip_my_share(model, max_norm):
-    gradients = [p.grad.to_local() for p in model.parameters()]
-    norm = nn.utils.get_total_norm(gradients)
-    for gradient in gradients:
-        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)
-    return norm
-
-
-model = by_library(new_model())
-optimizer, seen_losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-for step in range(8):
-    _, loss = model(*batch(step))
-    loss.backward()
-    clip_my_share(model, 0.3)
-    optimizer.step()
-    optimizer.zero_grad()
-    seen_losses.append(f"{loss.item():.3f}")
-if rank == 0:
-    say(f"rank 0's loss: {' '.join(seen_losses)}")
-
-# %% [markdown]
-# Now measure. *Every* rank says its norm, beside the library's. A limit of infinity changes nothing:
-
-# %%
-# %%ranks
-model(*batch(8))[1].backward()
-right = library_clip(model, max_norm=float("inf")).item()
-theirs = clip_my_share(model, 0.3).item()
-after = library_clip(model, max_norm=float("inf")).item()
-optimizer.zero_grad()
-model(*batch(8))[1].backward()
-library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
-mended = library_clip(model, max_norm=float("inf")).item()
-part = (theirs / right) ** 2
-say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; of its square mine is {part:.2f}")
-if rank == 0:
-    say(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# `to_local()` is this rank's share, and its length is not the gradient's. Every rank computes another norm, all of
-# them too small, and scales its share by its own factor. What remains is up to the square root of n times longer
-# than the limit. It is also *turned*, because its parts are scaled differently. The more ranks, the weaker the
-# clipping. On one rank the lines are right, so no test on one GPU finds the bug.
-#
-# The library's own `clip_grad_norm_` is right for DTensors. The norm that it *returns* is a DTensor, too. In torch 2.13
-# its local part is the global norm; in older versions it was the local one, and `norm.item()` read that.
-# `norm.full_tensor()` is right in both. People reported a norm that differs between ranks:
-# [torchtitan#766](https://github.com/pytorch/torchtitan/issues/766), and, as a bug of torch,
-# [pytorch#170862](https://github.com/pytorch/pytorch/issues/170862).
-#
-# </details>
-#
-# The rule to take home: **a number that a rank computes from its share is that rank's number.** Let all ranks say it.
-# A global number is the same everywhere.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the zoo</summary>
-#
-# The loss falls in all versions: let the room say what it would take to see the bug in a loss curve (an unstable run,
-# weeks later). The squares of the ranks' norms add up to the model's: let them add the printed parts. *When late:*
-# skip the training and run the cell that measures.
-#
-# </details>
-
-# %% [markdown]
 # ## On the cluster
 #
 # The trainer knows all of this lesson as flags. First ask what would run, and whether it fits. Then submit the job of
@@ -1714,23 +1788,33 @@ if rank == 0:
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.wrapping block_group:2
 # ```
 #
-# **What changes on GPUs.** NCCL has a reduce-scatter of its own. Gathers run in a stream of their own and hide behind
-# computation, if a unit takes longer to compute than to gather: computing grows with a rank's tokens, gathering does
-# not, so give it enough of them. Gather in bf16. Activations are sharded by nothing in this lesson;
-# `--parallel.activation-checkpointing block` is the remedy (lesson 01).
+# This lesson, as a script, runs the same way: `mpiexec -n 4 python scripts/06_zero_fsdp.py --wrapping block_group:2`.
 #
-# **What to look for**: `torch.cuda.max_memory_allocated` against the dry run's total plus activations; the same
-# losses as DDP for the same global batch; tokens per second by wrapping, measured on as many nodes as you will use.
+# **What changes on GPUs.** NCCL has a reduce-scatter of its own, and gathers run in a stream of their own. Gather in
+# bf16. A float8 all-gather halves the bytes again, and `torch.compile` speeds up what is between the gathers. Activations
+# are not sharded by anything here; `--parallel.activation-checkpointing block` is the remedy (lesson 01).
+#
+# **What to look for**: `torch.cuda.max_memory_allocated` against the dry run's total plus activations; the same losses
+# as DDP for the same global batch; tokens per second by wrapping, measured on as many nodes as you will use.
 
 # %% [markdown]
 # ## Recap
 #
-# 1. Moments, gradients, weights: each number needs one owner. Only weights are needed by all, and only while their layer computes.
-# 2. With one micro-batch per step, stages 1 and 2 communicate 2 P, like DDP. Stage 3 communicates up to 3 P and shrinks everything with n.
-# 3. All-gather, forward, free; all-gather, backward, reduce-scatter, free; update the own share. Per unit, in backward.
-# 4. Wrapping decides what is whole at once, and how many calls that takes. The root is gathered once.
-# 5. A norm of a share is not the norm. Prove equality with one process, in float64, clipping included.
-#
+# The card to take home:
+
+# %%
+# %%ranks
+card(
+    "Each number needs one owner. Only weights are needed by all ranks, and only while their layer computes.",
+    "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and everything shrinks with n.",
+    "Per unit: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update your share.",
+    "Gathers hide if tokens per GPU exceed FLOP/s divided by bytes/s: 8,000 at 50 GB/s.",
+    "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",
+    figure="one unit, two ranks, one step",
+    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run",
+)
+
+# %% [markdown]
 # ## Further reading
 #
 # - Rajbhandari et al. 2020, [ZeRO: memory optimizations toward training trillion parameter models](https://arxiv.org/abs/1910.02054): the
@@ -1738,8 +1822,8 @@ if rank == 0:
 # - Zhao et al. 2023, [PyTorch FSDP: experiences on scaling fully sharded data parallel](https://arxiv.org/abs/2304.11277): units, prefetch,
 #   hybrid sharding, by those who wrote it.
 # - PyTorch, [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): the reference of today's form.
-# - Ren et al. 2021, [ZeRO-Offload](https://arxiv.org/abs/2101.06840), and Rajbhandari et al. 2021,
-#   [ZeRO-Infinity](https://arxiv.org/abs/2104.07857): the CPU's memory and NVMe, which are not stages.
+# - [The handbook of this lesson](../assets/handbook/06_zero_fsdp.md): FSDP1's names, volumes with micro-batches, how to
+#   wrap, which optimizers can be sharded.
 
 # %%
 # %%ranks

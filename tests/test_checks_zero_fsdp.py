@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 LESSON = "06_zero_fsdp"
-AROUND = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build C call
+AROUND = ("all_gather", "gather", "free", "reduce_in_backward")  # what the lines of build D call
 
 
 def summed(x, op=dist.ReduceOp.SUM):
@@ -89,7 +89,90 @@ def a_call_for_each_parameter(unit):
     handing_in(lambda unit: pieces(unit)[dist.get_rank()] / dist.get_world_size())(unit)
 
 
-# ---- build C: answers hook a unit to its modules ----
+# ---- build B: answers bring the weights back ----
+
+
+def gathering(pieces_of, share_of):
+    """An answer that all-gathers share_of(unit) into pieces_of(unit)."""
+
+    def answer(unit):
+        dist.all_gather(pieces_of(unit), share_of(unit))
+
+    return answer
+
+
+def views(unit):
+    return pieces(unit, unit.whole_P)
+
+
+def own(unit):
+    return unit.share_p.detach()
+
+
+def by_all_reduce(unit):
+    unit.whole_P.zero_()
+    views(unit)[dist.get_rank()].copy_(own(unit))
+    dist.all_reduce(unit.whole_P)
+
+
+def through_a_new_row(unit):  # right
+    new_P = torch.empty_like(unit.whole_P)
+    dist.all_gather(pieces(unit, new_P), own(unit))
+    unit.whole_P.copy_(new_P)
+
+
+def from_rank_0(unit):
+    for piece in views(unit):
+        piece.copy_(own(unit))
+        dist.broadcast(piece, 0)
+
+
+# ---- build C: answers reduce in backward ----
+
+
+def reducing(is_due=lambda ready, unit: len(ready) == len(unit.parameters), clears=True, after=True, reduces=True):
+    """The right answer, but for when it reduces, and what it does then."""
+
+    def answer(unit, then=lambda: None):
+        ready = []
+
+        def gradient_is_there(p):
+            ready.append(p)
+            if is_due(ready, unit):
+                if clears:
+                    ready.clear()
+                if not after:
+                    then()
+                if reduces:
+                    ours.reduce_scatter(unit)
+                if after:
+                    then()
+
+        for p in unit.parameters:
+            p.register_post_accumulate_grad_hook(gradient_is_there)
+
+    return answer
+
+
+def counts_down(unit, then=lambda: None):  # right
+    left = [len(unit.parameters)]
+
+    def gradient_is_there(_):
+        left[0] -= 1
+        if not left[0]:
+            left[0] = len(unit.parameters)
+            ours.reduce_scatter(unit)
+            then()
+
+    for p in unit.parameters:
+        p.register_post_accumulate_grad_hook(gradient_is_there)
+
+
+def never_calls_then(unit, then=lambda: None):
+    reducing()(unit)
+
+
+# ---- build D: answers hook a unit to its modules ----
 
 
 ours = FromLesson(LESSON, "reduce_scatter", *AROUND, rank=dist.get_rank, world_size=dist.get_world_size)
@@ -157,7 +240,7 @@ HOOKS = {
 }  # fmt: skip
 
 
-# ---- build D: answers clip shares ----
+# ---- exercise 1: answers clip shares ----
 
 
 def _gradients(shares):
@@ -213,7 +296,7 @@ def goes_home_without_a_gradient(shares, max_norm):
     return _scale(shares, max_norm, _global(shares)) if _gradients(shares) else torch.zeros(())
 
 
-# ---- exercise 1: answers predict ----
+# ---- exercise 2: answers predict ----
 
 
 def _predict(held=None, whole=None, gathers=None, communicated=None):
@@ -258,7 +341,7 @@ def an_array_of_numbers(sizes, n):
     return np.array(_predict()(list(map(int, sizes)), n))
 
 
-# ---- exercise 2: answers build a sharded model ----
+# ---- exercise 3: answers build a sharded model ----
 
 
 def _draw_shares(model, mesh, seed=7, std=0.02, names=None):
@@ -340,24 +423,6 @@ def by_distribute_tensor(make, mesh):  # right as well
     return model
 
 
-# ---- exercise 3: answers list groups ----
-
-
-def hybrid(change=lambda grid, share: (grid, grid.T, share)):
-    """An answer of change(grid of ranks by node, what of the gradients a rank communicates between nodes)."""
-
-    def answer(num_nodes, per_node):
-        grid = torch.arange(num_nodes * per_node).view(num_nodes, per_node)
-        return tuple(part.tolist() if torch.is_tensor(part) else part for part in change(grid, 1 / per_node))
-
-    return answer
-
-
-def hybrid_of_arrays(num_nodes, per_node):  # right
-    shard, copies, share = hybrid()(num_nodes, per_node)
-    return torch.tensor(shard), np.array(copies), Fraction(1, per_node)
-
-
 REJECTED = {
     "my_share": {
         drops_the_rest: "leave out the last",
@@ -396,6 +461,22 @@ REJECTED = {
         "sums in float32": (
             handing_in(lambda unit: scattered([p.float() for p in pieces(unit)]).double() / dist.get_world_size()),
             "which is float32's accuracy"),
+    },
+    "all_gather": {
+        "into a copy": (gathering(lambda unit: pieces(unit, unit.whole_P.clone()), own),
+            "fill unit.whole_P, not a copy"),
+        "the piece of the row": (gathering(views, lambda unit: views(unit)[dist.get_rank()].clone()),
+            "they are the old weights"),
+        "of rank 0 for all": (from_rank_0, "every piece is that of rank 0"),
+        by_all_reduce: "one all_gather of the shares, 1 P",
+    },
+    "reduce_in_backward": {
+        "with each gradient": (reducing(lambda ready, unit: True), "6 reduce-scatters for 2 units"),
+        "never due": (reducing(lambda ready, unit: False), "has no gradient in its share: call reduce_scatter(unit)"),
+        "never cleared": (reducing(clears=False), "in the second backward the unit of"),
+        "then before": (reducing(after=False), "0 of them after its reduction"),
+        "never reduces": (reducing(reduces=False), "has no gradient in its share"),
+        never_calls_then: "then() was called 0 times",
     },
     "gather_when_needed": HOOKS,
     "clip_by_global_norm": {
@@ -447,23 +528,12 @@ REJECTED = {
         "one unit": (lambda make, mesh: _draw_shares(_on_meta(make, mesh, per_layer=False), mesh),
             "is no unit of its own"),
     },
-    "hybrid": {
-        "other way round": (hybrid(lambda grid, share: (grid.T, grid, share)), "the two are the wrong way round"),
-        "neighbours are copies": (hybrid(lambda grid, share: (grid, grid.reshape(grid.T.shape), share)),
-            "the same share, should be [[0, 4], [1, 5], [2, 6], [3, 7]], not"),
-        "whole gradient between": (hybrid(lambda grid, share: (grid, grid.T, 1.0)),
-            "each rank has only its share to send"),
-        "cut by nodes": (hybrid(lambda grid, share: (grid, grid.T, 1 / len(grid))),
-            "communicates between nodes should be 0.25, not 0.5"),
-        "flat lists": (hybrid(lambda grid, share: (grid.flatten(), grid.T, share)),
-            "within a node, should be [[0, 1, 2, 3], [4, 5, 6, 7]], not [0,"),
-        "groups turned round": (hybrid(lambda grid, share: (grid.flip(0), grid.T, share)),
-            "are right, but not in order of rank"),
-    },
 }  # fmt: skip
 RIGHT = {
     "my_share": [by_reshape, copied_into_zeros],
     "reduce_scatter": [handing_in(lambda unit: scattered([p / dist.get_world_size() for p in pieces(unit)]))],
+    "all_gather": [through_a_new_row],
+    "reduce_in_backward": [counts_down],
     "gather_when_needed": [on_all_modules],
     "sharded_from_meta": [meta_by_default, by_distribute_tensor],
     "clip_by_global_norm": [
@@ -474,7 +544,6 @@ RIGHT = {
         ),
     ],
     "predict": [every_kind_of_number, an_array_of_numbers],
-    "hybrid": [hybrid_of_arrays],
 }
 
 

@@ -2,9 +2,11 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from manyhands.launch import recorded_runs
+from manyhands.plots.bars import held_against_limit
 from manyhands.plots.times import beside_published, kept_per_gpu
 from test_recorded import metrics
 
@@ -48,3 +50,13 @@ def test_the_speed_per_gpu_is_drawn_in_percent_of_that_on_the_fewest():
     ideal, measured = axes.lines
     assert set(ideal.get_ydata()) == {100}
     assert list(measured.get_xdata()) == [8, 16, 512] and list(measured.get_ydata()) == [100, 75, 25]
+
+
+def test_the_rungs_stand_next_to_published_rates_with_the_limit_of_memory():
+    rungs = {"DDP": SimpleNamespace(parameters=3e6, optimizer=6e6, gradients=3e6)}
+    published = recorded_runs.published("06_fsdp")
+    bars, rates = held_against_limit(rungs, 5e6, "MB", published).axes
+    assert sum(bar.get_width() for bar in bars.patches) == pytest.approx(12)
+    assert bars.lines[0].get_xdata()[0] == pytest.approx(5)
+    assert [list(line.get_ydata()) for line in rates.lines] == [[y for _, y in one["points"]] for one in published]
+    assert len(held_against_limit(rungs, 5e6, "MB").axes) == 1

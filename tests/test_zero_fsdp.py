@@ -254,3 +254,30 @@ def test_a_model_spread_by_the_trainers_flags_holds_and_sends_what_the_formulas_
         for op, traffic in sent.items():
             members = [call.bytes for call in calls if call.op == op]
             assert (len(members), sum(members)) == (traffic.calls, traffic.payload_bytes)
+
+
+def optimizers_on_a_flat_share(ranks):
+    """{optimizer: (of a flat share, of fully_shard, how far weights move)}: distances from one process, or an error."""
+    names = "two_matrices", "two_steps", "against_one_process"
+    place = {"rank": ranks.rank, "world_size": ranks.world_size, "device": torch.device("cpu")}
+    lesson = taken_from(LESSON, *NAMES, *names, **place)
+    optim = torch.optim
+    makes = {
+        "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: optim.AdamW(p, lr=0.01),
+        "adafactor": lambda p: optim.Adafactor(p, lr=0.01),
+        "muon": lambda p: optim.Muon(p, lr=0.01),
+    }
+    return {name: lesson.against_one_process(make) for name, make in makes.items()}
+
+
+def test_the_zoos_optimizers_that_need_a_matrix_break_on_a_flat_share_and_the_others_do_not(pool):
+    for found in pool.run(4, optimizers_on_a_flat_share):
+        for name in ("sgd", "adamw"):
+            assert max(found[name][:2]) < 1e-10, name
+        flat_share, by_tensor, moved = found["adafactor"]
+        assert flat_share > 0.2 * moved, "no error, and another model"
+        assert "in-place operations" in by_tensor
+        flat_share, by_tensor, moved = found["muon"]
+        assert "only supports 2D parameters" in flat_share
+        assert by_tensor < 0.2 * moved, "bf16 rounding alone"

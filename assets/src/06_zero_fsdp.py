@@ -37,7 +37,7 @@ def two_halves():
         write(axes, x, 6.2, title, weight="bold")
     for rank, y in ((0, 9), (1, 20)):
         rank_box(axes, rank, 2, y + 1, width=9, height=5)
-        box(axes, 13, y, 20, 7, "38", face=tint(rank_colour(rank), 0.35), edge=rank_colour(rank), size=12)
+        box(axes, 13, y, 20, 7, "38", face=GREY, size=12)
         _share(axes, 40, y, 20, 7, 2, {rank: "19"}, size=12)
         _share(axes, 69, y, 20, 7, 2, {0: "19", 1: "19"}, size=12)
         arrow(axes, (60.5, y + 3.5), (68.5, y + 3.5))
@@ -72,7 +72,7 @@ def stages():
                     box(axes, x, y, width, 5.4, edge=EDGE, dotted=True)
                     box(axes, x + piece * width / 64, y, width / 64, 5.4, face=colour, edge=colour)
                 else:
-                    box(axes, x, y, width, 5.4, face=tint(colour, 0.35), edge=colour, hatch=hatch)
+                    box(axes, x, y, width, 5.4, face=GREY, hatch=hatch)
                 x += width
         write(axes, 87, y + 2.7, gigabytes, weight="bold")
     x = 4
@@ -81,7 +81,7 @@ def stages():
         write(axes, x + 4.2, 40.6, text, ha="left")
         x += 8 + 0.8 * len(text)
     box(axes, x, 39.6, 3.4, 2, edge=EDGE, dotted=True)
-    write(axes, x + 4.2, 40.6, "on other ranks; stroke: this rank's 64th", ha="left")
+    write(axes, x + 4.2, 40.6, "on other ranks; colour: this rank's 64th", ha="left")
     return figure
 
 

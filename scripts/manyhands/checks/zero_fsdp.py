@@ -1,8 +1,9 @@
 """Checks of lesson 06: shares, ZeRO's movements, the global norm, predicted bytes, a model that is never whole.
 
 The right answers are known without communicating: gradients are drawn from seeds that say the rank, so that each rank
-knows all of them, and the full models of build C and exercise 2 are small enough for a reference. Everything is in the
-CPU's memory, where the trial group can send. A unit is like the lesson's own: its parameters are views of a padded row.
+knows all of them, and the full models of builds C and D and of exercise 3 are small enough for a reference. Everything
+is in the CPU's memory, where the trial group can send. A unit is like the lesson's own: its parameters are views of a
+padded row.
 """
 
 import tracemalloc
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import flat, luck, normal, seeded
-from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_traffic, expect_unchanged
+from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged
 from manyhands.measure import wire
 
 
@@ -89,7 +90,7 @@ class Unit:
         return self.whole_P.untyped_storage().nbytes()
 
 
-@exercise("B", "hand in the gradients")
+@exercise("B", "average the gradients, keep your piece")
 def reduce_scatter(answer, ranks):
     """`answer(unit)` leaves the mean of this rank's piece in `unit.share_p.grad`, and no other gradient, for 1 P."""
     n, rank = ranks.world_size, ranks.rank
@@ -112,6 +113,26 @@ def reduce_scatter(answer, ranks):
     _small_storage(grad, "share_p.grad")
     cure = "one reduce_scatter of the row, 1 P"
     expect_traffic(seen, "share_p.grad is right", cure, calls=1, volume=unit.whole_P.nbytes)
+
+
+@exercise("B", "bring the weights back")
+def all_gather(answer, ranks):
+    """`answer(unit)` fills the unit's row, of which this rank has its updated share alone, for 1 P."""
+    n, rank = ranks.world_size, ranks.rank
+    unit = Unit([nn.Parameter(normal(66 + i, *shape)) for i, shape in enumerate(SHAPES)], n, rank, apart=True)
+    wanted_P = unit.whole_P + 1.0
+    with torch.no_grad():
+        unit.share_p += 1.0  # as if the optimizer had updated it
+    stale_P = unit.whole_P.clone()
+    with wire.watch() as seen:
+        answer(unit)
+    slips = {
+        "they are the old weights: fill unit.whole_P, not a copy": stale_P,
+        "they are the sum over the ranks; each rank brings its own piece": n * wanted_P,
+    } | {f"every piece is that of rank {r}": wanted_P.chunk(n)[r].repeat(n) for r in range(n if n > 1 else 0)}
+    expect_tensor(unit.whole_P, wanted_P, "the row of weights", slips, "everybody's updated share, in order of rank")
+    expect_tensor(unit.share_p.detach(), wanted_P.chunk(n)[rank], "unit.share_p", it_is="as it was")
+    expect_traffic(seen, "the row is right", "one all_gather of the shares, 1 P", calls=1, volume=unit.whole_P.nbytes)
 
 
 def _unit_with_gradients(n, rank):
@@ -148,7 +169,7 @@ class Net(nn.Module):
         return found
 
 
-@exercise("C", "gather and free at the right moments")
+@exercise("D", "gather and free at the right moments")
 def gather_when_needed(answer, ranks):
     """`answer(unit, modules, stays)` hooks a freed unit to its modules; a step gathers little."""
     n, rank = ranks.world_size, ranks.rank
@@ -165,6 +186,59 @@ def gather_when_needed(answer, ranks):
         watching.phase = "backward"
         loss.backward()
     _judge_step(units, seen, watching, n, rank)
+
+
+@exercise("C", "reduce during backward")
+def reduce_in_backward(answer, ranks):
+    """`answer(unit, then)` reduces a unit when its last gradient is there, then calls `then`; in each backward."""
+    n, rank = ranks.world_size, ranks.rank
+    net = seeded(Net, 6)
+    units = {name: Unit(module.parameters(), n, rank) for name, module in _two_modules(net).items()}
+    done = []
+    for name, unit in units.items():
+        answer(unit, lambda name=name, unit=unit: done.append((name, unit.share_p.grad is not None)))
+    for turn in range(2):
+        done.clear()
+        for unit in units.values():
+            unit.share_p.grad = None
+        with wire.watch() as seen:
+            net(normal(600 + 10 * turn + rank, 4, 5)).backward()
+        _judge_reductions(units, done, seen, turn, n, rank)
+
+
+def _two_modules(net):
+    return {"the unit of blocks 1 and 2": net.blocks[1:], "the unit of the last layer": net.last}
+
+
+def _judge_reductions(units, done, seen, turn, n, rank):
+    """Raise Wrong unless backward number `turn` reduced each unit once, complete, and called `then` after it."""
+    again = " in the second backward" if turn else ""
+    for name, unit in units.items():
+        if unit.share_p.grad is None:
+            raise Wrong(
+                f"after backward{again} {name} has no gradient in its share: call reduce_scatter(unit) when as many "
+                f"parameters are ready as the unit has, {len(unit.parameters)}"
+            )
+    calls = [call for call in seen.calls if call.op == "reduce_scatter"]
+    if len(calls) > len(units):
+        raise Wrong(
+            f"backward{again} made {len(calls)} reduce-scatters for {len(units)} units: reduce a unit once, when the "
+            "last of its gradients is there"
+        )
+    net = seeded(Net, 6)
+    for r in range(n):
+        (net(normal(600 + 10 * turn + r, 4, 5)) / n).backward()
+    same = _two_modules(net)
+    for name, unit in units.items():
+        wanted = Unit(same[name].parameters(), n, rank)
+        found = [each for whose, each in done if whose == name]
+        what, it_is = f"the gradient of {name}'s share{again}", "the average of all the unit's gradients"
+        expect_tensor(unit.share_p.grad, wanted.gradient_row().chunk(n)[rank], what, it_is=it_is)
+        if found != [True]:
+            raise Wrong(
+                f"the gradients are right, but then() was called {count(len(found), 'time')} for {name}, "
+                f"{sum(found)} of them after its reduction: call it once, after reduce_scatter(unit)"
+            )
 
 
 class Watching(TorchDispatchMode):
@@ -216,7 +290,7 @@ def _judge_step(units, seen, watching, n, rank):
         raise Wrong(f"right, but a step made {gathers} all-gathers where {least} do: units twice, the root once")
 
 
-@exercise("D", "clip by the global norm")
+@exercise(1, "clip by the global norm")
 def clip_by_global_norm(answer, ranks):
     """`answer(shares, max_norm)` scales every share's gradient by one factor, and returns the norm of all of them."""
     n = ranks.world_size
@@ -273,7 +347,7 @@ def _norm(of_all):
     return flat(every).norm() if every else torch.zeros(())
 
 
-@exercise(1, "the bytes of a wrapping")
+@exercise(2, "the bytes of a wrapping")
 def predict(answer, ranks=None):
     """`answer(sizes, n)` is (held, whole, gathers, communicated) of fp32, AdamW, ZeRO-3, the root last."""
     for sizes, n in (
@@ -326,7 +400,7 @@ def _stack():
     return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
 
 
-@exercise(2, "never build the whole model", timeout_s=20.0)
+@exercise(3, "never build the whole model", timeout_s=20.0)
 def sharded_from_meta(answer, ranks):
     """`answer(make, mesh)` returns a sharded model with the full model's numbers, and never held more than a bit.
 
@@ -415,23 +489,3 @@ class Peak(TorchDispatchMode):
                 self._alive[storage._cdata] = storage
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive.values()))
         return result
-
-
-@exercise(3, "two nodes of four")
-def hybrid(answer, ranks=None):
-    """`answer(num_nodes, per_node)` is (groups that shard, groups of replicas, share that crosses between nodes)."""
-    for num_nodes, per_node in ((2, 4), (2, 2), (3, 4), (4, 1)):
-        shard, replicas, share = answer(num_nodes, per_node)
-        nodes = [list(range(node * per_node, (node + 1) * per_node)) for node in range(num_nodes)]
-        across = [list(group) for group in zip(*nodes, strict=True)]
-        case = f"for {num_nodes} nodes of {per_node} the"
-        swapped = "the two are the wrong way round: gathering is the frequent traffic, so shard within a node"
-        for found, wanted, other, what in (
-            (shard, nodes, across, "groups that shard, each within a node,"),
-            (replicas, across, nodes, "groups of replicas, the ranks of each node that hold the same share,"),
-        ):
-            slips = {swapped: other, "they are right, but not in order of rank": wanted[::-1]}
-            expect_equal(found, wanted, f"{case} {what}", slips)
-        slips = {"the reduce-scatter in the node comes first, so each rank has only its share to send": 1.0}
-        what = f"{case} share of the gradient that a rank communicates between nodes"
-        expect_number(share, 1 / per_node, what, slips=slips)
