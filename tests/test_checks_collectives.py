@@ -50,7 +50,7 @@ REJECTED = {
         ("mine += arrived", "give += arrived",
          "holds numbers of rank 3's chunk 3: add what has the same number"),
         ("mine += arrived", "mine.copy_(arrived)",
-         "chunk 1 holds the numbers of rank 1, not of all 4: send on what you have just added to"),
+         "chunk 1 holds the numbers of rank 1, and yours are gone: add what arrives to them"),
         ("rank - hop", "rank - 1 - hop",
          "chunk 0 is finished here, not chunk 1: at the first hop send chunk 0"),
         ("mine += arrived", "chunks[(rank - hop - 1) % world_size] = mine + arrived",

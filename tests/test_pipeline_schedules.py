@@ -160,8 +160,8 @@ def test_a_schedule_that_waits_in_a_circle_is_refused_with_who_waits_for_what():
     backward_first = [[("F", 0, 0), ("B", 0, 0)], [("B", 1, 0), ("F", 1, 0)]]
     with pytest.raises(ValueError) as refused:
         simulate(backward_first)
-    assert "rank 0 with B of micro-batch 0 on stage 0 for B of micro-batch 0 on stage 1" in str(refused.value)
-    assert "rank 1 with B of micro-batch 0 on stage 1 for F of micro-batch 0 on stage 1" in str(refused.value)
+    assert "rank 0 waits with B of micro-batch 0 on stage 0 for B of micro-batch 0 on stage 1" in str(refused.value)
+    assert "rank 1 waits with B of micro-batch 0 on stage 1 for F of micro-batch 0 on stage 1" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,8 @@ def ring_reduce_scatter(answer, ranks):
         if often[:, rank].sum() == often.sum() == n:  # each holds what it held, once
             raise Wrong("your chunks have not changed: `mine += arrived` writes into the chunk")
         whose = name_ranks(often[right].nonzero().flatten().tolist())
+        if not often[right, rank]:
+            raise Wrong(f"chunk {right} holds the numbers of {whose}, and yours are gone: add what arrives to them")
         raise Wrong(f"chunk {right} holds the numbers of {whose}, not of all {n}: send on what you have just added to")
     _judge_messages(seen, "all chunks are right", n, 1, n * n, 8)
 

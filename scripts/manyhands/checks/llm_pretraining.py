@@ -135,7 +135,7 @@ def _some_documents():
 def bits_per_byte(answer, ranks=None):
     """`answer(nats_per_token, tokens, num_bytes)` is the loss in bits per byte."""
     drawn = luck(9).uniform(1, 9), *sizes(9, 2, 20, 900)
-    for nats, tokens, num_bytes in ((math.log(2), 100, 100), (2 * math.log(2), 50, 200), (6.0, 1000, 1900), drawn):
+    for nats, tokens, num_bytes in ((3 * math.log(2), 100, 100), (2 * math.log(2), 50, 200), (6.0, 1000, 1900), drawn):
         wanted = nats * tokens / num_bytes / math.log(2)
         slips = {
             "that is in nats; a bit is ln 2 = 0.693 nats": wanted * math.log(2),
@@ -200,7 +200,7 @@ def packed_targets(answer, ranks=None):
             "the sequence ends here, and its last token's target is unknown": next_BT.masked_fill(~goes_on, LEFT_OUT),
             "those are the tokens themselves; a target is the next one": ids_BT,
         }
-        expect_tensor(found_BT, wanted_BT, f"for ids {ids} in documents {documents} the targets", slips)
+        expect_tensor(found_BT, wanted_BT, f"for ids {ids} in documents {documents} the row of targets", slips)
 
 
 @exercise(3, "predict the next loss")

@@ -212,7 +212,8 @@ def _read_order(given, s, m, case):
         for i in range(m):
             times = order.count((kind, s, i))
             if times != 1:
-                raise Wrong(f"{case}: stage {s} does {kind} of micro-batch {i} {'twice' if times else 'never'}")
+                does = f"does {kind} of micro-batch {i} twice" if times else f"never does {kind} of micro-batch {i}"
+                raise Wrong(f"{case}: stage {s} {does}")
     return order
 
 
@@ -220,7 +221,7 @@ def _judge_bubble(orders, best, case):
     try:
         run = simulate(orders)
     except ValueError as error:
-        raise Wrong(f"{case}: {error}") from None
+        raise Wrong(f"{case}: {str(error).replace('rank ', 'stage ')}") from None  # here each rank is one stage
     if run.bubble > best:
         idle, possible = (f"{100 * float(share):.0f} %" for share in (run.bubble, best))
         raise Wrong(f"{case}: {idle} of the step are idle, and {possible} are possible: start forwards earlier")
@@ -280,6 +281,8 @@ def balance(answer, ranks=None):
         counts, case = plain(answer(list(costs), p)), f"costs {costs} on {p} stages"
         if len(counts) != p:
             raise Wrong(f"{case}: return a list of {p} numbers of layers, not {counts}")
+        if not all(isinstance(number, int) for number in counts):
+            raise Wrong(f"{case}: numbers of layers are integers, not {counts}")
         expect_equal(sum(counts), len(costs), f"{case}: the sum of {counts}, all layers,")
         if min(counts) < 1:
             raise Wrong(f"{case}: {counts} leaves a stage without a layer")

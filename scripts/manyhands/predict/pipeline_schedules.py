@@ -205,7 +205,7 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
                 moved = True
         if not moved:
             waits = [
-                f"rank {rank} with {named(order[at])} for {named(other)}"
+                f"rank {rank} waits with {named(order[at])} for {named(other)}"
                 for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)) if at < len(order)
                 for other in [next(before for before in needs(order[at], num_stages) if before not in ended)]
             ]  # fmt: skip
