@@ -52,10 +52,10 @@ def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes(
         "SLURM_NTASKS": "6",
         "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
     }
-    assert Allocation.find(job) == Allocation("slurm", ("nid1", "nid2"), 6, job=7)
+    assert Allocation.find(job) == Allocation("slurm", ("nid1", "nid2"), 6, job=7, cpus_per_node=4)
     # the notebook server is one task of its step: SLURM_NTASKS speaks of the server, not of us
     step = {**job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}
-    assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7)
+    assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7, cpus_per_node=4)
 
 
 def test_inside_a_job_step_srun_starts_the_ranks_because_mpiexec_dies_there():
