@@ -32,7 +32,7 @@ ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-fa
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy notebooks site figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -82,6 +82,9 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 site: environment  ## the course as web pages, in outputs/site (no web is needed to read them)
 	@$(RUN) -c "import furo" 2>/dev/null || $(INSTALL) -r assets/site/requirements.txt
 	@$(RUN) assets/site/build.py $(ARGS)
+
+slides: environment  ## a deck per lesson from its notebook, in outputs/site/slides (npm, for reveal.js, the first time)
+	@$(RUN) assets/site/slides.py $(ARGS)
 
 figures: environment  ## draw assets/*.svg again
 	@$(RUN) assets/src/draw.py

@@ -1,0 +1,143 @@
+"""`make slides`: a deck per lesson that fits the screen, keeps answers back, shows no solution and asks no address."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+
+import nbformat
+import pytest
+from lab import chromium
+from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
+
+LESSONS = [lesson.name for lesson in find_lessons(ROOT)]
+REVEAL = ROOT / "outputs" / "site" / "slides" / "reveal"  # where `make slides` puts it
+
+
+@pytest.fixture(scope="module")
+def slides():
+    """The module assets/site/slides.py."""
+    folder = ROOT / "assets" / "site"
+    sys.path.insert(0, str(folder))  # it imports its neighbour build.py
+    try:
+        spec = importlib.util.spec_from_file_location("slides", folder / "slides.py")
+        module = sys.modules["slides"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(folder))
+        for name in ("slides", "build"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def decks(slides, tmp_path_factory):
+    """The folder of the decks, without reveal.js."""
+    folder = tmp_path_factory.mktemp("slides") / "site"
+    slides.write(folder)
+    return folder / "slides"
+
+
+def sections(page):
+    return re.findall(r"<section.*?</section>", page.read_text("utf-8"), re.S)
+
+
+def seen_at_once(section):
+    """The words that a slide shows before the first key: neither fragments nor notes."""
+    text = re.sub(r'<div class="fragment answer">.*?</div>|<aside class="notes">.*?</aside>', "", section, flags=re.S)
+    return " ".join(unescape(re.sub(r"<[^>]+>", "", text)).split())
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_deck_has_2_to_15_slides_and_neither_solutions_nor_settings(name, decks):
+    found = sections(decks / f"{name}.html")
+    assert 2 <= len(found) <= 15
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+    hidden = [cell for cell in cells if {"solution", "parameters"} & set(cell.metadata.get("tags", []))]
+    lines = {line.strip() for cell in hidden for line in cell.source.split("\n") if len(line.strip()) > 24}
+    text = unescape(re.sub(r"<[^>]+>", "", "".join(found)))
+    assert lines and [line for line in lines if line in text] == []
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_answers_are_fragments_and_are_not_seen_before(name, decks, slides):
+    found = sections(decks / f"{name}.html")
+    asked = [one for one in found if 'class="question' in one]
+    assert asked and all("Predict" in seen_at_once(one) and '<div class="fragment answer">' in one for one in asked)
+    everything = "".join(map(seen_at_once, found))
+    for cell in nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells:
+        if cell.cell_type == "markdown" and "notes" not in cell.metadata.get("tags", []):
+            for fold in slides.FOLD.findall(cell.source):
+                words = unescape(re.sub(r"<[^>]+>", "", slides.html(fold)))
+                assert " ".join(words.split()) not in everything
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_notes_are_for_the_speaker_alone(name, decks):
+    found = sections(decks / f"{name}.html")
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+    notes = sum("notes" in cell.metadata.get("tags", []) for cell in cells)
+    assert sum(one.count("For the instructor") for one in found) == notes
+    assert not any("For the instructor" in seen_at_once(one) for one in found)
+
+
+def test_cells_tagged_slide_replace_the_choice(slides):
+    row = slides.rows()[3]
+    notebook = nbformat.read(ROOT / "notebooks" / f"{row.name}.ipynb", 4)
+    chosen = next(cell for cell in notebook.cells if "**Predict.**" in cell.source)
+    chosen.metadata["tags"] = ["slide"]
+    title, only, card = slides.deck(row, notebook)
+    assert "Predict." in only.words and only.answer and "<details" not in only.words + only.answer
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.metadata["tags"] = ["slide"]
+    with pytest.raises(SystemExit, match="cells are tagged `slide`; 13 fit"):
+        slides.deck(row, notebook)
+
+
+def test_without_npm_it_says_what_to_install(tmp_path):
+    command = [sys.executable, ROOT / "assets" / "site" / "slides.py", "--output", tmp_path]
+    done = subprocess.run(command, env={**os.environ, "PATH": ""}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.startswith("npm is missing") and done.stderr.count("\n") == 1
+    assert "Install npm" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_no_slide_overflows_complains_or_asks_another_address(name, decks, browser):
+    if not REVEAL.exists():
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("reveal.js is missing: run make slides")
+    if not (decks / "reveal").exists():
+        (decks / "reveal").symlink_to(REVEAL)
+    found, page = [], browser.new_page(viewport={"width": 1280, "height": 720})
+    page.on("console", lambda said: said.type == "error" and found.append(said.text))
+    page.on("pageerror", lambda error: found.append(str(error)))
+    page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or found.append(asked.url))
+    page.goto((decks / f"{name}.html").as_uri())
+    page.wait_for_function("window.Reveal && Reveal.isReady()")
+    for number in range(page.evaluate("Reveal.getTotalSlides()")):
+        page.evaluate(f"Reveal.slide({number})")
+        slide = page.locator("section.present")
+        wide, high = slide.evaluate("element => [element.scrollWidth, element.scrollHeight]")
+        if wide > 1280 or high > 720:
+            found.append(f"slide {number + 1} takes {wide} x {high}")
+        for picture in slide.locator("img").all():
+            if picture.evaluate("element => !element.naturalWidth || element.clientHeight < 240"):
+                found.append(f"the figure of slide {number + 1} is missing or too small")
+        if slide.locator(".answer").count() and "question" in slide.get_attribute("class"):
+            answer = slide.locator(".answer")
+            if answer.is_visible():
+                found.append(f"the answer of slide {number + 1} is seen at once")
+            page.keyboard.press("ArrowRight")
+            answer.wait_for(state="visible", timeout=5000)
+    page.close()
+    assert found == []
