@@ -45,6 +45,8 @@ WRONG = {
     "shares": [
         (".clone()", "", "it is a view of the row; clone it"),
         (OWN, "row_P.tensor_split(world_size)[rank]", "all shares are equally long, with zeros behind the end"),
+        ("    return padded", "    globals()['kept_P'] = row_P\n    return padded", "return torch.cat(parts)[:P]",
+         "return kept_P", "the shares in the order of the ranks"),
         (OWN, "padded[: each]", "numbers: all shares are equally long"),
         ("-(-len(row_P) // world_size)", "len(row_P) // world_size", "should have the shape"),
         ("[:P]", "[: P - 1]", "should have the shape"),

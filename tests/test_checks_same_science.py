@@ -50,6 +50,12 @@ def looks_at_epoch(number, order=lambda read: all(epoch == read[0] for epoch in 
     return answer
 
 
+def compares_two_ranks(read, length):  # the first and the last
+    if any({*epoch[0]} & {*epoch[-1]} for epoch in read if len(epoch) > 1 and length % len(epoch) == 0):
+        return "ranks disagree"
+    return "same order" if read[0] == read[1] else "fine"
+
+
 def compares(order):
     """An answer that looks for what any epoch lacks, and takes order(read) for the sign of one order in all."""
 
@@ -59,6 +65,8 @@ def compares(order):
 
     return answer
 
+
+OF_THIS_PROCESS = int.from_bytes(os.urandom(4), "big")
 
 # ---- build A: answers list what a rank still has to read ----
 
@@ -342,6 +350,9 @@ REJECTED = {
         counts_over_all_epochs: "one rank is in another epoch than the rest",
         "looks at the first epoch only": (looks_at_epoch(0),
             "from epoch 2 on one rank is in another epoch than the rest"),
+        "looks at the last epoch only": (looks_at_epoch(-1),
+            "in epoch 1 alone one rank is in another epoch than the rest"),
+        compares_two_ranks: "in epoch 1 alone one rank is in another epoch than the rest",
     },
     "sharded_order": {
         pads_like_the_library: "read twice",
@@ -376,6 +387,10 @@ REJECTED = {
             "is no sequence; they are 0 to"),
         "every second epoch": (dealt(lambda length, epoch: order(length, epoch % 2)),
             "epochs 0 and 2 have the same order"),
+        "seeds all later epochs alike": (dealt(lambda length, epoch: order(length, min(epoch, 5))),
+            "epochs 5 and 6 have the same order"),
+        "a number of this process": (dealt(lambda length, epoch: order(length, epoch + OF_THIS_PROCESS)),
+            "this process has another order than that of rank 0"),
         shuffles_the_rest_anew: "After a second stop some are read twice",
         asks_rank_0: "every rank can compute it by itself",
     },
@@ -391,6 +406,9 @@ REJECTED = {
             "the loss has no graph, so backward finds nothing"),
         "returns a number": (lambda total, y: dist.get_world_size() * total.item() / count_of_all(y).item(),
             "The loss should be one number with its graph, a tensor, not 2.04913272930996"),
+        "a loss of its own without a token": (lambda total, y: dist.get_world_size() * total / tokens
+            if (tokens := count_of_all(y)) and count(y) else torch.zeros((), requires_grad=True),
+            "without a token return 0 * total"),
         gathers_all_targets: "a count is 8 bytes",
         marks_the_targets: "y was changed; leave it as it is",
     },

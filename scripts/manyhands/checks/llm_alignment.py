@@ -116,6 +116,7 @@ def shares(answer, ranks):
         expect_tensor(share, F.pad(row_P, (0, each * n - P)).chunk(n)[rank], case, it_is=it_is, close=0)
         if share.untyped_storage().nbytes() > share.nbytes:
             raise Wrong(f"{case} keeps all {share.untyped_storage().nbytes()} bytes: it is a view of the row; clone it")
+        own_share(row_P + 1, rank, n)  # whoever keeps a row elsewhere than in its share has only this one now
         with wire.watch() as seen:
             back_P = whole(share, P)
         slips = {

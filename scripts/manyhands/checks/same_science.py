@@ -14,6 +14,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,10 +47,10 @@ def sharded_order(answer, ranks=None):
             for n in (1, 2, 3, 4, 8):
                 shares = _shares(answer, length, 0, 0, n)
                 _each_once(shares, [], length, f"{count(length, 'sequence')} on {count(n, 'rank')}")
-        orders = [_shares(answer, 64, epoch, 0, 1)[0] for epoch in range(4)]
+        orders = [_shares(answer, 64, epoch, 0, 1)[0] for epoch in range(10)]
         if orders[0] == sorted(orders[0]):
             raise Wrong("the sequences come in the order of the file; shuffle them")
-        for one, other in itertools.combinations(range(4), 2):
+        for one, other in itertools.combinations(range(10), 2):
             if orders[one] == orders[other]:
                 raise Wrong(f"epochs {one} and {other} have the same order; the epoch belongs into the seed")
         for length, epoch, done, n in (
@@ -57,6 +58,11 @@ def sharded_order(answer, ranks=None):
             (64, 4, 17, 3), (64, 1, 63, 2), (64, 2, 64, 4), (64, 7, 1, 5),
         ):  # fmt: skip
             _goes_on(answer, length, epoch, done, n)
+    if ranks and dist.is_initialized():
+        of_all = [None] * ranks.world_size
+        dist.all_gather_object(of_all, orders)
+        if orders != of_all[0]:
+            raise Wrong("this process has another order than that of rank 0: draw it from the epoch and nothing else")
     expect_traffic(seen, "the order is right", "every rank can compute it by itself", calls=0)
 
 
@@ -128,7 +134,8 @@ def token_mean(answer, ranks):
         with wire.watch() as seen:
             loss = answer(total, y)
         expect_scalar(loss, "the loss").backward()
-        expect_token_mean(gradients(ddp), _classifier, batches)
+        cure = "the loss must depend on `total`, or DDP's backward never runs; without a token return 0 * total"
+        expect_token_mean(gradients(ddp, cure), _classifier, batches)
         expect_traffic(seen, "the gradients are right", "a count is 8 bytes", calls=2, payload=y.nbytes - 1)
 
 
@@ -181,6 +188,8 @@ def diagnose(answer, ranks=None):
         (FINE, 4, 12, "each epoch holds every sequence, in an order of its own", {}),
         (DISAGREE, 4, 12, f"in each epoch {lacks}, so an epoch lacks some sequences", {}),
         (DISAGREE, 4, 40, f"from epoch 2 on {lacks}, so an epoch lacks some sequences", {"seed": 7, "since": 2}),
+        (DISAGREE, 4, 40, f"in epoch 1 alone {lacks}, so that epoch lacks some sequences",
+         {"seed": 9, "since": 1, "until": 2, "ahead": luck(6).randint(1, 2)}),
         (FINE, 4, 13, "the library deals 3 sequences twice, so that all have as many; none is lost", {"seed": 3}),
         (FINE, 1, 12, "one rank reads every sequence in every epoch. Look at the order too", {}),
         (SAME, 1, 12, one_list, {"seed": 2}),
@@ -190,18 +199,18 @@ def diagnose(answer, ranks=None):
         expect_equal(answer([[list(mine) for mine in epoch] for epoch in read], length), kind, run)
 
 
-def recorded(kind, n, length, seed=0, num_epochs=4, since=0):
+def recorded(kind, n, length, seed=0, num_epochs=4, since=0, until=None, ahead=-1):
     """What DistributedSampler handed out in a training loop that is FINE, or forgot set_epoch, or called it unevenly.
 
-    In a run that is DISAGREE the last rank is one epoch ahead from epoch `since` on.
+    In a run that is DISAGREE the rank `ahead`, -1 for the last one, is one epoch ahead in epochs [since:until].
     Returns read[epoch][rank], a list of indices.
     """
     samplers = [DistributedSampler(range(length), n, r, shuffle=True, seed=seed) for r in range(n)]
-    read = []
+    read, uneven = [], range(num_epochs)[since:until]
     for epoch in range(num_epochs):
         for rank, sampler in enumerate(samplers):
             if kind != SAME:  # a rank that counts one more is enough to disagree
-                sampler.set_epoch(epoch + (kind == DISAGREE and rank == n - 1 and epoch >= since))
+                sampler.set_epoch(epoch + (kind == DISAGREE and rank == ahead % n and epoch in uneven))
         read.append([list(sampler) for sampler in samplers])
     return read
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checks import Wrong, drawn, exercise
-from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, expect_traffic, truth
+from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, expect_traffic, truth
 from manyhands.checks.witness import shown
 from manyhands.launch.run_folder import run_folder
 from manyhands.measure import wire
@@ -249,5 +249,5 @@ def samples_per_s(answer, ranks=None):
             ),
             "do not round it": [math.floor(right), math.ceil(right)],
         }
-        what = f"for {batch} samples on each of {n} ranks that take {step_s} s what the world does"
+        what = f"for {count(batch, 'sample')} on each rank and steps of {step_s} s, what the world does"
         expect_number(answer(batch, list(step_s)), right, what, "samples per second", slips, rel=1e-6)

@@ -237,12 +237,13 @@ def split_loss(answer, ranks):
     """`answer(logits_Nv, targets_N, first, group)` is the mean cross-entropy, for three all-reduces of N numbers."""
     each, N = sizes(6, 2, 3, 8)
     for group, members, where in groups_of(ranks):
-        _judge_split_loss(answer, 1.0, f"{where}the loss", each, N, group, members)
-        large = f"{where}the loss, of logits as large as 400,"  # exp(710) is more than a float64 holds
+        _judge_split_loss(answer, 1.0, where, each, N, group, members)
+        large = f"{where}for logits as large as 400 "  # exp(710) is more than a float64 holds
         _judge_split_loss(answer, 400.0, large, each, N, group, members)
 
 
-def _judge_split_loss(answer, scale, what, each, N, group, members):
+def _judge_split_loss(answer, scale, case, each, N, group, members):
+    what = f"{case}the loss"
     n, me, V = len(members), group.rank(), each * len(members) - 1  # the last rank has one token less
     logits = (scale * normal(80 + members[0], N, V)).requires_grad_()
     targets = torch.randint(V, (N,), generator=generator(81 + members[0]))
@@ -269,7 +270,7 @@ def _judge_split_loss(answer, scale, what, each, N, group, members):
         "that is of the target's logit alone: the sum of exp has a gradient as well": -hits,
     }
     it_is = "softmax minus one at the target, divided by N"
-    expect_tensor(gradient, share, f"backward of {what} the gradient of this rank's logits", slips, it_is, close=1e-7)
+    expect_tensor(gradient, share, f"{case}the gradient of this rank's logits", slips, it_is, close=1e-7)
     cure = f"three all-reduces of {N} numbers are: largest, sum, target's logit"
     expect_traffic(there, f"{what} is right", cure, calls=3, payload=3 * 8 * N)
     expect_traffic(back, "the gradient is right", "backward needs no call", calls=0)
@@ -293,8 +294,8 @@ def agree(answer, ranks):
             if fault and verdict:
                 raise Wrong(f"{where}this one is wrong, and you said True: {fault}")
             if not fault and not verdict:
-                told = "v must be the same on all ranks, the limit is 1e-10"
-                raise Wrong(f"{where}a right function was said to be wrong; {told}")
+                asked = "is v the same on all ranks, and the limit 1e-10?"
+                raise Wrong(f"{where}a right function was said to be wrong: {asked}")
 
 
 def _suspects(group, members, shape):
