@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -170,6 +171,13 @@ def waits_for_a_message_on_rank_1(x, rank, n):
     return torch.full((2,), 6.0)
 
 
+def makes_a_group_on_some(x, rank, n):
+    """All ranks have to make it, also those that are not in it."""
+    if rank < 2:
+        dist.new_group([0, 1])
+    return right(x)
+
+
 def begins_but_does_not_wait(x, rank, n):
     dist.all_reduce(x.clone(), async_op=True)
     return right(x)
@@ -232,6 +240,9 @@ SLIPS = {
     "a thread that comes later": (on_rank_1(lambda: comes_later(30.0)), "Rank 1: Your code left a thread running (Thr"),
     "a thread that loops": (on_rank_1(lambda: threading.Thread(target=loops).start()),
         "Rank 1: Your code left a thread running (Thread-"),
+    "a process that goes on": (on_rank_1(lambda: subprocess.Popen(["sleep", "60"])),
+        "Rank 1: Your code left a process running: wait for its end, or end it, before you return."),
+    "a group of some": (makes_a_group_on_some, "Rank 0 calls new_group while rank 2 calls all_reduce."),
     "no group left": (ends_the_group,
         "Your code ended the process group, which all that follows needs: leave it alone."),
     "a message that never comes": (waits_for_a_message_on_rank_1,

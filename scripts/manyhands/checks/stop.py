@@ -1,4 +1,4 @@
-"""Ends what an answer does not end: a loop, the process of a rank, a thread that goes on behind the check's back."""
+"""Ends what an answer does not end: a loop, the process of a rank, threads and processes that it leaves behind."""
 
 import ctypes
 import os
@@ -6,8 +6,10 @@ import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from unittest import mock
+
+import psutil
 
 WALL = 6  # times the patience: a process that waits for a busy machine, or for others, uses little time of its own
 _LOOK_EVERY_S = 0.5
@@ -18,19 +20,21 @@ class NeverEnds(BaseException):
 
 
 class LeftRunning(Exception):
-    """An answer has returned, and a thread that it started had not ended."""
+    """An answer has returned, and a thread or a process that it started had not ended."""
 
 
 @contextmanager
 def stopped_after(patience_s):
-    """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads have ended.
+    """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads and the
+    processes that it started have ended.
 
     It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns, in an import never: half
     a module would stay behind, and its time does not count. Where the block catches it, it raises it again in the very
     next line, which is the handler's, and so goes past it. os._exit raises SystemExit, but in children that were
-    forked. Raises LeftRunning where a thread had to be ended.
+    forked. Raises LeftRunning where a thread or a process had to be ended.
     """
     before, here, leave = set(threading.enumerate()), os.getpid(), os._exit
+    others = _processes()
     began, began_cpu = time.monotonic(), time.process_time()
 
     def look(_, frame):
@@ -61,6 +65,9 @@ def stopped_after(patience_s):
             signal.signal(signal.SIGALRM, handler)
             sys.settrace(traced)
         left = _ended(set(threading.enumerate()) - before, patience_s)
+        killed = _killed(_processes() - others, patience_s)
+    if killed:
+        raise LeftRunning("your code left a process running: wait for its end, or end it, before you return")
     if left:
         raise LeftRunning(f"your code left a thread running ({left[0].name}): join() it before you return")
 
@@ -98,4 +105,24 @@ def _ended(threads, patience_s):
         if isinstance(thread, threading.Timer):
             thread.cancel()
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    return left
+
+
+def _processes():
+    """The processes that this one has started, but not the helper that multiprocessing keeps for itself."""
+    found = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended by now
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.add(child)
+    return found
+
+
+def _killed(processes, patience_s):
+    """Those that did not end by themselves, and are killed."""
+    _, left = psutil.wait_procs(processes, patience_s)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, patience_s)
     return left

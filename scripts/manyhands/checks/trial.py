@@ -150,6 +150,7 @@ class Matching(TorchDispatchMode):
 
         self._patches = ExitStack()
         self._patched = {"_source_rank": noted}  # which dist.recv asks for
+        self._new_group = dist.new_group
         self._patched |= {name: self._waiting(getattr(dist.Work, name)) for name in _WAYS_TO_WAIT}
 
     @property
@@ -170,6 +171,8 @@ class Matching(TorchDispatchMode):
     def __enter__(self):
         for name, noted in self._patched.items():
             self._patches.enter_context(mock.patch.object(dist.Work, name, noted))
+        for module in (dist, c10d):
+            self._patches.enter_context(mock.patch.object(module, "new_group", self._announced_group))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -189,6 +192,19 @@ class Matching(TorchDispatchMode):
             work = dist.Work.unbox(found if isinstance(found, torch.ScriptObject) else found[-1])
             self._begun[id(work)] = work, _name(called)
         return found
+
+    def _announced_group(self, *args, **kwargs):
+        """A new group, as a collective: all ranks make it, also those that are not in it, unless it says otherwise."""
+        world = dist.group.WORLD
+        if self._by_answer() and not kwargs.get("use_local_synchronization") and world.size() > 1:
+            if self.fault is not None:
+                raise self.fault
+            try:
+                self._collective("new_group", {"tensors": []}, world)
+            except (CallsDiffer, NobodyCalls) as fault:
+                self.fault = fault
+                raise
+        return self._new_group(*args, **kwargs)
 
     def _compare(self, operator, given):
         """Raises CallsDiffer or NobodyCalls where the call of `operator` with these arguments must not run."""
