@@ -82,7 +82,7 @@ def sections(cells):
                 solved = words.startswith("Solution")
                 if level == "##" or "(MORE" in words or "(CORE" in words:
                     index, core = index + 1, "(CORE" in words
-                    heading = re.sub(r" \((CORE|MORE), \d+ min\)", "", words).replace("`", "")
+                    heading = re.sub(r" \((CORE|MORE)[^)]*\)", "", words).replace("`", "")
         if "notes" in tags or not (solved or {"solution", "parameters"} & set(tags)):
             yield index, heading, core, cell
         solved = solved and "solution" not in tags
@@ -176,11 +176,11 @@ def of_the_core(cells):
     texts = {}
     for index, heading, core, cell in cells:
         words = cell.cell_type == "markdown" and "notes" not in cell.metadata.get("tags", [])
-        if core and words and heading not in ("Start", "Card"):
+        if core and words and heading not in ("Start", "Card", "The end"):
             texts.setdefault((index, heading), []).append(cell.source)
     slides = []
     for (index, heading), found in texts.items():
-        slides += of_a_section(index, heading, re.split(r"\(CORE, .*\n", CELL.join(found) + "\n", maxsplit=1)[1])
+        slides += of_a_section(index, heading, re.split(r"\(CORE.*\n", CELL.join(found) + "\n", maxsplit=1)[1])
     return slides
 
 
