@@ -128,6 +128,9 @@ compare("sequences of each rank", guess_share, 12 // (2 * 2))
 # %% [markdown]
 # The number that the cell printed is your job's name from now on:
 #
+# ![A job waits (PD or Q), runs (R), tidies up (CG or E), and ends as completed, failed or over time; scancel or qdel cancels it
+# while it waits or runs](../assets/04_life_of_a_job.svg)
+#
 # | | PBS | Slurm | in a cell |
 # |---|---|---|---|
 # | submit | `qsub jobs/ddp_shakespeare.pbs` | `sbatch jobs/ddp_shakespeare.slurm` | `job = submit(...)` |

@@ -124,8 +124,6 @@ class TestCopies(AnswersOfRanks):
             (WAIT, "", "was back before node 0 had its copy"),
             ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "had its copy"),
             (WAIT, "dist.barrier(async_op=True)", "did not wait for it"),
-            (WAIT, "groups = [dist.new_group([r]) for r in range(dist.get_world_size())]\n"
-             "    dist.barrier(group=groups[dist.get_rank()])", "had its copy"),
             (WAIT, "dist.broadcast(torch.ones(1), 0)", "broadcast alone lets some ranks go on"),
             ("if local_rank == 0:", "if local_rank == 0 and not target.exists():", "half a file, of a killed job"),
             ("copy(source, target)", "target.write_bytes(source.read_bytes())", "nobody has called `copy`"),

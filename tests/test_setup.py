@@ -169,7 +169,7 @@ def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(
     monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
     pip, uv = setup_environment.run, []
 
-    def record(*command, may_fail=False, environ=()):
+    def record(*command, may_fail=False, environ=(), cure=None):
         if str(command[0]).endswith("uv"):
             uv.append(([str(word) for word in command[1:]], environ))
             return 0
