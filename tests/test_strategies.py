@@ -267,6 +267,41 @@ def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
     assert all(torch.equal(sampled, other[1][-1][2]) for other in looked)
 
 
+def texts_of_growing_length(ranks, options, config, device):
+    """The shapes that the model reads while texts are written on `device`, logits, and the texts."""
+    from manyhands.align.stage import complete
+    from manyhands.gpt.sampling import generate
+
+    parallel, shapes = build(ranks, options, config), set()
+    reads = parallel.modules[0].register_forward_pre_hook(lambda module, args: shapes.add(tuple(args[0].shape[:2])))
+    # the model stays where it is: only what the device's name decides is looked at
+    parallel.ranks = replace(ranks, device=torch.device(device))
+    prompts, lengths = torch.arange(15).view(5, 3), torch.tensor([3, 2, 3, 1, 2])
+    draws = torch.rand(5, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    texts = [
+        generate(parallel, prompts[:3], 90, generator=torch.Generator().manual_seed(2)),
+        generate(parallel, prompts[:1], 90, temperature=0),
+        complete(parallel.logits, prompts, lengths, 40, end=9, uniform_bn=draws)[0],
+        complete(parallel.logits, prompts, lengths, 40, end=9)[0],
+    ]
+    logits = parallel.logits(prompts)
+    reads.remove()
+    return shapes, logits, texts
+
+
+@pytest.mark.parametrize("case", [dict(strategy="ddp"), dict(strategy="pp")], ids=str)
+def test_texts_that_grow_are_read_in_few_shapes_on_a_gpu_and_stay_the_same(pool, case):
+    config = replace(CONFIG, block_size=80, n_layer=2, n_embd=16, separator=0)
+    options, n_ranks = options_of(**case), 2 if case["strategy"] == "pp" else 1
+    on_cpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cpu")
+    on_gpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cuda")
+    for (many, logits, texts), (few, padded_logits, padded_texts) in zip(on_cpu, on_gpu, strict=True):
+        assert len(many) > 100
+        assert few <= {(rows, length) for rows in (1, 2, 4, 8) for length in (64, 80)}
+        torch.testing.assert_close(padded_logits, logits, rtol=0, atol=EXACT)
+        assert all(map(torch.equal, padded_texts, texts))
+
+
 # --- compilation
 
 

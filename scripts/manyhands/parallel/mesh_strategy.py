@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -149,17 +148,15 @@ class MeshStrategy(Strategy):
 
     @torch.no_grad()
     def logits(self, ids_BT):
-        T = ids_BT.shape[1]
+        B, T = ids_BT.shape
+        ids_BT = self.pad(ids_BT)
         self.moved()
         with self._evaluating():
             if self.stages:
-                return self.stages.logits(ids_BT)
-            if self.options.train.compile and self.config.block_size > T:
-                # a shape for each T would be compiled; what is added behind changes nothing before it
-                ids_BT = F.pad(ids_BT, (0, self.config.block_size - T))
+                return self.stages.logits(ids_BT)[:B, :T]
             with self.autocast():
                 logits_BTV, _ = self.model(ids_BT)
-            return logits_BTV[:, :T].to(torch.promote_types(logits_BTV.dtype, torch.float32))
+            return logits_BTV[:B, :T].to(torch.promote_types(logits_BTV.dtype, torch.float32))
 
     @contextlib.contextmanager
     def gathered(self):
