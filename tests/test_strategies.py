@@ -305,29 +305,40 @@ def test_texts_that_grow_are_read_in_few_shapes_on_a_gpu_and_stay_the_same(pool,
 # --- compilation
 
 
-def compiled_steps(ranks, options, config):
+def compiled_steps(ranks, options, config, backend):
     import torch._dynamo
 
-    right = torch.nn.Module.compile
+    right = torch.compile
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # the graphs are what is tested: turning them into machine code takes a minute
-    torch.nn.Module.compile = lambda module: right(module, backend="aot_eager")
+    torch.compile = lambda function, **settings: right(function, backend=backend, **settings)
     try:
         return steps_of(ranks, options, config, looks=False), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
-        torch.nn.Module.compile = right
+        torch.compile = right
 
 
 @pytest.mark.parametrize(
     ("n_layer", "case"),
-    [(2, dict(strategy="ddp")), (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2))],
+    [
+        (2, dict(strategy="ddp", all_reduce="buckets")),
+        (10, dict(strategy="ddp", activation_checkpointing="block", micro_batch=2)),
+        (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2)),
+    ],
 )
-def test_a_compiled_model_is_one_graph_however_many_blocks(pool, n_layer, case):
+def test_one_graph_serves_all_blocks_and_another_the_loss(pool, n_layer, case):
     config = replace(CONFIG, n_layer=n_layer, n_embd=16)  # torch gives a function up that it compiled 8 times
-    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True, **case), config)
+    # the graphs are what is tested: turning them into machine code takes a minute
+    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True, **case), config, "aot_eager")
     assert_equal([result], one_process(options_of(), config))
-    assert num_graphs == 1
+    assert num_graphs == 2
+
+
+@pytest.mark.full
+def test_machine_code_computes_what_python_does(pool):
+    config, options = replace(CONFIG, n_layer=2, n_embd=16), options_of("fp32", compile=True, strategy="ddp")
+    results = pool.run(2, compiled_steps, options, config, "inductor")
+    assert_equal([result for result, _ in results], one_process(options_of("fp32"), config), budget=1e-5)
 
 
 # --- the pool itself

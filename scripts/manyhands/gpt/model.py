@@ -169,12 +169,15 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
         logits_BTV = self.head(self.norm(x_BTD))
-        if targets_BT is None:
-            return logits_BTV, None
+        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
+
+    @staticmethod
+    def loss(logits_BTV, targets_BT):
+        """The mean cross-entropy in nats, in float32 at least."""
         logits_BV = logits_BTV.flatten(0, 1)
         if logits_BV.dtype.itemsize < 4:  # 16 bits are too few for the logarithm of a sum over the vocabulary
             logits_BV = logits_BV.float()
-        return logits_BTV, F.cross_entropy(logits_BV, targets_BT.flatten())
+        return F.cross_entropy(logits_BV, targets_BT.flatten())
 
     @torch.no_grad()
     def generate(self, ids_BT, n, temperature=1.0, generator=None):
