@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPTConfig, checkpoint_activations
+from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
@@ -79,6 +80,8 @@ class MeshStrategy(Strategy):
                 block.compile()
             if not parallel.loss_parallel:  # the logits are then one rank's share of the vocabulary
                 model.loss = torch.compile(model.loss)
+            if skips_blocks(self.config, self.options, self.ranks.device):
+                model.allowed = partial(document_blocks, make=torch.compile(create_block_mask))
         if self.sharded:
             shard(model, self.mesh, self.options)
         else:
@@ -224,6 +227,15 @@ class MeshStrategy(Strategy):
             finally:
                 for module in [] if self._keeps_unsharded else self.modules:
                     reshard(module)
+
+
+def skips_blocks(config: GPTConfig, options: Options, device: torch.device) -> bool:
+    """Whether FlexAttention may serve a compiled GPT whose attention stays within documents.
+
+    It has no dropout, no float64 and no backward on CPUs. In torch 2.13 a checkpointed block with it does not compile.
+    """
+    plain = not config.dropout and options.parallel.activation_checkpointing == "none"
+    return config.separator is not None and device.type == "cuda" and plain and options.train.precision != "fp64"
 
 
 def _own_loss(model, ids_bT, targets_bT):
