@@ -136,6 +136,8 @@ def seen(kind, *gpus_of_ranks, host="n1"):
         ("auto", seen("cuda", *["abcd"] * 4), "cuda", [0, 1, 2, 3], ""),
         ("auto", seen("xpu", "ab", "ab"), "xpu", [0, 1], ""),
         ("cuda", seen("cuda", *"abcd"), "cuda", [0, 0, 0, 0], ""),  # one visible GPU for each task is device 0
+        ("auto", seen("cuda", "ab", "cd", "efg"), "cuda", [0, 0, 0], ""),  # several of its own: the first of them
+        ("auto", seen("cuda", "ab", "bc", "de"), "cpu", [0] * 3, "3 ranks on n1 but 5 cuda devices"),  # two share b
         ("cpu", seen("cuda", *["abcd"] * 4), "cpu", [0] * 4, ""),
         ("auto", seen("cuda", *["a"] * 4), "cpu", [0] * 4, "4 ranks on n1 but 1 cuda device"),  # one that all see
         ("auto", seen("cuda", "ab", "ab") + seen("cuda", *["cd"] * 3, host="n2"), "cpu", [0] * 5,
@@ -244,6 +246,10 @@ def test_who_is_here_takes_a_line_for_each_host():
         "  n2: rank 4 on cpu; 4 cores, 4 threads per rank",
         "  on cpu because no CUDA here on n1",
     ]
+    offers = [offer(r, cuda=["a"]) for r in range(2)]
+    assert devices.describe("srun", offers, devices.choose("auto", offers)).splitlines()[-1] == (
+        "  WARNING: GPUs are here and none is used: on cpu because 2 ranks on n1 but 1 cuda device"
+    )
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
     assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0-1 on cuda 0, 1;" in text and "because" not in text
