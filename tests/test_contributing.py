@@ -1,4 +1,4 @@
-"""What CONTRIBUTING promises: a new lesson, and a new site, are in just those places that it names."""
+"""What the guides to a new lesson and a new site promise: each is in just those places that they name."""
 
 import os
 import shutil

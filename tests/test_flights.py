@@ -249,8 +249,9 @@ def test_jobs_of_whole_nodes_run_in_as_many_turns_as_the_nodes_of_the_class_allo
     assert "preflight" not in jobs
 
 
-def test_jobs_that_ask_for_some_gpus_of_a_shared_node_run_beside_each_other(course_of):
-    job = course_of("generic", nodes=1, gpus=2)["train"]
+@pytest.mark.parametrize(("site", "account"), [("generic", None), ("leonardo", "Hands")])  # one asks by --gres
+def test_jobs_that_ask_for_some_gpus_of_a_shared_node_run_beside_each_other(course_of, site, account):
+    job = course_of(site, account=account, nodes=1, gpus=2)["train"]
     assert (job.at_once(8, 4), job.turns(30, 8, 4)) == (16, 2)
 
 

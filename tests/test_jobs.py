@@ -93,6 +93,14 @@ MUST_HAVE = [
       "#SBATCH --cpus-per-task=64"]),
     ("frontier", FILES[1], {"account": "Hands"}, ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 "]),
     ("perlmutter", FILES[1], {"account": "m1234_g"}, ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3;"]),
+    ("jureca", FILES[1], {"account": "training"}, ["#SBATCH --partition=dc-gpu-devel", "#SBATCH --gres=gpu:4"]),
+    ("lumi", FILES[1], {"account": "project_1", "queue": "standard-g", "walltime": "40:00:00", "nodes": 64},
+     ["#SBATCH --partition=standard-g", "#SBATCH --gpus-per-node=8", "export NCCL_SOCKET_IFNAME=hsn "]),
+    ("leonardo", FILES[1], {"account": "hands", "gpus": 2},
+     ["#SBATCH --gres=gpu:2", "#SBATCH --cpus-per-task=16", "NPROC_PER_NODE=${NPROC_PER_NODE:-2}",
+      "#SBATCH --partition=boost_usr_prod", "#SBATCH --qos=boost_qos_dbg"]),
+    ("jean-zay", FILES[1], {"account": "abc@h100"},
+     ["#SBATCH --account=abc@h100", "#SBATCH --constraint=h100", "#SBATCH --gres=gpu:4", "module load arch/h100;"]),
     ("aurora", FILES[0], {"account": "Hands"}, ["&& export FI_MR_CACHE_MONITOR=userfaultfd;"]),
 ]  # fmt: skip
 
@@ -135,6 +143,14 @@ def test_gpus_are_asked_for_on_wish_with_a_rank_for_each_and_left_out_again(fold
         assert re.search("ngpus=4|--gpus-per-node=4", path.read_text()) and in_order(path, "generic") == []
     stamp.stamp("generic", gpus=0, walltime="00:10:00", folder=folder)
     assert all(path.read_text() == (root / "jobs" / path.name).read_text() for path in (pbs, slurm))
+
+
+def test_a_site_that_asks_for_gpus_by_gres_does_so_on_wish_too_and_in_no_other_way(folder):
+    path = folder / FILES[1]
+    for wishes, kept in (({"gpus": 2}, "gpu:2"), ({"queue": "boost_qos_lprod"}, "gpu:2"), ({"gpus": 1}, "gpu:1")):
+        stamp.stamp("leonardo", account="Hands", folder=folder, **wishes)
+        asked = {directive.key: directive.value for directive in directives.read(path.read_text(), "slurm")}
+        assert asked["--gres"] == kept and "--gpus-per-node" not in asked
 
 
 def test_nodes_and_memory_are_asked_for_on_wish_and_the_generic_site_alone_undoes_all(folder, root):
@@ -244,7 +260,7 @@ def test_replacing_one_resource_of_an_l_line_keeps_its_neighbours(folder):
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, kempner, perlmutter, polaris"),
+        ({"site": "summit"}, "no site 'summit': take SITE=aurora, frontier, generic, jean-zay, jureca, kempner"),
         ({"site": "polaris"}, "charges each job to a project: make jobs SITE=polaris ACCOUNT="),
         ({"site": "generic", "walltime": "10"}, "walltime '10' is not hours:minutes:seconds"),
         ({"site": "generic", "walltime": "00:00:00"}, "above zero"),

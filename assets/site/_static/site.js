@@ -15,3 +15,14 @@ addEventListener("DOMContentLoaded", () => {
     text.after(badge);
   }
 });
+// in a narrow window the menus are labels, which a keyboard does not reach: make them buttons
+addEventListener("DOMContentLoaded", () => {
+  for (const label of document.querySelectorAll("label.nav-overlay-icon, label.toc-overlay-icon")) {
+    label.tabIndex = 0;
+    label.setAttribute("role", "button");
+    label.setAttribute("aria-label", label.htmlFor === "__toc" ? "Contents of this page" : "All pages");
+    label.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); label.click(); }
+    });
+  }
+});

@@ -211,6 +211,9 @@ def _slurm(site, wishes, nodes, kept):
     gpus = kept.get("--gpus-per-node") if wishes["gpus"] is None else wishes["gpus"]
     if wishes["gpus"] is not None and site.cores_per_gpu:
         fixed["--cpus-per-task"] = str(site.cores_per_gpu * gpus or usual["--cpus-per-task"])
+    if "--gres" in usual:  # where the site's pages ask for GPUs in this way
+        fixed["--gres"] = f"gpu:{gpus}" if gpus else fixed["--gres"]
+        gpus = None
     return {
         "--account": wishes["account"] or kept.get("--account"),
         "--nodes": str(nodes),

@@ -93,7 +93,8 @@ class ClassJob:
         text = path.read_text(encoding="utf-8")
         site = stamp.site_named(stamp.stamped_site(text))
         values = {d.key: d.value for d in directives.read(text, scheduler)}
-        gpus = values.get("--gpus-per-node") or "".join(re.findall(r"ngpus=(\d+)", values.get("-l select", "")))
+        other = values.get("--gres") or values.get("-l select", "")
+        gpus = values.get("--gpus-per-node") or "".join(re.findall(r"gpus?[:=](\d+)", other))
         tasks = re.match(r"(\d+)-(\d+)", values.get(stamp.ARRAY[scheduler], "1-1"))
         shared = site.cores_per_gpu is not None and gpus
         queue = values.get("-q" if scheduler == "pbs" else site.queue_option, "")

@@ -1,0 +1,147 @@
+"""The commands of README and the guides exist as written, with their flags; `make jobs` and plan.py run."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from manyhands.course.folders import ROOT
+
+pytestmark = pytest.mark.ranks
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "jobs" / "README.md", *ROOT.glob("assets/site/*.md")]
+OURS = r"(?:[A-Z_]+=\S+ )*(?:make|python3?|sbatch|qsub|bash|mpiexec|pip)\b"
+# programs of the system, with the options that pages give them: nothing of ours can break them
+OTHERS = {
+    "cp",
+    "conda",
+    "git",
+    "pre-commit",
+    "py-spy",
+    "qdel",
+    "qstat",
+    "scancel",
+    "scontrol",
+    "source",
+    "squeue",
+    "ss",
+}
+PROGRAM_OF_TARGET = {"preflight": "preflight.py", "serve": "serve.py", "doctor": "doctor.py", "bench": "bench.py"}
+MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
+
+
+def commands():
+    """Yield (page, command) of each line of a bash block, and of each command of ours that stands in a sentence."""
+    for page in PAGES:
+        text, name = page.read_text("utf-8"), page.relative_to(ROOT).as_posix()
+        for block in re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M):
+            yield from ((name, line) for line in block.replace("\\\n", " ").splitlines() if line.split("#")[0].strip())
+        for words in re.findall(rf"`({OURS} [^`]*)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
+            if not re.search(r"\.\.\.|<|\bNN\b|=name\b", words):  # a place for the reader's own word
+                yield name, " ".join(words.split())
+
+
+@cache
+def help_of(*program):
+    """Return what `python PROGRAM --help` prints."""
+    command = [sys.executable, *program, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def unknown_flags(words, *program):
+    """Return the flags among `words` that the help of a program does not name."""
+    known = {"--help", *re.findall(r"(?<![\w-])--?[\w][\w.-]*", help_of(*program))}
+    flags = [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    return [flag for flag in flags if flag not in known and re.sub(r"(--|\.)no-", r"\1", flag) not in known]
+
+
+def program_and_flags(words):
+    """Return (the program of ours that a command starts, the words for it), without launchers and schedulers."""
+    if "scripts/launch.py" in words:
+        own = words[words.index("scripts/launch.py") + 1 :]
+        at = own.index("--") if "--" in own else len(own)
+        own, rest = own[:at], own[at + 1 :]
+        program = own.pop() if own and own[-1].endswith(".py") else "scripts/train.py"
+        assert unknown_flags(own, "scripts/launch.py") == []
+        assert not rest or rest[0].startswith("-"), f"behind -- stand flags of {program}, not {rest[0]}"
+        return program, rest
+    at = next(place for place, word in enumerate(words) if re.match(r"(scripts|tests)/\S+\.py$|jobs/", word))
+    rest = words[at + 1 :]
+    if words[at].startswith("jobs/"):
+        assert (ROOT / words[at]).is_file(), words[at]
+        rest += [word for given in words[:at] for word in shlex.split(given.partition("_ARGS=")[2])]
+        lesson = re.search(r"scripts/(\d\d_\w+)\.py -- ", (ROOT / words[at]).read_text("utf-8"))
+        return lesson[0].split()[0] if lesson else "scripts/train.py", rest
+    return words[at], rest
+
+
+def of_make(words, folder):
+    """Check `make TARGET VARIABLE=value`; run `make jobs` in a copy of the job files."""
+    target, *given = words
+    assert re.search(rf"^{target}:", MAKEFILE, re.M), f"there is no `make {target}`"
+    variables = dict(word.split("=", 1) for word in given)
+    assert [name for name in variables if f"$({name})" not in MAKEFILE] == []
+    if target in PROGRAM_OF_TARGET and "ARGS" in variables:
+        assert unknown_flags(shlex.split(variables["ARGS"]), f"scripts/{PROGRAM_OF_TARGET[target]}") == []
+    if target == "jobs" and "SITE" in variables:
+        for part in ("jobs", "scripts/manyhands"):
+            shutil.copytree(ROOT / part, folder / part)
+        shutil.copy(ROOT / "Makefile", folder)
+        if not (folder / "jobs" / "sites" / f"{variables['SITE']}.toml").exists():  # the reader's own, from the generic
+            shutil.copy(folder / "jobs/sites/generic.toml", folder / f"jobs/sites/{variables['SITE']}.toml")
+        command = ["make", *words, f"PYTHON={sys.executable}"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+def test_a_command_of_a_page_exists_with_its_flags(page, command, tmp_path):
+    words = shlex.split(command, comments=True)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    first, *rest = words
+    if first == "make":
+        of_make(rest, tmp_path)
+    elif first == "pip":
+        extras = re.findall(r"\[(\w+)\]", command)
+        assert [extra for extra in extras if f"\n{extra} = [" not in (ROOT / "pyproject.toml").read_text("utf-8")] == []
+    elif first in OTHERS:
+        assert [word for word in rest if re.match(r"(jobs|scripts)/", word) and not (ROOT / word).exists()][1:] == []
+    elif rest[:2] in (["-m", "pytest"], ["-m", "http.server"]):
+        assert [word for word in rest if word.startswith("tests/") and not (ROOT / word).exists()] == []
+    elif rest[:1] == ["-m"] and rest[1] != "torch.distributed.run":
+        assert find_spec(rest[1]) and unknown_flags(rest[2:], "-m", rest[1]) == []
+    elif rest[:1] == ["scripts/plan.py"]:
+        plot = [str(tmp_path / word) if word.endswith(".png") else word for word in rest]
+        done = subprocess.run([sys.executable, *plot], cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    else:
+        program, flags = program_and_flags(words)
+        assert (ROOT / program).is_file() and (program.startswith("tests/") or unknown_flags(flags, program) == [])
+
+
+@pytest.mark.parametrize("page", ["new_site", "troubleshooting"])
+def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
+    """All but those that need a scheduler, and `make doctor`, whose test is `tests/test_doctor.py`."""
+    for part in ("jobs", "scripts"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / f"assets/site/{page}.md").read_text("utf-8"), re.S | re.M)
+    lines = [line for line in block.splitlines() if not re.match("sbatch|make doctor", line)]
+    assert len(lines) >= 2
+    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-ec", "\n".join(lines)]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_flag_that_there_is_not_is_found():
+    assert unknown_flags(["--steps", "3", "--stepps=3"], "scripts/03_data_parallel.py") == ["--stepps"]
