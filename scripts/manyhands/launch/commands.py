@@ -20,7 +20,15 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, find_site_mpiexec, is_open_mpi, words_of
+from manyhands.launch.allocation import (
+    Allocation,
+    RanksError,
+    find_mpiexec,
+    find_site_mpiexec,
+    is_open_mpi,
+    pbs_launcher,
+    words_of,
+)
 from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.machine import cores_here
@@ -119,7 +127,8 @@ def mpiexec_over(where: Allocation, nproc: int, environ: Mapping[str, str], mpie
     per_node = ["--map-by", f"ppr:{nproc}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(nproc)]
     if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # the site says it in its own way
         per_node = []
-    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *flags]
+    through_pbs = pbs_launcher(mpiexec, environ)
+    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *through_pbs, *flags]
 
 
 def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:
