@@ -25,6 +25,7 @@ SOLUTIONS = ".solutions"  # beside scripts/ in an attendee's copy: each lesson a
 def catch_up(lesson, *names):
     """Define the `names` that `lesson` (the caller's globals(), which hold `ranks`) has not defined yet, in this order.
 
+    Rank 0 prints what it has defined and kept; nothing where all of it was there.
     Raises NameError for a name that the lesson does not define.
     """
     missing = [name for name in names if name not in lesson or _is_unwritten(lesson[name])]
@@ -34,6 +35,9 @@ def catch_up(lesson, *names):
         for name in missing:
             # the file's name and lines stay, so that a traceback points into the lesson
             exec(compile(ast.Module([found[name][1]], []), script, "exec"), lesson)  # noqa: S102
+        if getattr(lesson["ranks"], "rank", 1) == 0:
+            kept = ", ".join(name for name in names if name not in missing)
+            print(f"catch_up: {', '.join(missing)} as the course has it" + f"; {kept} as you have it" * bool(kept))
 
 
 def show_solution(lesson, name):
