@@ -66,8 +66,8 @@ batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
 # The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
-# them; any other cell runs in the notebook itself. (A login node gives you two processes, without MPI: on a hub, start
-# your server on a compute node.)
+# them; any other cell runs in the notebook itself. An output next to `[ ]` is recorded, one next to a number is yours.
+# (A login node gives you two processes, without MPI: on a hub, start your server on a compute node.)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")

@@ -85,6 +85,18 @@ def test_a_stub_that_a_check_finds_not_attempted_gives_way_to_the_lessons_own(le
     assert capsys.readouterr().out.endswith("not attempted. The cells below use the lesson's own answer.\n")
 
 
+def test_rank_0_says_what_was_defined_and_what_was_kept(lesson, capsys):
+    for rank, kept, said in (
+        (0, {}, "catch_up: answer, Box as the course has it\n"),
+        (0, {"Box": object()}, "catch_up: answer as the course has it; Box as you have it\n"),
+        (0, {"Box": object(), "answer": object()}, ""),
+        (1, {}, ""),
+    ):
+        here = {**lesson, **kept, "ranks": SimpleNamespace(lesson="99_try", rank=rank)}
+        catch_up(here, "answer", "Box")
+        assert capsys.readouterr().out == said
+
+
 def test_what_is_defined_already_stays(lesson):
     mine = lesson["answer"] = object()
     catch_up(lesson, "answer")

@@ -24,18 +24,26 @@ FOLD = re.compile(r"^# <details><summary>Solution (\w+)</summary>\n#\n# ```pytho
 def catch_up(lesson, *names):
     """Define the `names` that `lesson` (the caller's globals(), which hold `ranks`) has not defined yet, in this order.
 
+    Rank 0 prints what it has defined and kept; nothing where all of it was there.
     Raises NameError for a name that the lesson does not define.
     """
-    if missing := [name for name in names if _is_missing(lesson, name)]:
-        script = script_of(lesson["ranks"].lesson)
-        found = _definitions(script)
-        for name in missing:
-            if name not in found:
-                raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
-            # with a file and lines that exist, so that a traceback points to them
-            file, nodes = found[name]
-            wanted = [node for node in nodes if not isinstance(node, DEFINITIONS) or _is_missing(lesson, node.name)]
-            exec(compile(ast.Module(wanted, []), file, "exec"), lesson)  # noqa: S102
+    missing = [name for name in names if _is_missing(lesson, name)]
+    _define(lesson, missing)
+    if missing and getattr(lesson["ranks"], "rank", 1) == 0:
+        kept = ", ".join(name for name in names if name not in missing)
+        print(f"catch_up: {', '.join(missing)} as the course has it" + f"; {kept} as you have it" * bool(kept))
+
+
+def _define(lesson, names):
+    script = script_of(lesson["ranks"].lesson)
+    found = _definitions(script) if names else {}
+    for name in names:
+        if name not in found:
+            raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
+        # with a file and lines that exist, so that a traceback points to them
+        file, nodes = found[name]
+        wanted = [node for node in nodes if not isinstance(node, DEFINITIONS) or _is_missing(lesson, node.name)]
+        exec(compile(ast.Module(wanted, []), file, "exec"), lesson)  # noqa: S102
 
 
 def go_on_without(*functions):
@@ -50,7 +58,7 @@ def go_on_without(*functions):
             continue
         if name in _definitions(script_of(lesson["ranks"].lesson)):
             del lesson[name]
-            catch_up(lesson, name)
+            _define(lesson, [name])
             replaced.append(name)
     return replaced
 
