@@ -639,7 +639,7 @@ messages.count({"your ring": ring_all_reduce, "suspicious": suspicious_ring}, ra
 # </details>
 
 # %% [markdown]
-# ## Card (CORE, 1 min)
+# ## Recap (CORE, 1 min)
 
 # %%
 # %%ranks

@@ -823,7 +823,7 @@ checks.gradient_hook(average_by_hooks, ranks)
 # </details>
 
 # %% [markdown]
-# ## Card (CORE, 1 min)
+# ## Recap (CORE, 1 min)
 
 # %%
 # %%ranks

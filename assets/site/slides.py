@@ -174,7 +174,7 @@ def of_the_core(cells):
     texts = {}
     for index, heading, core, cell in cells:
         words = cell.cell_type == "markdown" and "notes" not in cell.metadata.get("tags", [])
-        if core and words and heading not in ("Start", "Card", "The end"):
+        if core and words and heading not in ("Start", "Recap", "The end"):
             texts.setdefault((index, heading), []).append(cell.source)
     slides = []
     for (index, heading), found in texts.items():
