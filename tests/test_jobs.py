@@ -91,8 +91,10 @@ MUST_HAVE = [
     ("kempner", FILES[1], {"account": "lab", "queue": "kempner_h100", "gpus": 4, "mem": "360G"},
      ["#SBATCH --account=lab", "#SBATCH --partition=kempner_h100", "#SBATCH --mem=360G", "#SBATCH --gpus-per-node=4",
       "#SBATCH --cpus-per-task=64"]),
-    ("frontier", FILES[1], {"account": "Hands"}, ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 "]),
-    ("perlmutter", FILES[1], {"account": "m1234_g"}, ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3;"]),
+    ("frontier", FILES[1], {"account": "Hands"},
+     ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 "]),
+    ("perlmutter", FILES[1], {"account": "m1234_g"},
+     ["export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0;"]),
     ("aurora", FILES[0], {"account": "Hands"}, ["&& export FI_MR_CACHE_MONITOR=userfaultfd;"]),
 ]  # fmt: skip
 
