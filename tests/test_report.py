@@ -345,15 +345,19 @@ def test_a_step_within_an_interval_reads_no_number(started):
         report.step(10, Untouchable(), Untouchable(), 1e-3)
 
 
-def test_mfu_is_the_models_flops_over_those_of_all_ranks_peaks(tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_mfu_is_the_models_flops_over_16_bit_peaks_of_all_ranks_in_any_precision(tmp_path, capsys, monkeypatch, kind):
+    # fp16: a device without bf16
+    listed = {"fp32": 1e12, kind: 2e12}
+    monkeypatch.setattr("manyhands.train.report.dense_peak", lambda device, precision: listed.get(precision))
     now = FakeTime()
     report = report_of(tmp_path, now, ranks=ranks_of(world_size=2, lesson="train"))
-    report.peak = 2e12
+    assert report.options.train.precision == "fp32"
     report.start()
     one_step(report, now, 1)
     (row,) = rows_in(tmp_path)
     assert row["mfu"] == pytest.approx(3072 * flops_per_token(CONFIG) / (2 * 2e12))
-    assert "as a share of 2.0 TFLOP/s, the dense peak of" in " ".join(capsys.readouterr().out.split())
+    assert f"as a share of 2.0 TFLOP/s, the dense {kind} peak of" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("launcher, started", [("alone", 9.0), ("srun", 9.0), ("torchrun", 5.0), ("mpich", 5.0)])

@@ -62,7 +62,9 @@ class Report:
         self.mean_loss, self.now = mean_loss, now
         self.resumed = (0, 0)  # the step at which a resumed run goes on, and the tokens seen until then
         self.timer = StepTimer(ranks.device, now)
-        self.peak = dense_peak(ranks.device, options.train.precision)  # FLOP/s of one rank, or None
+        # FLOP/s of one rank: the same in every precision, so that runs compare. fp16: of a GPU older than bf16
+        peaks = {kind: dense_peak(ranks.device, kind) for kind in ("bf16", "fp16")}
+        self.peak_kind, self.peak = next((pair for pair in peaks.items() if pair[1]), (None, None))
         self.began, self.in_steps_s = now(), 0.0
         self.rows, self.pending, self.closed = [], None, False
         self.first, self.start_up_said = True, False  # no step reported yet
@@ -76,7 +78,7 @@ class Report:
         """Show who and what runs and the legend."""
         if not self.shows:
             return
-        everything = all_columns(self.options, self.config, self.layout, self.ranks.device, self.peak)
+        everything = all_columns(self.options, self.config, self.layout, self.ranks.device, self.peak, self.peak_kind)
         self.columns = fitting(everything, screen_width())
         about = run_header(self.options, self.config, self.layout, self.ranks.device, self.corpus, self.folder)
         self.bar.write(f"{about}\n\n{legend(everything, self.columns, screen_width())}\n")
@@ -332,15 +334,19 @@ def screen_width():
     return shutil.get_terminal_size((LOG_WIDTH, 24)).columns
 
 
-def all_columns(options, config, layout, device, peak):
-    """Every column of a run, in order, with its numbers in the meanings. `peak`: FLOP/s of a rank, or None."""
+def all_columns(options, config, layout, device, peak, peak_kind="bf16"):
+    """Every column of a run, in order, with its numbers in the meanings.
+
+    `peak`: FLOP/s of a rank in products of `peak_kind`, or None.
+    """
     unit, batch, clip = "rank" if device.type == "cpu" else "GPU", options.train.global_batch, options.optimizer.clip
     held = "of the process" if device.type == "cpu" else "of tensors on its GPU"
     mfu = "unknown device: no vendor's dense peak is listed for it, so no share of it can be given"
     if peak:
         mfu = (
             f"{flops_per_token(config) / 1e6:,.1f} MFLOP per token x tokens/s/{unit}, as a share of"
-            f" {peak / 1e12:,.1f} TFLOP/s, the dense peak of {device_name(device)} in {options.train.precision}"
+            f" {peak / 1e12:,.1f} TFLOP/s, the dense {peak_kind} peak of {device_name(device)},"
+            " whatever the precision of the run"
         )
     rows = [
         ("step", "step", max(4, len(str(options.train.steps))), str, 0, "optimizer steps done"),
