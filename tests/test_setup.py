@@ -1,11 +1,13 @@
 """Two commands do everything: what the Makefile's targets build, install and start. Installs are recorded."""
 
 import ast
+import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -232,11 +234,33 @@ def test_an_index_that_has_no_torch_is_named_with_the_cure(course, venv, monkeyp
         return ran("false" if "--index-url" in command else "true", **how)
 
     monkeypatch.setattr(setup_environment, "run", run)
+    monkeypatch.setattr(setup_environment, "unreachable", lambda index: "")
     monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], None))
     monkeypatch.setattr(setup_environment, "as_pip_was_told", lambda pip: {})
     with pytest.raises(SystemExit):
         setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
     assert capsys.readouterr().err.startswith("torch==2.13.0 did not come from TORCH_INDEX=https://example.org/cpu")
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["silent", "folder"])
+def test_an_index_that_does_not_answer_is_named_at_once_with_the_cure(venv, monkeypatch, capsys, answers):
+    """uv would wait for it for minutes, and end with a page of its own."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(setup_environment, "PROBE_S", 0.2)
+    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], None))
+    monkeypatch.setattr(setup_environment, "as_pip_was_told", lambda pip: {})
+    monkeypatch.setattr(setup_environment.shutil, "which", lambda name: "uv")
+    monkeypatch.setattr(setup_environment, "run", lambda *command, **how: 0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        index = "http://127.0.0.1:{}/cpu".format(silent.getsockname()[1])
+        monkeypatch.setenv("TORCH_INDEX", "/wheels" if answers else index)
+        with contextlib.nullcontext() if answers else pytest.raises(SystemExit):
+            setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
+    said = capsys.readouterr().err
+    wanted = f"TORCH_INDEX={index} cannot be reached (timed out): correct it, name your proxy in HTTPS_PROXY, or"
+    assert said.startswith(wanted) != answers
 
 
 def test_a_command_that_fails_ends_with_its_status_in_a_sentence(capsys):

@@ -252,13 +252,13 @@ def sweep_folders(place: Path) -> list[Path]:
     return gone
 
 
-def sweep_shared_memory(place: Path = Path("/dev/shm")) -> list[Path]:
-    """Remove this user's segments of MPICH in `place`, an hour old and used by no process; returns them."""
+def sweep_shared_memory(place: Path = Path("/dev/shm"), older_s: float = OLD_S) -> list[Path]:
+    """Remove this user's segments of MPICH in `place`, `older_s` old and used by no process; returns them."""
     old = []
     for segment in place.glob("mpich_shm_*"):
         with contextlib.suppress(OSError):
             status = segment.stat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > OLD_S:
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > older_s:
                 old.append(segment)
     used = _mapped() if old else ""
     gone = [segment for segment in old if str(segment) not in used]
