@@ -71,7 +71,7 @@ sync: environment  ## write the notebook or script that was saved last into the 
 reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
 	@$(RUN) -m manyhands.course.handouts reset $(LESSON)
 
-copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs, notes and solutions
+copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs and notes
 	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)

@@ -66,8 +66,8 @@ batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
 # The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
-# them; any other cell runs in the notebook itself. (A login node gives you two processes, without MPI: on a hub, start
-# your server on a compute node.)
+# them; any other cell runs in the notebook itself. An output next to `[ ]` is recorded, one next to a number is yours.
+# (A login node gives you two processes, without MPI: on a hub, start your server on a compute node.)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -82,7 +82,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -152,8 +152,8 @@ guess_sum = ____  # your turn: type a number
 # %% [markdown]
 # ### Build A: the sum over all ranks
 #
-# Fill in the call of `torch.distributed` that does this. A check tells you at once whether it is right; a solution is
-# folded below.
+# Fill in the call of `torch.distributed` that does this. A check tells you at once whether it is right. A
+# solution is folded below it.
 
 
 # %%
@@ -166,19 +166,17 @@ def sum_over_ranks(x):
 
 checks.sum_over_ranks(sum_over_ranks, ranks)
 
-# %% [markdown]
-# #### Solution A
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def sum_over_ranks(x):
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
-
-
-checks.sum_over_ranks(sum_over_ranks, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def sum_over_ranks(x):
+#     total = x.clone()
+#     dist.all_reduce(total)
+#     return total
+# ```
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -204,28 +202,23 @@ metrics.exact(sum=total.item())
 # %%
 # %%ranks
 def roll_call(rank, started):
-    roll = torch.zeros(started)
-    ____  # tick yourself off: element `rank` becomes 1
-    ____  # add up the ticks of all ranks
-    return roll
+    ____  # four lines: an empty roll, your own tick in it, the sum over all ranks, and return it
 
 
 checks.roll_call(roll_call, ranks)
 
-# %% [markdown]
-# #### Solution B
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def roll_call(rank, started):
-    roll = torch.zeros(started)
-    roll[rank] = 1
-    dist.all_reduce(roll)
-    return roll
-
-
-checks.roll_call(roll_call, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def roll_call(rank, started):
+#     roll = torch.zeros(started)
+#     roll[rank] = 1
+#     dist.all_reduce(roll)
+#     return roll
+# ```
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -278,28 +271,24 @@ VARIABLES = {
 
 def who_am_i(environ):
     """(rank, world_size, local_rank) from the variables of a process, {name: text}."""
-    for names in VARIABLES.values():
-        if ____:  # all three are set
-            return ____  # as whole numbers
+    ____  # three lines: the first launcher whose names are all in `environ` tells
     return 0, 1, 0
 
 
 checks.who_am_i(who_am_i, ranks)
 
-# %% [markdown]
-# #### Solution C
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def who_am_i(environ):
-    for names in VARIABLES.values():
-        if all(name in environ for name in names):
-            return tuple(int(environ[name]) for name in names)
-    return 0, 1, 0
-
-
-checks.who_am_i(who_am_i, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def who_am_i(environ):
+#     for names in VARIABLES.values():
+#         if all(name in environ for name in names):
+#             return tuple(int(environ[name]) for name in names)
+#     return 0, 1, 0
+# ```
+#
+# </details>
 
 # %% [markdown]
 # `join()`, which you ran at the start, begins with this. Then it brings the ranks together in a **process group** and
@@ -410,22 +399,27 @@ def step(ddp, optimizer, own):
     return loss.item(), clock() - t0, t1 - t0, t2 - t1
 
 
+def train():
+    """Model with its optimizer and data, seconds to build them, then of all steps losses and three durations."""
+    begun = clock()
+    parts = build()
+    start_s = clock() - begun
+    return parts, start_s, *zip(*[step(*parts) for _ in range(iterations)], strict=True)
+
+
 def table(losses, dt, dtf, dtb):
     lines = ["step     loss    dt ms   dtf ms   dtb ms  samples/s"]
     for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 5)), iterations - 1}):
         ms = "".join(f"{1e3 * times[i]:9.1f}" for times in (dt, dtf, dtb))
         lines.append(f"{i:4d} {losses[i]:8.0f}{ms} {world_size * batch / dt[i]:10.0f}")
-    return "\n".join(lines)
+    if rank == 0:
+        say("\n".join(lines))
 
 
 # %%
 # %%ranks --timeout 300
-begun = clock()
-parts = build()
-start_s = clock() - begun
-losses, dt, dtf, dtb = zip(*[step(*parts) for _ in range(iterations)], strict=True)  # all ranks, all steps
-if rank == 0:
-    say(table(losses, dt, dtf, dtb))
+parts, start_s, losses, dt, dtf, dtb = train()  # all ranks
+table(losses, dt, dtf, dtb)
 
 # %% [markdown]
 # The ranks saw different data. If averaging works, all made the same updates and hold *one* model, equal to the last
@@ -437,8 +431,7 @@ mine, prints = fingerprint(parts[0].parameters()), [None] * world_size
 dist.all_gather_object(prints, mine)
 say(f"{world_size} ranks, distinct models: {len(set(prints))}")
 assert len(set(prints)) == 1
-num_params = sum(p.numel() for p in parts[0].parameters())
-metrics.exact(num_params=num_params, losses=list(losses), model=mine)
+metrics.exact(losses=list(losses), model=mine)
 
 # %% [markdown]
 # How long would a thousand steps take? You could stop the whole start after ten steps and divide, or take the median of
@@ -486,7 +479,8 @@ from manyhands.measure import wire
 
 with wire.watch() as seen:
     step(*parts)
-payload, gradients = seen.payload_bytes("all_reduce"), 4 * num_params
+payload = seen.payload_bytes("all_reduce")
+gradients = 4 * sum(p.numel() for p in parts[0].parameters())
 ring = wire.ring_all_reduce_bytes(gradients, world_size)
 if rank == 0:
     say(f"all-reduces carry {payload:,} bytes, predicted {gradients:,}, ratio {payload / gradients:.3f}")
@@ -564,18 +558,16 @@ def is_one_world(started, said):
 
 checks.is_one_world(is_one_world, ranks)
 
-# %% [markdown]
-# #### Solution 1
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def is_one_world(started, said):
-    # each rank exactly once, and all agree on the size
-    return sorted(said) == [(rank, started) for rank in range(started)]
-
-
-checks.is_one_world(is_one_world, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def is_one_world(started, said):
+#     # each rank exactly once, and all agree on the size
+#     return sorted(said) == [(rank, started) for rank in range(started)]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: whose turn is it?
@@ -596,22 +588,20 @@ def in_turn(append, ranks):
 
 checks.in_turn(in_turn, ranks)
 
-# %% [markdown]
-# #### Solution 2
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def in_turn(append, ranks):
-    pen = torch.zeros(1)
-    if ranks.rank > 0:
-        dist.recv(pen, ranks.rank - 1)  # wait until the rank before has written
-    append(f"rank {ranks.rank} was here")
-    if ranks.rank < ranks.world_size - 1:
-        dist.send(pen, ranks.rank + 1)
-
-
-checks.in_turn(in_turn, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def in_turn(append, ranks):
+#     pen = torch.zeros(1)
+#     if ranks.rank > 0:
+#         dist.recv(pen, ranks.rank - 1)  # wait until the rank before has written
+#     append(f"rank {ranks.rank} was here")
+#     if ranks.rank < ranks.world_size - 1:
+#         dist.send(pen, ranks.rank + 1)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # What the pen says does not matter, only that it comes. Much of what is called synchronisation is no more than
@@ -644,23 +634,19 @@ def predict_seconds(profile, steps):
 
 checks.predict_seconds(predict_seconds, ranks)
 
-# %% [markdown]
-# #### Solution 3
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def predict_seconds(profile, steps):
-    # deeper rows are inside those of depth 1
-    parts = [(calls, total_s) for depth, _, calls, total_s in profile if depth == 1]
-    once_s = sum(total_s for calls, total_s in parts if calls == 1)
-    each_s = sum(total_s / calls for calls, total_s in parts if calls > 1)
-    return once_s + each_s * steps
-
-
-checks.predict_seconds(predict_seconds, ranks, solution=True)
-if rank == 0:
-    say(f"1000 steps: {predict_seconds(checks.PROFILE, 1000):.1f} s")
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def predict_seconds(profile, steps):
+#     # deeper rows are inside those of depth 1
+#     parts = [(calls, total_s) for depth, _, calls, total_s in profile if depth == 1]
+#     once_s = sum(total_s for calls, total_s in parts if calls == 1)
+#     each_s = sum(total_s / calls for calls, total_s in parts if calls > 1)
+#     return once_s + each_s * steps
+# ```
+#
+# </details>
 
 # %% [markdown]
 # 11.6 s, not 153. In that profile 93 % of the ten steps was an import: in torch 2.13 the first optimizer loads a part
@@ -707,18 +693,16 @@ def samples_per_s(batch, step_s):
 
 checks.samples_per_s(samples_per_s, ranks)
 
-# %% [markdown]
-# #### Solution 4
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def samples_per_s(batch, step_s):
-    # nobody starts the next step before the slowest rank has done this one
-    return batch * len(step_s) / max(step_s)
-
-
-checks.samples_per_s(samples_per_s, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 4</summary>
+#
+# ```python
+# def samples_per_s(batch, step_s):
+#     # nobody starts the next step before the slowest rank has done this one
+#     return batch * len(step_s) / max(step_s)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## Threads and cores (MORE, 3 min)

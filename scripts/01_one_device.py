@@ -71,8 +71,8 @@ peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 #
 # The first cell starts four ranks behind this notebook. What all of them say is shown once.
 #
-# In a **Build** the key lines are yours, and the check below them tells you what is wrong. Short of time? Run the folded
-# solution and go on.
+# In a **Build** the key lines are yours, and the check below them tells you what is wrong. Short of time? Leave a build as
+# it is: the check puts the lesson's own lines in its place.
 #
 # **Catching up.** Each section runs after only the cells of this one: a folded cell with `catch_up(...)` defines what it
 # needs from earlier sections. What you have written stays.
@@ -239,19 +239,19 @@ def count_parameters(V, T, D, N):
 
 checks.parameters(count_parameters, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def count_parameters(V, T, D, N):
-    """Parameters of a GPT with V tokens, T positions, width D and N layers."""
-    attention, mlp = 3 * D**2 + D**2 + D, 4 * D**2 + 4 * D + 4 * D**2 + D
-    layer = attention + mlp + 2 * 2 * D  # two LayerNorms
-    embeddings, head = V * D + T * D, V * D + V
-    return embeddings + N * layer + 2 * D + head
-
-
-checks.parameters(count_parameters, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def count_parameters(V, T, D, N):
+#     """Parameters of a GPT with V tokens, T positions, width D and N layers."""
+#     attention, mlp = 3 * D**2 + D**2 + D, 4 * D**2 + 4 * D + 4 * D**2 + D
+#     layer = attention + mlp + 2 * 2 * D  # two LayerNorms
+#     embeddings, head = V * D + T * D, V * D + V
+#     return embeddings + N * layer + 2 * D + head
+# ```
+#
+# </details>
 
 # %% [markdown]
 # A layer has **12D² + 10D**, so
@@ -368,21 +368,21 @@ def master_step(parameters, masters, adam):
 
 checks.master_copy(master_step, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def master_step(parameters, masters, adam):
-    with torch.no_grad():
-        for p, master in zip(parameters, masters, strict=True):
-            master.grad = p.grad.float()
-        adam.step()
-        for p, master in zip(parameters, masters, strict=True):
-            p.copy_(master)  # rounded: the master remembers what the weight cannot hold
-            master.grad = None  # 4 bytes per parameter, of no use until the next step
-
-
-checks.master_copy(master_step, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def master_step(parameters, masters, adam):
+#     with torch.no_grad():
+#         for p, master in zip(parameters, masters, strict=True):
+#             master.grad = p.grad.float()
+#         adam.step()
+#         for p, master in zip(parameters, masters, strict=True):
+#             p.copy_(master)  # rounded: the master remembers what the weight cannot hold
+#             master.grad = None  # 4 bytes per parameter, of no use until the next step
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Put it into an optimizer, and weigh what a step holds. `MemoryTimeline` follows every tensor from its birth to its end.
@@ -726,18 +726,18 @@ def sequences_that_fit(config, device_bytes):
 
 checks.does_it_fit(sequences_that_fit, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def sequences_that_fit(config, device_bytes):
-    """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
-    left = device_bytes - 16 * config.num_params()
-    a_sequence = 2 * 16 * config.n_embd * config.n_layer * config.block_size  # 2 bytes in bf16
-    return max(0, int(left // a_sequence))
-
-
-checks.does_it_fit(sequences_that_fit, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def sequences_that_fit(config, device_bytes):
+#     """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
+#     left = device_bytes - 16 * config.num_params()
+#     a_sequence = 2 * 16 * config.n_embd * config.n_layer * config.block_size  # 2 bytes in bf16
+#     return max(0, int(left // a_sequence))
+# ```
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -861,20 +861,20 @@ def recompute_backward(block, x_BTD, dy_BTD):
 
 checks.recompute(recompute_backward, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def recompute_backward(block, x_BTD, dy_BTD):
-    """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
-    x_BTD = x_BTD.detach().requires_grad_()  # a new name for its numbers: the graph above x ends here
-    with torch.enable_grad():
-        y_BTD = block(x_BTD)  # this time everything is kept
-    y_BTD.backward(dy_BTD)  # and let go
-    return x_BTD.grad
-
-
-checks.recompute(recompute_backward, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def recompute_backward(block, x_BTD, dy_BTD):
+#     """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
+#     x_BTD = x_BTD.detach().requires_grad_()  # a new name for its numbers: the graph above x ends here
+#     with torch.enable_grad():
+#         y_BTD = block(x_BTD)  # this time everything is kept
+#     y_BTD.backward(dy_BTD)  # and let go
+#     return x_BTD.grad
+# ```
+#
+# </details>
 
 # %% [markdown]
 # **Predict.** A step used to cost 3 forward passes, 1 forward and 2 backward. How many percent more FLOPs is it now? And
@@ -993,18 +993,18 @@ def accumulate(model, x_BT, y_BT, pieces):
 
 checks.accumulation(accumulate, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def accumulate(model, x_BT, y_BT, pieces):
-    """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
-    for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
-        _, loss = model(x_bT, y_bT)
-        (loss / pieces).backward()  # a mean of equal means; forget the division, and Adam will hide it
-
-
-checks.accumulation(accumulate, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def accumulate(model, x_BT, y_BT, pieces):
+#     """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
+#     for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
+#         _, loss = model(x_bT, y_bT)
+#         (loss / pieces).backward()  # a mean of equal means; forget the division, and Adam will hide it
+# ```
+#
+# </details>
 
 # %% [markdown]
 # A quarter of the activations (the experiment measures it), the same FLOPs, the same gradient. The price: small matrices
@@ -1374,24 +1374,25 @@ def choose(pieces, budget):
 checks.recompute_trade_off(choose, ranks)
 
 
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-import itertools
-import math
-
-
-def choose(pieces, budget):
-    best, best_flops = None, math.inf
-    for again in itertools.product([False, True], repeat=len(pieces)):  # at most 2^12 choices: try them all
-        kept = sum(piece.input if a else piece.kept for piece, a in zip(pieces, again, strict=True))
-        cost = sum(piece.flops for piece, a in zip(pieces, again, strict=True) if a)
-        if kept <= budget and cost < best_flops:
-            best, best_flops = {piece.name for piece, a in zip(pieces, again, strict=True) if a}, cost
-    return best
-
-
-checks.recompute_trade_off(choose, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# import itertools
+# import math
+#
+#
+# def choose(pieces, budget):
+#     best, best_flops = None, math.inf
+#     for again in itertools.product([False, True], repeat=len(pieces)):  # at most 2^12 choices: try them all
+#         kept = sum(piece.input if a else piece.kept for piece, a in zip(pieces, again, strict=True))
+#         cost = sum(piece.flops for piece, a in zip(pieces, again, strict=True) if a)
+#         if kept <= budget and cost < best_flops:
+#             best, best_flops = {piece.name for piece, a in zip(pieces, again, strict=True) if a}, cost
+#     return best
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Put it to work. A block has two halves, attention and MLP. By FLOPs per byte, which of them is the better bargain?
@@ -1399,7 +1400,6 @@ checks.recompute_trade_off(choose, ranks, solution=True)
 
 # %%
 # %%ranks
-import itertools
 import math
 
 from torch.autograd.graph import saved_tensors_hooks
@@ -1453,19 +1453,19 @@ def accumulate_uneven(model, micro_batches):
 
 checks.uneven_accumulation(accumulate_uneven, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def accumulate_uneven(model, micro_batches):
-    counted = sum((targets != -100).sum() for _, targets in micro_batches)
-    for ids, targets in micro_batches:
-        logits = model(ids).flatten(0, 1)
-        total = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
-        (total / counted).backward()  # a sum over few tokens weighs little, as it should
-
-
-checks.uneven_accumulation(accumulate_uneven, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def accumulate_uneven(model, micro_batches):
+#     counted = sum((targets != -100).sum() for _, targets in micro_batches)
+#     for ids, targets in micro_batches:
+#         logits = model(ids).flatten(0, 1)
+#         total = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+#         (total / counted).backward()  # a sum over few tokens weighs little, as it should
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The mean of means was in a much-used trainer until October 2024, when users compared accumulation with the full

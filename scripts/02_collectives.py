@@ -43,8 +43,8 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: hook 3, names 6, ring 17, cost 7, break it 7, bug 2, card 1. After each build have everybody
-# unfold and run the solution: what follows needs it.
+# Minutes of the CORE: hook 3, names 6, ring 17, cost 7, break it 7, bug 2, card 1. A build that nobody has touched
+# takes the lesson's own lines; a wrong one stays wrong, so have it pasted from the folded solution.
 #
 # *Say:* everybody talks at the same time, and only to the neighbour. Whatever is slow later is slow because one of
 # these messages is too large, too small, or waits for somebody.
@@ -170,25 +170,25 @@ def named():
 
 checks.pictures(named, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def named():
-    """{picture: a function that makes its collective}"""
-    return {
-        1: lambda x: dist.broadcast(x, src=0),
-        2: lambda part, parts: dist.scatter(part, parts, src=0),
-        3: lambda x, whole: dist.gather(x, whole, dst=0),
-        4: lambda x: dist.reduce(x, dst=0),
-        5: lambda x: dist.all_reduce(x),
-        6: lambda whole, x: dist.all_gather(whole, x),
-        7: lambda part, parts: dist.reduce_scatter(part, parts),
-        8: lambda whole, parts: dist.all_to_all_single(whole, parts),
-    }
-
-
-checks.pictures(named, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def named():
+#     """{picture: a function that makes its collective}"""
+#     return {
+#         1: lambda x: dist.broadcast(x, src=0),
+#         2: lambda part, parts: dist.scatter(part, parts, src=0),
+#         3: lambda x, whole: dist.gather(x, whole, dst=0),
+#         4: lambda x: dist.reduce(x, dst=0),
+#         5: lambda x: dist.all_reduce(x),
+#         6: lambda whole, x: dist.all_gather(whole, x),
+#         7: lambda part, parts: dist.reduce_scatter(part, parts),
+#         8: lambda whole, parts: dist.all_to_all_single(whole, parts),
+#     }
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Look at 7 and then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then
@@ -268,18 +268,18 @@ def one_hop(chunks):
 
 checks.one_hop(one_hop, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def one_hop(chunks):
-    """The first hop of the ring."""
-    arrived = torch.empty_like(chunks[left])
-    exchange(chunks[rank], right, arrived, left)
-    chunks[left] += arrived
-
-
-checks.one_hop(one_hop, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def one_hop(chunks):
+#     """The first hop of the ring."""
+#     arrived = torch.empty_like(chunks[left])
+#     exchange(chunks[rank], right, arrived, left)
+#     chunks[left] += arrived
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Build C: the first half
@@ -298,16 +298,16 @@ def which_chunks(hop):
 
 checks.which_chunks(which_chunks, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C1
-def which_chunks(hop):
-    """(number of the chunk that leaves, number of the chunk that arrives) on this rank"""
-    return (rank - hop) % world_size, (rank - hop - 1) % world_size
-
-
-checks.which_chunks(which_chunks, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C1</summary>
+#
+# ```python
+# def which_chunks(hop):
+#     """(number of the chunk that leaves, number of the chunk that arrives) on this rank"""
+#     return (rank - hop) % world_size, (rank - hop - 1) % world_size
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Now loop. Each turn is the hop that you wrote, with the chunks of your table:
@@ -322,20 +322,20 @@ def ring_reduce_scatter(chunks):
 
 checks.ring_reduce_scatter(ring_reduce_scatter, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def ring_reduce_scatter(chunks):
-    """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
-    for hop in range(world_size - 1):
-        give, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
-        arrived = torch.empty_like(mine)
-        exchange(give, right, arrived, left)
-        mine += arrived  # the chunk has collected one more rank's numbers
-
-
-checks.ring_reduce_scatter(ring_reduce_scatter, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def ring_reduce_scatter(chunks):
+#     """Afterwards chunks[right] holds the sum over all ranks; the others hold unfinished sums."""
+#     for hop in range(world_size - 1):
+#         give, mine = chunks[(rank - hop) % world_size], chunks[(rank - hop - 1) % world_size]
+#         arrived = torch.empty_like(mine)
+#         exchange(give, right, arrived, left)
+#         mine += arrived  # the chunk has collected one more rank's numbers
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Build D: the second half
@@ -353,18 +353,18 @@ def ring_all_gather(chunks):
 
 checks.ring_all_gather(ring_all_gather, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def ring_all_gather(chunks):
-    """From chunks[right] finished on each rank to all chunks finished on all ranks."""
-    for hop in range(world_size - 1):
-        give, take = chunks[(rank + 1 - hop) % world_size], chunks[(rank - hop) % world_size]
-        exchange(give, right, take, left)
-
-
-checks.ring_all_gather(ring_all_gather, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def ring_all_gather(chunks):
+#     """From chunks[right] finished on each rank to all chunks finished on all ranks."""
+#     for hop in range(world_size - 1):
+#         give, take = chunks[(rank + 1 - hop) % world_size], chunks[(rank - hop) % world_size]
+#         exchange(give, right, take, left)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### The same bars, with your ring
@@ -445,17 +445,17 @@ def ring_seconds(n_bytes, n, alpha, beta):
 
 checks.ring_seconds(ring_seconds, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution E
-def ring_seconds(n_bytes, n, alpha, beta):
-    """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
-    hops = 2 * (n - 1)  # n-1 to sum, n-1 to hand around
-    return hops * (alpha + n_bytes / n / beta)  # one chunk each
-
-
-checks.ring_seconds(ring_seconds, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution E</summary>
+#
+# ```python
+# def ring_seconds(n_bytes, n, alpha, beta):
+#     """Seconds of a ring all-reduce of n_bytes over n ranks (alpha in s, beta in bytes/s)."""
+#     hops = 2 * (n - 1)  # n-1 to sum, n-1 to hand around
+#     return hops * (alpha + n_bytes / n / beta)  # one chunk each
+# ```
+#
+# </details>
 
 # %% [markdown]
 # **Predict.** A model has forty gradients of 100 kB. On this machine, how many times as long do forty all-reduces of
@@ -567,18 +567,18 @@ def pass_right(mine):
 
 checks.pass_right(pass_right, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution F
-def pass_right(mine):
-    """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one."""
-    theirs = torch.empty_like(mine)
-    exchange(mine, right, theirs, left)
-    return theirs
-
-
-checks.pass_right(pass_right, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution F</summary>
+#
+# ```python
+# def pass_right(mine):
+#     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one."""
+#     theirs = torch.empty_like(mine)
+#     exchange(mine, right, theirs, left)
+#     return theirs
+# ```
+#
+# </details>
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: waiting</summary>
@@ -960,21 +960,19 @@ def all_reduce_any_length(x_N):
 
 checks.all_reduce_any_length(all_reduce_any_length, ranks)
 
-# %% [markdown]
-# #### Solution 1
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def all_reduce_any_length(x_N):
-    """Sum x_N over all ranks, in place, and return it."""
-    chunks = x_N.tensor_split(world_size)  # always n views, some of them perhaps empty
-    ring_reduce_scatter(chunks)
-    ring_all_gather(chunks)
-    return x_N
-
-
-checks.all_reduce_any_length(all_reduce_any_length, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def all_reduce_any_length(x_N):
+#     """Sum x_N over all ranks, in place, and return it."""
+#     chunks = x_N.tensor_split(world_size)  # always n views, some of them perhaps empty
+#     ring_reduce_scatter(chunks)
+#     ring_all_gather(chunks)
+#     return x_N
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## Lab: sends that hang only when they are large (MORE, 9 min)
@@ -1037,25 +1035,23 @@ def pass_in_rounds(mine):
 checks.pass_in_rounds(pass_in_rounds, ranks)
 
 
-# %% [markdown]
-# #### Solution 5
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def pass_in_rounds(mine):
-    """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
-    theirs = mine.clone()
-    if rank % 2:  # odd ranks receive first: in the first round their left neighbours send
-        dist.recv(theirs, left)
-        dist.send(mine, right)
-    elif world_size > 1:
-        dist.send(mine, right)
-        dist.recv(theirs, left)
-    return theirs
-
-
-checks.pass_in_rounds(pass_in_rounds, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 5</summary>
+#
+# ```python
+# def pass_in_rounds(mine):
+#     """Give `mine` to the right-hand neighbour; return the tensor of the left-hand one (same shape and dtype)."""
+#     theirs = mine.clone()
+#     if rank % 2:  # odd ranks receive first: in the first round their left neighbours send
+#         dist.recv(theirs, left)
+#         dist.send(mine, right)
+#     elif world_size > 1:
+#         dist.send(mine, right)
+#         dist.recv(theirs, left)
+#     return theirs
+# ```
+#
+# </details>
 
 # %% [markdown]
 # It ends, but in each round every rank uses only one direction of its links. `exchange` uses both, and in one batch
@@ -1490,21 +1486,19 @@ def estimate_pi(points, count_hits):
 
 checks.estimate_pi(estimate_pi, ranks)
 
-# %% [markdown]
-# #### Solution 2
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def estimate_pi(points, count_hits):
-    """pi on rank 0, None on the others."""
-    share = points // world_size + (rank < points % world_size)  # the first ranks take one more each
-    hits = torch.tensor(count_hits(share, seed=rank), dtype=torch.int64)
-    dist.reduce(hits, dst=0)
-    return 4 * hits.item() / points if rank == 0 else None
-
-
-checks.estimate_pi(estimate_pi, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def estimate_pi(points, count_hits):
+#     """pi on rank 0, None on the others."""
+#     share = points // world_size + (rank < points % world_size)  # the first ranks take one more each
+#     hits = torch.tensor(count_hits(share, seed=rank), dtype=torch.int64)
+#     dist.reduce(hits, dst=0)
+#     return 4 * hits.item() / points if rank == 0 else None
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The standard error of such an estimate is 1.64 / √points, however many ranks throw them: 0.0016 for a million.
@@ -1544,21 +1538,16 @@ def scaling(seconds):
 
 checks.speed_up(scaling, ranks)
 
-# %% [markdown]
-# #### Solution 3
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def scaling(seconds):
-    """{n: (speed-up, efficiency)} from {n: seconds on n ranks}."""
-    return {n: (seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()}
-
-
-checks.speed_up(scaling, ranks, solution=True)
-if rank == 0:
-    for n, (ratio, efficiency) in scaling({1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06}).items():
-        say(f"{n} rank{'s' * (n > 1)}: speed-up {ratio:.2f}, efficiency {efficiency:.0%}")
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def scaling(seconds):
+#     """{n: (speed-up, efficiency)} from {n: seconds on n ranks}."""
+#     return {n: (seconds[1] / s, seconds[1] / s / n) for n, s in seconds.items()}
+# ```
+#
+# </details>
 
 # %% [markdown]
 # 95%, 96% and 95%: as good as constant. An efficiency that *rises* from 2 to 4 ranks hints at single measurements: the
@@ -1584,25 +1573,23 @@ def mended_ring(x_N):
 
 checks.mended_ring(mended_ring, ranks)
 
-# %% [markdown]
-# #### Solution 4
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-def mended_ring(x_N):
-    """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
-    chunks = x_N.chunk(world_size)  # what travels is a chunk, and each hop has another one
-    for hop in range(world_size - 1):
-        arrived = torch.empty_like(chunks[0])
-        exchange(chunks[(rank - hop) % world_size], right, arrived, left)
-        chunks[(rank - hop - 1) % world_size].add_(arrived)
-    for hop in range(world_size - 1):
-        exchange(chunks[(rank - hop + 1) % world_size], right, chunks[(rank - hop) % world_size], left)
-    return x_N
-
-
-checks.mended_ring(mended_ring, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 4</summary>
+#
+# ```python
+# def mended_ring(x_N):
+#     """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
+#     chunks = x_N.chunk(world_size)  # what travels is a chunk, and each hop has another one
+#     for hop in range(world_size - 1):
+#         arrived = torch.empty_like(chunks[0])
+#         exchange(chunks[(rank - hop) % world_size], right, arrived, left)
+#         chunks[(rank - hop - 1) % world_size].add_(arrived)
+#     for hop in range(world_size - 1):
+#         exchange(chunks[(rank - hop + 1) % world_size], right, chunks[(rank - hop) % world_size], left)
+#     return x_N
+# ```
+#
+# </details>
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: exercises</summary>

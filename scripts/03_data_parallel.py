@@ -195,18 +195,18 @@ def average_gradients(model):
 
 checks.mean_gradient(average_gradients, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def average_gradients(model):
-    """Turn each gradient into its mean over the ranks. All ranks call it, after backward."""
-    for p in model.parameters():
-        p.grad /= world_size
-        dist.all_reduce(p.grad)
-
-
-checks.mean_gradient(average_gradients, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def average_gradients(model):
+#     """Turn each gradient into its mean over the ranks. All ranks call it, after backward."""
+#     for p in model.parameters():
+#         p.grad /= world_size
+#         dist.all_reduce(p.grad)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # One update, on every rank for itself:
@@ -282,17 +282,17 @@ def broadcast_state(model):
 
 checks.same_start(broadcast_state, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def broadcast_state(model):
-    """Every rank takes rank 0's parameters and buffers. All ranks call it."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
-
-
-checks.same_start(broadcast_state, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def broadcast_state(model):
+#     """Every rank takes rank 0's parameters and buffers. All ranks call it."""
+#     for tensor in [*model.parameters(), *model.buffers()]:
+#         dist.broadcast(tensor.detach(), src=0)
+# ```
+#
+# </details>
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -362,17 +362,17 @@ def start_all_reduce(bucket):
 
 checks.bucket_start(start_all_reduce, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def start_all_reduce(bucket):
-    """Begin to average bucket.flat_P over the ranks. All ranks call it."""
-    bucket.flat_P /= world_size
-    bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
-
-
-checks.bucket_start(start_all_reduce, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def start_all_reduce(bucket):
+#     """Begin to average bucket.flat_P over the ranks. All ranks call it."""
+#     bucket.flat_P /= world_size
+#     bucket.work = dist.all_reduce(bucket.flat_P, async_op=True)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Build D: the hook of a bucket
@@ -396,18 +396,18 @@ def bucket_hook(waiting, bucket, p):
 
 checks.bucket_hook(bucket_hook, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def bucket_hook(waiting, bucket, p):
-    """Backward has finished p.grad, which belongs in `bucket`."""
-    bucket.take(p)
-    while waiting and not waiting[0].missing:
-        waiting.pop(0).start()
-
-
-checks.bucket_hook(bucket_hook, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def bucket_hook(waiting, bucket, p):
+#     """Backward has finished p.grad, which belongs in `bucket`."""
+#     bucket.take(p)
+#     while waiting and not waiting[0].missing:
+#         waiting.pop(0).start()
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The folded cell puts your pieces together: `BucketedDDP(model)` broadcasts at construction (build B), puts your hook (D) on
@@ -794,22 +794,22 @@ def average_by_hooks(model):
 
 checks.gradient_hook(average_by_hooks, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution E
-def average_by_hooks(model):
-    """From now on each backward leaves the mean over the ranks in every grad. All ranks call it, once."""
-
-    def average(p):  # the hook is handed the parameter, not its gradient
-        p.grad /= world_size
-        dist.all_reduce(p.grad)
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(average)
-
-
-checks.gradient_hook(average_by_hooks, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution E</summary>
+#
+# ```python
+# def average_by_hooks(model):
+#     """From now on each backward leaves the mean over the ranks in every grad. All ranks call it, once."""
+#
+#     def average(p):  # the hook is handed the parameter, not its gradient
+#         p.grad /= world_size
+#         dist.all_reduce(p.grad)
+#
+#     for p in model.parameters():
+#         p.register_post_accumulate_grad_hook(average)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The rule to take home: **measure the spread of the gradients after backward.** It must be 0.0. The loss will not tell you.
@@ -1336,20 +1336,20 @@ def average_untidy(model):
 
 checks.untidy(average_untidy, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def average_untidy(model):
-    for p in model.parameters():  # lists a tied parameter once
-        if p.requires_grad:  # the same on every rank, so all ranks make the same calls ...
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)  # ... also where this rank has nothing to add
-            p.grad /= world_size
-            dist.all_reduce(p.grad)
-
-
-checks.untidy(average_untidy, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def average_untidy(model):
+#     for p in model.parameters():  # lists a tied parameter once
+#         if p.requires_grad:  # the same on every rank, so all ranks make the same calls ...
+#             if p.grad is None:
+#                 p.grad = torch.zeros_like(p)  # ... also where this rank has nothing to add
+#             p.grad /= world_size
+#             dist.all_reduce(p.grad)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # (A parameter that *no* rank used now has a gradient of zeros, where one process would have None. To plain SGD that is the
@@ -1374,20 +1374,20 @@ def accumulate(ddp, micro_batches):
 
 checks.accumulation(accumulate, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def accumulate(ddp, micro_batches):
-    k = len(micro_batches)
-    with ddp.no_sync():  # around forward too: that is where DDP looks
-        for x, y in micro_batches[:-1]:
-            (F.mse_loss(ddp(x), y) / k).backward()
-    x, y = micro_batches[-1]
-    (F.mse_loss(ddp(x), y) / k).backward()
-
-
-checks.accumulation(accumulate, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def accumulate(ddp, micro_batches):
+#     k = len(micro_batches)
+#     with ddp.no_sync():  # around forward too: that is where DDP looks
+#         for x, y in micro_batches[:-1]:
+#             (F.mse_loss(ddp(x), y) / k).backward()
+#     x, y = micro_batches[-1]
+#     (F.mse_loss(ddp(x), y) / k).backward()
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: predict the bytes of a step
@@ -1411,16 +1411,16 @@ def bytes_per_step(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_s
 
 checks.bytes_per_step(bytes_per_step, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def bytes_per_step(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
-    times = 1 if no_sync else micro_batches
-    return times * 2 * (n_ranks - 1) / n_ranks * num_params * bytes_per_value
-
-
-checks.bytes_per_step(bytes_per_step, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def bytes_per_step(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_sync=False):
+#     times = 1 if no_sync else micro_batches
+#     return times * 2 * (n_ranks - 1) / n_ranks * num_params * bytes_per_value
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## Lab: two more bugs of the same family (MORE, 3 min)

@@ -204,16 +204,14 @@ acts = {
 if rank == 0:
     checks.why_it_waits(acts)
 
-# %% [markdown]
-# #### Solution A
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-acts = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
-
-if rank == 0:
-    checks.why_it_waits(acts, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# acts = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release", 4708: "ask for less"}
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## The job file (CORE, 8 min)
@@ -271,24 +269,21 @@ def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
 
 checks.my_sequences(my_sequences, ranks)
 
-# %% [markdown]
-# #### Solution B
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
-    """The range of sequences of this rank: number `local_rank` of those on node `node`."""
-    n = nodes * ranks_per_node
-    if global_batch % n:
-        raise ValueError(f"{global_batch} sequences do not split over {n} ranks; use a multiple of {n}")
-    share = global_batch // n
-    rank = node * ranks_per_node + local_rank  # not local_rank: that one starts from 0 on each node
-    return range(rank * share, (rank + 1) * share)
-
-
-checks.my_sequences(my_sequences, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def my_sequences(global_batch, nodes, ranks_per_node, node, local_rank):
+#     """The range of sequences of this rank: number `local_rank` of those on node `node`."""
+#     n = nodes * ranks_per_node
+#     if global_batch % n:
+#         raise ValueError(f"{global_batch} sequences do not split over {n} ranks; use a multiple of {n}")
+#     share = global_batch // n
+#     rank = node * ranks_per_node + local_rank  # not local_rank: that one starts from 0 on each node
+#     return range(rank * share, (rank + 1) * share)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Is the gradient the same? (MORE, 2 min)
@@ -435,17 +430,15 @@ first_error = ____  # and a name such as "ValueError"
 if rank == 0:
     checks.first_error((first_rank, first_error))
 
-# %% [markdown]
-# #### Solution C
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-first_rank = 3  # not 1: that is its local rank, its number on node2
-first_error = "IndexError"
-
-if rank == 0:
-    checks.first_error((first_rank, first_error), solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# first_rank = 3  # not 1: that is its local rank, its number on node2
+# first_error = "IndexError"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # <details><summary>What happened?</summary>
@@ -517,18 +510,17 @@ def start_of(need, free_at, previous):
 
 checks.start_of(start_of, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def start_of(need, free_at, previous):
-    """The first minute at which a job that needs `need` nodes starts."""
-    enough_are_free = sorted(free_at)[need - 1]  # by then the `need` nodes that become free first are free
-    return max(enough_are_free, previous)
-
-
-checks.start_of(start_of, ranks, solution=True)
-
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def start_of(need, free_at, previous):
+#     """The first minute at which a job that needs `need` nodes starts."""
+#     enough_are_free = sorted(free_at)[need - 1]  # by then the `need` nodes that become free first are free
+#     return max(enough_are_free, previous)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Your function, called for one job after the other, is a scheduler. Does it agree with your drawing?
@@ -808,18 +800,17 @@ def stale(notebook, script):
 if rank == 0:
     checks.yesterdays_code(stale)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def stale(notebook, script):
-    """Whether a job that runs `script` would run something else than `notebook` shows."""
-    ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
-    return ours != theirs
-
-
-if rank == 0:
-    checks.yesterdays_code(stale, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def stale(notebook, script):
+#     """Whether a job that runs `script` would run something else than `notebook` shows."""
+#     ours, theirs = ([cell.source for cell in jupytext.read(path).cells] for path in (notebook, script))
+#     return ours != theirs
+# ```
+#
+# </details>
 
 # %% [markdown]
 # That is what `python -m manyhands.course.pairs check 03_data_parallel` does in our job file: it stops with exit status 2 and says

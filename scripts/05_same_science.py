@@ -73,7 +73,7 @@ repeats = 5  # samples of each timing, at least 1
 # ## Start (CORE, 2 min)
 #
 # A cell that begins with `%%ranks` runs on all ranks. In a **Build** the key lines are yours, and the check below them tells you
-# what is wrong. Short of time? Run the folded solution and go on.
+# what is wrong. Short of time? Leave a build as it is: the check puts the lesson's own lines in its place.
 #
 # **Catching up.** Each section runs after only the cells of this one: a folded `catch_up(...)` defines what it needs from
 # earlier sections. What you have written stays.
@@ -283,19 +283,19 @@ def remaining(length, epoch, done, rank, n):
 
 checks.sharded_order(remaining, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def remaining(length, epoch, done, rank, n):
-    """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
-    # a generator of its own, that no other code in the process can move
-    generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))
-    order = generator.permutation(length)  # the same on every rank ...
-    return order[done:][rank::n].tolist()  # ... dealt like cards, so that what was read is its beginning
-
-
-checks.sharded_order(remaining, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def remaining(length, epoch, done, rank, n):
+#     """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
+#     # a generator of its own, that no other code in the process can move
+#     generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))
+#     order = generator.permutation(length)  # the same on every rank ...
+#     return order[done:][rank::n].tolist()  # ... dealt like cards, so that what was read is its beginning
+# ```
+#
+# </details>
 
 # %% [markdown]
 # A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by seed and
@@ -468,18 +468,18 @@ def token_mean(total, y_bT):
 
 checks.token_mean(token_mean, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def token_mean(total, y_bT):
-    """The loss on which this rank calls backward under DDP. All ranks call it."""
-    tokens = (y_bT != -100).sum()
-    dist.all_reduce(tokens)  # all ranks: one integer
-    return world_size * total / tokens  # DDP will divide by world_size
-
-
-checks.token_mean(token_mean, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def token_mean(total, y_bT):
+#     """The loss on which this rank calls backward under DDP. All ranks call it."""
+#     tokens = (y_bT != -100).sum()
+#     dist.all_reduce(tokens)  # all ranks: one integer
+#     return world_size * total / tokens  # DDP will divide by world_size
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Three gradients of one batch: your loss under the library's DDP, each rank's own mean, and one process that reads it all.
@@ -665,18 +665,18 @@ def learning_rate(kind, base, k, step, updates):
 
 checks.rate_rule(learning_rate, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def learning_rate(kind, base, k, step, updates):
-    """The learning rate of update number `step` for a batch k times as large as that of `base`."""
-    full = base * (k if kind == "SGD" else k**0.5)
-    warm_up = max(1, updates // 10)
-    return full * min(1, (step + 1) / warm_up)
-
-
-checks.rate_rule(learning_rate, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def learning_rate(kind, base, k, step, updates):
+#     """The learning rate of update number `step` for a batch k times as large as that of `base`."""
+#     full = base * (k if kind == "SGD" else k**0.5)
+#     warm_up = max(1, updates // 10)
+#     return full * min(1, (step + 1) / warm_up)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Now the rules meet our model: rates a factor √8 apart at batch 4 and at batch 32 (k = 8), three seeds each, every run over as
@@ -1306,18 +1306,18 @@ def diagnose(read, length):
 
 checks.diagnose(diagnose, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def diagnose(read, length):
-    for epoch in read:
-        if len({i for mine in epoch for i in mine}) < length:
-            return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
-    return "same order" if all(epoch == read[0] for epoch in read) else "fine"
-
-
-checks.diagnose(diagnose, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def diagnose(read, length):
+#     for epoch in read:
+#         if len({i for mine in epoch for i in mine}) < length:
+#             return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
+#     return "same order" if all(epoch == read[0] for epoch in read) else "fine"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: token-weighted loss, with accumulation
@@ -1336,25 +1336,25 @@ def weighted_backward(ddp, micro_batches):
 
 checks.token_weighted(weighted_backward, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def weighted_backward(ddp, micro_batches):
-    tokens = sum((y != -100).sum() for _, y in micro_batches)
-    dist.all_reduce(tokens)  # all ranks: one integer, before the first backward
-
-    def backward(x, y):
-        total = F.cross_entropy(ddp(x), y, ignore_index=-100, reduction="sum")
-        (world_size * total / tokens).backward()  # DDP will divide by world_size
-
-    with ddp.no_sync():
-        for x, y in micro_batches[:-1]:
-            backward(x, y)
-    backward(*micro_batches[-1])
-
-
-checks.token_weighted(weighted_backward, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def weighted_backward(ddp, micro_batches):
+#     tokens = sum((y != -100).sum() for _, y in micro_batches)
+#     dist.all_reduce(tokens)  # all ranks: one integer, before the first backward
+#
+#     def backward(x, y):
+#         total = F.cross_entropy(ddp(x), y, ignore_index=-100, reduction="sum")
+#         (world_size * total / tokens).backward()  # DDP will divide by world_size
+#
+#     with ddp.no_sync():
+#         for x, y in micro_batches[:-1]:
+#             backward(x, y)
+#     backward(*micro_batches[-1])
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: spot the rank count
@@ -1409,20 +1409,20 @@ def betrays(one, many, dtype):
 
 checks.betrays(betrays, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def betrays(one, many, dtype):
-    eps = torch.finfo(dtype).eps
-    for update, (a, b) in enumerate(zip(one, many, strict=True)):
-        # "not <=" and not ">": a comparison with nan is always False
-        if not abs(a - b) <= 1000 * eps * abs(a):
-            return update
-    return None
-
-
-checks.betrays(betrays, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def betrays(one, many, dtype):
+#     eps = torch.finfo(dtype).eps
+#     for update, (a, b) in enumerate(zip(one, many, strict=True)):
+#         # "not <=" and not ">": a comparison with nan is always False
+#         if not abs(a - b) <= 1000 * eps * abs(a):
+#             return update
+#     return None
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

@@ -295,19 +295,16 @@ def my_share(row_P, n, rank):
 
 checks.my_share(my_share, ranks)
 
-# %% [markdown]
-# #### Solution A
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def my_share(row_P, n, rank):
-    padding = -len(row_P) % n  # 0 where n divides the row
-    return F.pad(row_P, (0, padding)).chunk(n)[rank].clone()
-
-
-checks.my_share(my_share, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def my_share(row_P, n, rank):
+#     padding = -len(row_P) % n  # 0 where n divides the row
+#     return F.pad(row_P, (0, padding)).chunk(n)[rank].clone()
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Build B: the two halves
@@ -398,29 +395,25 @@ def all_gather(unit):
 checks.reduce_scatter(reduce_scatter, ranks)
 checks.all_gather(all_gather, ranks)
 
-# %% [markdown]
-# #### Solution B
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def reduce_scatter(unit):
-    sum_p = torch.empty_like(unit.share_p)
-    pieces = list(unit.gradient_row().chunk(world_size))
-    dist.reduce_scatter(sum_p, pieces)
-    unit.share_p.grad = sum_p / world_size
-    for p in unit.parameters:
-        p.grad = None
-
-
-def all_gather(unit):
-    pieces = list(unit.whole_P.chunk(world_size))  # views: filling them fills the row
-    dist.all_gather(pieces, unit.share_p.detach())
-
-
-checks.reduce_scatter(reduce_scatter, ranks, solution=True)
-checks.all_gather(all_gather, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def reduce_scatter(unit):
+#     sum_p = torch.empty_like(unit.share_p)
+#     pieces = list(unit.gradient_row().chunk(world_size))
+#     dist.reduce_scatter(sum_p, pieces)
+#     unit.share_p.grad = sum_p / world_size
+#     for p in unit.parameters:
+#         p.grad = None
+#
+#
+# def all_gather(unit):
+#     pieces = list(unit.whole_P.chunk(world_size))  # views: filling them fills the row
+#     dist.all_gather(pieces, unit.share_p.detach())
+# ```
+#
+# </details>
 
 # %% [markdown]
 # That is ZeRO-1. `ShardedOptimizer` (also folded above) does in a step what you would write: `reduce_scatter(unit)`,
@@ -485,28 +478,25 @@ def reduce_in_backward(unit, then=lambda: None):
 
 checks.reduce_in_backward(reduce_in_backward, ranks)
 
-# %% [markdown]
-# #### Solution C
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def reduce_in_backward(unit, then=lambda: None):
-    ready = []
-
-    def gradient_is_there(p):
-        ready.append(p)
-        if len(ready) == len(unit.parameters):
-            ready.clear()  # for the next backward
-            reduce_scatter(unit)
-            then()
-
-    for p in unit.parameters:
-        p.register_post_accumulate_grad_hook(gradient_is_there)
-
-
-checks.reduce_in_backward(reduce_in_backward, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def reduce_in_backward(unit, then=lambda: None):
+#     ready = []
+#
+#     def gradient_is_there(p):
+#         ready.append(p)
+#         if len(ready) == len(unit.parameters):
+#             ready.clear()  # for the next backward
+#             reduce_scatter(unit)
+#             then()
+#
+#     for p in unit.parameters:
+#         p.register_post_accumulate_grad_hook(gradient_is_there)
+# ```
+#
+# </details>
 
 # %%
 # %%ranks
@@ -589,28 +579,25 @@ def gather_when_needed(unit, modules, stays=False):
 
 checks.gather_when_needed(gather_when_needed, ranks)
 
-# %% [markdown]
-# #### Solution D
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def gather_when_needed(unit, modules, stays=False):
-    def come(*_):
-        gather(unit)
-
-    def go(*_):
-        free(unit)
-
-    modules[0].register_forward_pre_hook(come)
-    if not stays:
-        modules[-1].register_forward_hook(go)
-        modules[-1].register_full_backward_pre_hook(come)  # backward begins with the last
-    reduce_in_backward(unit, then=go)
-
-
-checks.gather_when_needed(gather_when_needed, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def gather_when_needed(unit, modules, stays=False):
+#     def come(*_):
+#         gather(unit)
+#
+#     def go(*_):
+#         free(unit)
+#
+#     modules[0].register_forward_pre_hook(come)
+#     if not stays:
+#         modules[-1].register_forward_hook(go)
+#         modules[-1].register_full_backward_pre_hook(come)  # backward begins with the last
+#     reduce_in_backward(unit, then=go)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The root stays from forward to backward, because backward begins with it. (`units` lists the modules of each unit:
@@ -989,26 +976,23 @@ def clip_by_global_norm(shares, max_norm):
 
 checks.clip_by_global_norm(clip_by_global_norm, ranks)
 
-# %% [markdown]
-# #### Solution 1
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def clip_by_global_norm(shares, max_norm):
-    gradients = [share.grad for share in shares if share.grad is not None]
-    total = torch.zeros((), dtype=shares[0].dtype, device=shares[0].device)
-    for gradient in gradients:
-        total += gradient.square().sum()
-    dist.all_reduce(total)  # all ranks, also one without gradients: squares add up, norms do not
-    norm = total.sqrt()
-    for gradient in gradients:
-        gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)  # never up; the same on all ranks
-    return norm
-
-
-checks.clip_by_global_norm(clip_by_global_norm, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def clip_by_global_norm(shares, max_norm):
+#     gradients = [share.grad for share in shares if share.grad is not None]
+#     total = torch.zeros((), dtype=shares[0].dtype, device=shares[0].device)
+#     for gradient in gradients:
+#         total += gradient.square().sum()
+#     dist.all_reduce(total)  # all ranks, also one without gradients: squares add up, norms do not
+#     norm = total.sqrt()
+#     for gradient in gradients:
+#         gradient *= (max_norm / (norm + 1e-6)).clamp(max=1)  # never up; the same on all ranks
+#     return norm
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Three ways to the same weights, clipped (MORE, 3 min)
@@ -1666,23 +1650,20 @@ def predict(sizes, n):
 
 checks.predict(predict, ranks)
 
-# %% [markdown]
-# #### Solution 2
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def predict(sizes, n):
-    *inner, root = sizes
-    held = 16 * sum(sizes) // n  # 4 of weight, 4 of gradient, 8 of moments
-    whole = 4 * (root + max(inner, default=0))  # the root stays while the others take turns
-    gathers = 2 * len(inner) + 1
-    communicated = 4 * (2 * sum(inner) + root) + 4 * sum(sizes)
-    return held, whole, gathers, communicated
-
-
-checks.predict(predict, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def predict(sizes, n):
+#     *inner, root = sizes
+#     held = 16 * sum(sizes) // n  # 4 of weight, 4 of gradient, 8 of moments
+#     whole = 4 * (root + max(inner, default=0))  # the root stays while the others take turns
+#     gathers = 2 * len(inner) + 1
+#     communicated = 4 * (2 * sum(inner) + root) + 4 * sum(sizes)
+#     return held, whole, gathers, communicated
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Against reality, with the `wrapping` of this run's parameters:
@@ -1749,32 +1730,29 @@ def sharded_from_meta(make, mesh):
 
 checks.sharded_from_meta(sharded_from_meta, ranks)
 
-# %% [markdown]
-# #### Solution 3
-
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def sharded_from_meta(make, mesh):
-    with torch.device("meta"):
-        model = make()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")  # memory for the shares only
-    torch.manual_seed(7)
-    k = mesh.get_local_rank()
-    with torch.no_grad():
-        for p in model.parameters():  # in the full model's order; every rank draws all numbers
-            whole = torch.empty(p.shape).normal_(std=0.02)  # one weight at a time
-            parts = whole.chunk(mesh.size())  # along dim 0; fewer than ranks where there are too few rows
-            if k < len(parts):
-                p.to_local().copy_(parts[k])
-    return model
-
-
-checks.sharded_from_meta(sharded_from_meta, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def sharded_from_meta(make, mesh):
+#     with torch.device("meta"):
+#         model = make()
+#     for layer in model:
+#         fully_shard(layer, mesh=mesh)
+#     fully_shard(model, mesh=mesh)
+#     model.to_empty(device="cpu")  # memory for the shares only
+#     torch.manual_seed(7)
+#     k = mesh.get_local_rank()
+#     with torch.no_grad():
+#         for p in model.parameters():  # in the full model's order; every rank draws all numbers
+#             whole = torch.empty(p.shape).normal_(std=0.02)  # one weight at a time
+#             parts = whole.chunk(mesh.size())  # along dim 0; fewer than ranks where there are too few rows
+#             if k < len(parts):
+#                 p.to_local().copy_(parts[k])
+#     return model
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

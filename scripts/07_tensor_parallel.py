@@ -241,8 +241,8 @@ def all_reduced(x, group):
 # %% [markdown]
 # ### Build A: f and g
 #
-# Write both with `Move.apply`. One line each. The check looks at forward and backward, and counts the calls. (The
-# folded cell below is a solution: whatever you do not build, run there, because the lesson goes on with it.)
+# Write both with `Move.apply`. One line each. The check looks at forward and backward, and counts the calls.
+# (Whatever you leave as it is, the check replaces by the lesson's own lines.)
 
 
 # %%
@@ -259,19 +259,19 @@ def g(x, group):
 
 checks.f_and_g((f, g), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def f(x, group):
-    return Move.apply(x, lambda x: x, lambda gradient: all_reduced(gradient, group))
-
-
-def g(x, group):
-    return Move.apply(x, lambda x: all_reduced(x, group), lambda gradient: gradient)
-
-
-checks.f_and_g((f, g), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def f(x, group):
+#     return Move.apply(x, lambda x: x, lambda gradient: all_reduced(gradient, group))
+#
+#
+# def g(x, group):
+#     return Move.apply(x, lambda x: all_reduced(x, group), lambda gradient: gradient)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # f and g are mirror images: each one's backward is the other's forward. What is the *same* on all ranks has a gradient
@@ -315,19 +315,19 @@ def row_linear(x_BTm, w_Dm, b_D, leave):
 
 checks.linears((column_linear, row_linear), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def column_linear(x_BTD, w_mD, b_m, enter):
-    return F.linear(enter(x_BTD), w_mD, b_m)
-
-
-def row_linear(x_BTm, w_Dm, b_D, leave):
-    return leave(F.linear(x_BTm, w_Dm)) + b_D  # once, after the sum
-
-
-checks.linears((column_linear, row_linear), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def column_linear(x_BTD, w_mD, b_m, enter):
+#     return F.linear(enter(x_BTD), w_mD, b_m)
+#
+#
+# def row_linear(x_BTm, w_Dm, b_D, leave):
+#     return leave(F.linear(x_BTm, w_Dm)) + b_D  # once, after the sum
+# ```
+#
+# </details>
 
 # %% [markdown]
 # As modules they take the place of a full layer. Each rank cuts its share out of the *same* full weights, so that the
@@ -529,19 +529,19 @@ def scattered(x_BTD, group):
 
 checks.gathered_and_scattered((gathered, scattered), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def gathered(x_BsD, group):
-    return Move.apply(x_BsD, lambda x: all_gathered(x, group), lambda gradient: reduce_scattered(gradient, group))
-
-
-def scattered(x_BTD, group):
-    return Move.apply(x_BTD, lambda x: reduce_scattered(x, group), lambda gradient: all_gathered(gradient, group))
-
-
-checks.gathered_and_scattered((gathered, scattered), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def gathered(x_BsD, group):
+#     return Move.apply(x_BsD, lambda x: all_gathered(x, group), lambda gradient: reduce_scattered(gradient, group))
+#
+#
+# def scattered(x_BTD, group):
+#     return Move.apply(x_BTD, lambda x: reduce_scattered(x, group), lambda gradient: all_gathered(gradient, group))
+# ```
+#
+# </details>
 
 # %% [markdown]
 # (In the paper this pair is g and ḡ, and the pair of Build A is f and f̄. Its g is not the g of 2019, hence our words.)
@@ -596,19 +596,18 @@ def add_up(parameters, group):
 
 checks.add_up(add_up, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def add_up(parameters, group):
-    row_P = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(row_P, group=group)
-    for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
-        p.grad = part.view_as(p)
-
-
-checks.add_up(add_up, ranks, solution=True)
-
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def add_up(parameters, group):
+#     row_P = torch.cat([p.grad.flatten() for p in parameters])
+#     dist.all_reduce(row_P, group=group)
+#     for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
+#         p.grad = part.view_as(p)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Which parameters need it, in our model:
@@ -928,22 +927,22 @@ def split_loss(logits_Nv, targets_N, first, group):
 
 checks.split_loss(split_loss, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def split_loss(logits_Nv, targets_N, first, group):
-    largest_N = logits_Nv.detach().amax(-1)
-    dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
-    shifted_Nv = logits_Nv - largest_N[:, None]
-    sums_N = g(shifted_Nv.exp().sum(-1), group)
-    mine_N, v = targets_N - first, logits_Nv.shape[-1]
-    here_N = (mine_N >= 0) & (mine_N < v)
-    logit_N = shifted_Nv.gather(-1, mine_N.clamp(0, v - 1)[:, None])[:, 0] * here_N
-    return (sums_N.log() - g(logit_N, group)).mean()
-
-
-checks.split_loss(split_loss, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def split_loss(logits_Nv, targets_N, first, group):
+#     largest_N = logits_Nv.detach().amax(-1)
+#     dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
+#     shifted_Nv = logits_Nv - largest_N[:, None]
+#     sums_N = g(shifted_Nv.exp().sum(-1), group)
+#     mine_N, v = targets_N - first, logits_Nv.shape[-1]
+#     here_N = (mine_N >= 0) & (mine_N < v)
+#     logit_N = shifted_Nv.gather(-1, mine_N.clamp(0, v - 1)[:, None])[:, 0] * here_N
+#     return (sums_N.log() - g(logit_N, group)).mean()
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The whole model with its vocabulary split, ours and the library's `loss_parallel` (in `sharded_loss`), against one
@@ -1005,25 +1004,25 @@ def agree(parallel, single, x, group):
 
 checks.agree(agree, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def agree(parallel, single, x, group):
-    found = []
-    for function in (parallel, single):
-        leaf = x.detach().clone().requires_grad_()
-        y = function(leaf)
-        draw = torch.Generator().manual_seed(7)  # the same on all ranks
-        v = torch.randn(y.shape, dtype=y.dtype, generator=draw).to(y.device)
-        (gradient,) = torch.autograd.grad(y, leaf, v)
-        found.append((y.detach(), gradient))
-    apart = torch.stack([(a - b).abs().max() for a, b in zip(*found, strict=True)]).max()
-    dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
-    return apart.item() <= 1e-10
-
-
-checks.agree(agree, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def agree(parallel, single, x, group):
+#     found = []
+#     for function in (parallel, single):
+#         leaf = x.detach().clone().requires_grad_()
+#         y = function(leaf)
+#         draw = torch.Generator().manual_seed(7)  # the same on all ranks
+#         v = torch.randn(y.shape, dtype=y.dtype, generator=draw).to(y.device)
+#         (gradient,) = torch.autograd.grad(y, leaf, v)
+#         found.append((y.detach(), gradient))
+#     apart = torch.stack([(a - b).abs().max() for a, b in zip(*found, strict=True)]).max()
+#     dist.all_reduce(apart, op=dist.ReduceOp.MAX, group=group)
+#     return apart.item() <= 1e-10
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: fewer key heads than ranks
@@ -1045,21 +1044,21 @@ def my_heads(num_heads, num_kv_heads, t, rank):
 
 checks.my_heads(my_heads, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def my_heads(num_heads, num_kv_heads, t, rank):
-    if num_heads % t:
-        raise ValueError(f"{num_heads} heads do not split over {t} tensor ranks; use a divisor of {num_heads}")
-    if num_kv_heads % t and t % num_kv_heads:
-        raise ValueError(f"{num_kv_heads} KV heads and {t} tensor ranks: one must divide the other")
-    each, per_kv = num_heads // t, num_heads // num_kv_heads
-    queries = list(range(rank * each, (rank + 1) * each))
-    return queries, sorted({query // per_kv for query in queries})
-
-
-checks.my_heads(my_heads, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def my_heads(num_heads, num_kv_heads, t, rank):
+#     if num_heads % t:
+#         raise ValueError(f"{num_heads} heads do not split over {t} tensor ranks; use a divisor of {num_heads}")
+#     if num_kv_heads % t and t % num_kv_heads:
+#         raise ValueError(f"{num_kv_heads} KV heads and {t} tensor ranks: one must divide the other")
+#     each, per_kv = num_heads // t, num_heads // num_kv_heads
+#     queries = list(range(rank * each, (rank + 1) * each))
+#     return queries, sorted({query // per_kv for query in queries})
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

@@ -202,16 +202,16 @@ def backward_of(x, y, dy):
 
 checks.backward_of(backward_of, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def backward_of(x, y, dy):
-    torch.autograd.backward(y, dy)
-    return x.grad
-
-
-checks.backward_of(backward_of, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def backward_of(x, y, dy):
+#     torch.autograd.backward(y, dy)
+#     return x.grad
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Now cut the GPT. A [**stage**](../assets/glossary.md#stage) is some consecutive blocks; the first one also has the
@@ -308,19 +308,19 @@ def needs(action, p):
 
 checks.needs(needs, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def needs(action, p):
-    kind, s, i = action
-    if kind == "F":
-        return [("F", s - 1, i)] if s > 0 else []
-    gradient_arrives = [("B", s + 1, i)] if s < p - 1 else []
-    return [("F", s, i), *gradient_arrives]  # the last stage's own forward has made the loss
-
-
-checks.needs(needs, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def needs(action, p):
+#     kind, s, i = action
+#     if kind == "F":
+#         return [("F", s - 1, i)] if s > 0 else []
+#     gradient_arrives = [("B", s + 1, i)] if s < p - 1 else []
+#     return [("F", s, i), *gradient_arrives]  # the last stage's own forward has made the loss
+# ```
+#
+# </details>
 
 # %% [markdown]
 # `simulate` lets each rank do its actions in order, each as soon as your `needs` allow. A forward takes 1, a backward
@@ -405,19 +405,19 @@ def forward_of(stage, arrived, targets_bT, m):
 
 checks.forward_of(forward_of, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def forward_of(stage, arrived, targets_bT, m):
-    x = arrived.requires_grad_() if arrived.is_floating_point() else arrived
-    y = stage(x)
-    if targets_bT is not None:
-        y = F.cross_entropy(y.flatten(0, 1), targets_bT.flatten()) / m
-    return x, y
-
-
-checks.forward_of(forward_of, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def forward_of(stage, arrived, targets_bT, m):
+#     x = arrived.requires_grad_() if arrived.is_floating_point() else arrived
+#     y = stage(x)
+#     if targets_bT is not None:
+#         y = F.cross_entropy(y.flatten(0, 1), targets_bT.flatten()) / m
+#     return x, y
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The step puts everything together. `kept` holds what backward will need, from the forward of a micro-batch to its
@@ -526,21 +526,21 @@ def one_f_one_b(s, p, m):
 
 checks.one_f_one_b(one_f_one_b, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def one_f_one_b(s, p, m):
-    first = min(m, p - s)
-    order = [("F", s, i) for i in range(first)]
-    for i in range(m):
-        order.append(("B", s, i))
-        if i + first < m:
-            order.append(("F", s, i + first))
-    return order
-
-
-checks.one_f_one_b(one_f_one_b, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def one_f_one_b(s, p, m):
+#     first = min(m, p - s)
+#     order = [("F", s, i) for i in range(first)]
+#     for i in range(m):
+#         order.append(("B", s, i))
+#         if i + first < m:
+#             order.append(("F", s, i + first))
+#     return order
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The step stays as it is; only the order differs. `count_saved` (lesson 01) counts what autograd keeps of one
@@ -985,22 +985,22 @@ def fitting(p, m, room):
 
 checks.fitting(fitting, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def fitting(p, m, room):
-    orders = []
-    for s in range(p):
-        ahead = min(m, p - s, room)  # 1F1B, which starts its backwards earlier where it must
-        order = [("F", s, i) for i in range(ahead)]
-        for i in range(m):
-            order += [("B", s, i)] + [("F", s, i + ahead)] * (i + ahead < m)
-        orders.append(order)
-    return orders
-
-
-checks.fitting(fitting, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def fitting(p, m, room):
+#     orders = []
+#     for s in range(p):
+#         ahead = min(m, p - s, room)  # 1F1B, which starts its backwards earlier where it must
+#         order = [("F", s, i) for i in range(ahead)]
+#         for i in range(m):
+#             order += [("B", s, i)] + [("F", s, i + ahead)] * (i + ahead < m)
+#         orders.append(order)
+#     return orders
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: a share of the loss
@@ -1021,16 +1021,16 @@ def loss_share(logits_bTV, targets_bT, all_targets):
 
 checks.loss_share(loss_share, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def loss_share(logits_bTV, targets_bT, all_targets):
-    counted = sum((targets != -100).sum() for targets in all_targets)
-    return F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten(), reduction="sum") / counted
-
-
-checks.loss_share(loss_share, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def loss_share(logits_bTV, targets_bT, all_targets):
+#     counted = sum((targets != -100).sum() for targets in all_targets)
+#     return F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten(), reduction="sum") / counted
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: balance uneven layers
@@ -1050,21 +1050,21 @@ def balance(costs, p):
 
 checks.balance(balance, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def balance(costs, p):
-    from itertools import combinations
-
-    def slowest(cuts):
-        return max(sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True))
-
-    cuts = min(combinations(range(1, len(costs)), p - 1), key=slowest)
-    return [b - a for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True)]
-
-
-checks.balance(balance, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def balance(costs, p):
+#     from itertools import combinations
+#
+#     def slowest(cuts):
+#         return max(sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True))
+#
+#     cuts = min(combinations(range(1, len(costs)), p - 1), key=slowest)
+#     return [b - a for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True)]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # What does balance change? Six layers on two stages, three and three or four and two, where the head costs two blocks:

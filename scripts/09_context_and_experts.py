@@ -214,8 +214,8 @@ def start(q_BHsK):
 #
 # Write `absorb(state, s_BHsu, v_BHuK)`: the state after one more block of scores and values. `largest` and `total`
 # are [B, H, s, 1], `weighted` is [B, H, s, K], a sum of values times `exp(score - largest)`. It must take blocks in
-# any order, also one that is -inf throughout, and scores near 1,000. (The folded cell below is a solution: whatever
-# you do not build, run there, because the lesson goes on with it.)
+# any order, also one that is -inf throughout, and scores near 1,000. (Whatever you leave as it is, the check
+# replaces by the lesson's own lines.)
 
 
 # %%
@@ -227,18 +227,18 @@ def absorb(state, s_BHsu, v_BHuK):
 
 checks.absorb(absorb, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def absorb(state, s_BHsu, v_BHuK):
-    largest, total, weighted = state
-    new = torch.maximum(largest, s_BHsu.amax(-1, keepdim=True))
-    shrink, p_BHsu = (largest - new).exp(), (s_BHsu - new).exp()
-    return new, total * shrink + p_BHsu.sum(-1, keepdim=True), weighted * shrink + p_BHsu @ v_BHuK
-
-
-checks.absorb(absorb, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def absorb(state, s_BHsu, v_BHuK):
+#     largest, total, weighted = state
+#     new = torch.maximum(largest, s_BHsu.amax(-1, keepdim=True))
+#     shrink, p_BHsu = (largest - new).exp(), (s_BHsu - new).exp()
+#     return new, total * shrink + p_BHsu.sum(-1, keepdim=True), weighted * shrink + p_BHsu @ v_BHuK
+# ```
+#
+# </details>
 
 # %% [markdown]
 # At the end `weighted / total` is the attention. One process, three blocks of unequal size, against the library's
@@ -381,17 +381,17 @@ def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
 
 checks.block_gradients(block_gradients, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
-    p_BHsu = (s_BHsu - log_sums).exp()
-    d_s = p_BHsu * (d_out @ v.mT - delta) / math.sqrt(q.shape[-1])
-    return d_s @ k, d_s.mT @ q, p_BHsu.mT @ d_out
-
-
-checks.block_gradients(block_gradients, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
+#     p_BHsu = (s_BHsu - log_sums).exp()
+#     d_s = p_BHsu * (d_out @ v.mT - delta) / math.sqrt(q.shape[-1])
+#     return d_s @ k, d_s.mT @ q, p_BHsu.mT @ d_out
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Gradients of queries add up where the queries are. Those of keys and values belong to the block that is visiting. So
@@ -526,18 +526,18 @@ def zig_zag(T, n, rank):
 
 checks.zig_zag(zig_zag, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def zig_zag(T, n, rank):
-    if T % (2 * n):
-        raise ValueError(f"{T} positions do not split into {2 * n} chunks; use a multiple of {2 * n}")
-    chunks = torch.arange(T).chunk(2 * n)
-    return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
-
-
-checks.zig_zag(zig_zag, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def zig_zag(T, n, rank):
+#     if T % (2 * n):
+#         raise ValueError(f"{T} positions do not split into {2 * n} chunks; use a multiple of {2 * n}")
+#     chunks = torch.arange(T).chunk(2 * n)
+#     return torch.cat([chunks[rank], chunks[2 * n - 1 - rank]])
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Nothing else changes: `scores` masks by position. Now count. A pair is needed if its key is not in the query's
@@ -681,19 +681,18 @@ def to_heads(x_BHsK, group):
 
 checks.to_heads(to_heads, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def to_heads(x_BHsK, group):
-    parts = torch.stack(x_BHsK.chunk(group.size(), dim=1))  # [n, B, h, s, K], one for each rank
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return torch.cat(received.unbind(), dim=2)
-
-
-checks.to_heads(to_heads, ranks, solution=True)
-
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def to_heads(x_BHsK, group):
+#     parts = torch.stack(x_BHsK.chunk(group.size(), dim=1))  # [n, B, h, s, K], one for each rank
+#     received = torch.empty_like(parts)
+#     dist.all_to_all_single(received, parts, group=group)
+#     return torch.cat(received.unbind(), dim=2)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The way back is its inverse, and as it only moves numbers, each is the other's backward:
@@ -825,18 +824,18 @@ def split_sizes(experts_Nk, E, group):
 
 checks.split_sizes(split_sizes, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def split_sizes(experts_Nk, E, group):
-    leaving_ne = torch.bincount(experts_Nk.flatten(), minlength=E).view(group.size(), -1)
-    arriving_ne = torch.empty_like(leaving_ne)
-    dist.all_to_all_single(arriving_ne, leaving_ne, group=group)
-    return leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist(), arriving_ne
-
-
-checks.split_sizes(split_sizes, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def split_sizes(experts_Nk, E, group):
+#     leaving_ne = torch.bincount(experts_Nk.flatten(), minlength=E).view(group.size(), -1)
+#     arriving_ne = torch.empty_like(leaving_ne)
+#     dist.all_to_all_single(arriving_ne, leaving_ne, group=group)
+#     return leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist(), arriving_ne
+# ```
+#
+# </details>
 
 # %% [markdown]
 # `.tolist()` makes the host wait for a GPU: it must know the sizes before it can start the exchange. Now the exchange
@@ -923,17 +922,16 @@ def combine(rows_RD, order_R, gates_Nk):
 
 checks.combine(combine, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution E
-def combine(rows_RD, order_R, gates_Nk):
-    back_RD = rows_RD[order_R.argsort()]  # choice by choice
-    return (back_RD.view(*gates_Nk.shape, -1) * gates_Nk[..., None]).sum(1)
-
-
-checks.combine(combine, ranks, solution=True)
-
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution E</summary>
+#
+# ```python
+# def combine(rows_RD, order_R, gates_Nk):
+#     back_RD = rows_RD[order_R.argsort()]  # choice by choice
+#     return (back_RD.view(*gates_Nk.shape, -1) * gates_Nk[..., None]).sum(1)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # All together, with the experts that a rank holds:
@@ -1076,18 +1074,18 @@ def finish(copies, experts, group):
 
 checks.finish(finish, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution F
-def finish(copies, experts, group):
-    for p in copies:
-        dist.all_reduce(p.grad, group=group)
-    for p in [*copies, *experts]:
-        p.grad /= group.size()
-
-
-checks.finish(finish, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution F</summary>
+#
+# ```python
+# def finish(copies, experts, group):
+#     for p in copies:
+#         dist.all_reduce(p.grad, group=group)
+#     for p in [*copies, *experts]:
+#         p.grad /= group.size()
+# ```
+#
+# </details>
 
 # %%
 # %%ranks
@@ -1316,21 +1314,21 @@ def global_balance(probs_NE, experts_Nk, group):
 
 checks.global_balance(global_balance, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def global_balance(probs_NE, experts_Nk, group):
-    E = probs_NE.shape[1]
-    own_E = probs_NE.mean(0)
-    chosen_E = torch.bincount(experts_Nk.flatten(), minlength=E).to(own_E)
-    both = torch.stack([chosen_E / chosen_E.sum(), own_E.detach()])
-    dist.all_reduce(both, group=group)
-    f_E, P_E = both / group.size()
-    return E * (f_E * (P_E + own_E - own_E.detach())).sum()  # P's value, own P's gradient
-
-
-checks.global_balance(global_balance, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def global_balance(probs_NE, experts_Nk, group):
+#     E = probs_NE.shape[1]
+#     own_E = probs_NE.mean(0)
+#     chosen_E = torch.bincount(experts_Nk.flatten(), minlength=E).to(own_E)
+#     both = torch.stack([chosen_E / chosen_E.sum(), own_E.detach()])
+#     dist.all_reduce(both, group=group)
+#     f_E, P_E = both / group.size()
+#     return E * (f_E * (P_E + own_E - own_E.detach())).sum()  # P's value, own P's gradient
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: capacity
@@ -1351,17 +1349,17 @@ def kept(experts_Nk, E, capacity):
 
 checks.kept(kept, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def kept(experts_Nk, E, capacity):
-    chosen = experts_Nk.flatten()
-    place = F.one_hot(chosen, E).cumsum(0).gather(1, chosen[:, None])[:, 0]  # 1 for an expert's first row
-    return (place <= capacity).view_as(experts_Nk)
-
-
-checks.kept(kept, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def kept(experts_Nk, E, capacity):
+#     chosen = experts_Nk.flatten()
+#     place = F.one_hot(chosen, E).cumsum(0).gather(1, chosen[:, None])[:, 0]  # 1 for an expert's first row
+#     return (place <= capacity).view_as(experts_Nk)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # How much is dropped, at a capacity of `factor` times the mean?

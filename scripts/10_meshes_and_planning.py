@@ -79,7 +79,6 @@ gpus = 1024  # ranks of the largest world that is simulated, a multiple of 8, at
 
 # %%
 # %%ranks
-import itertools
 import math
 from dataclasses import replace
 
@@ -177,19 +176,19 @@ def coordinates(rank, shape):
 
 checks.coordinates(coordinates, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def coordinates(rank, shape):
-    place = []
-    for size in reversed(shape):
-        rank, here = divmod(rank, size)
-        place.insert(0, here)
-    return place
-
-
-checks.coordinates(coordinates, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def coordinates(rank, shape):
+#     place = []
+#     for size in reversed(shape):
+#         rank, here = divmod(rank, size)
+#         place.insert(0, here)
+#     return place
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Build B: the groups of an axis
@@ -207,20 +206,20 @@ def groups_of(shape, axis):
 
 checks.groups_of(groups_of, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def groups_of(shape, axis):
-    groups = {}
-    for rank in range(math.prod(shape)):
-        place = coordinates(rank, shape)
-        place.pop(axis)
-        groups.setdefault(tuple(place), []).append(rank)
-    return list(groups.values())
-
-
-checks.groups_of(groups_of, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def groups_of(shape, axis):
+#     groups = {}
+#     for rank in range(math.prod(shape)):
+#         place = coordinates(rank, shape)
+#         place.pop(axis)
+#         groups.setdefault(tuple(place), []).append(rank)
+#     return list(groups.values())
+# ```
+#
+# </details>
 
 # %% [markdown]
 # **The library.** `init_device_mesh` makes the same grid and opens a process group for each group of each axis: on every
@@ -287,18 +286,18 @@ def slow_bytes(group, payload, per_node):
 
 checks.slow_bytes(slow_bytes, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def slow_bytes(group, payload, per_node):
-    n = len(group)
-    nodes = [rank // per_node for rank in group]
-    crossing = sum(nodes[i] != nodes[(i + 1) % n] for i in range(n))
-    return crossing * 2 * (n - 1) / n * payload
-
-
-checks.slow_bytes(slow_bytes, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def slow_bytes(group, payload, per_node):
+#     n = len(group)
+#     nodes = [rank // per_node for rank in group]
+#     crossing = sum(nodes[i] != nodes[(i + 1) % n] for i in range(n))
+#     return crossing * 2 * (n - 1) / n * payload
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Now count real messages. This is lesson 02's ring, over any group; `wire` records to whom each message goes.
@@ -518,18 +517,18 @@ def recommend(plans, memory_bytes):
 
 checks.recommend(recommend, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def recommend(plans, memory_bytes):
-    fitting = [plan for plan in plans if plan[1] <= memory_bytes]
-    fastest = min((seconds for _, _, seconds, _ in fitting), default=None)
-    close = [plan for plan in fitting if plan[2] <= 1.05 * fastest]
-    return min(close, key=lambda plan: (plan[3], plan[2]))[0] if close else None
-
-
-checks.recommend(recommend, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def recommend(plans, memory_bytes):
+#     fitting = [plan for plan in plans if plan[1] <= memory_bytes]
+#     fastest = min((seconds for _, _, seconds, _ in fitting), default=None)
+#     close = [plan for plan in fitting if plan[2] <= 1.05 * fastest]
+#     return min(close, key=lambda plan: (plan[3], plan[2]))[0] if close else None
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The course's planner is `scripts/plan.py`. It knows the guide's axes, ways to share the state of data ranks, micro-batches,
@@ -801,18 +800,21 @@ def best_order(sizes, payloads, per_node):
 
 checks.best_order(best_order, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def best_order(sizes, payloads, per_node):
-    def total(order):
-        return sum(crossing(order, sizes, payloads, per_node).values())
-
-    return min(itertools.permutations(sizes), key=total)
-
-
-checks.best_order(best_order, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# import itertools
+#
+#
+# def best_order(sizes, payloads, per_node):
+#     def total(order):
+#         return sum(crossing(order, sizes, payloads, per_node).values())
+#
+#     return min(itertools.permutations(sizes), key=total)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: a roofline, with its units
@@ -832,21 +834,21 @@ def roofline(flop, memory_bytes, link_bytes, peak_tflops, memory_gbs, link_gbits
 
 checks.roofline(roofline, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def roofline(flop, memory_bytes, link_bytes, peak_tflops, memory_gbs, link_gbits):
-    seconds = {
-        "compute": flop / (peak_tflops * 1e12),
-        "memory": memory_bytes / (memory_gbs * 1e9),
-        "link": link_bytes / (link_gbits * 1e9 / 8),
-    }
-    bound = max(seconds, key=seconds.get)
-    return seconds[bound], bound
-
-
-checks.roofline(roofline, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def roofline(flop, memory_bytes, link_bytes, peak_tflops, memory_gbs, link_gbits):
+#     seconds = {
+#         "compute": flop / (peak_tflops * 1e12),
+#         "memory": memory_bytes / (memory_gbs * 1e9),
+#         "link": link_bytes / (link_gbits * 1e9 / 8),
+#     }
+#     bound = max(seconds, key=seconds.get)
+#     return seconds[bound], bound
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: an all-reduce in three phases
@@ -869,16 +871,16 @@ def phases(M, G, N):
 
 checks.phases(phases, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def phases(M, G, N):
-    inside = (G - 1) / G * M
-    return inside, 2 * (N - 1) / N * M / G, inside
-
-
-checks.phases(phases, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def phases(M, G, N):
+#     inside = (G - 1) / G * M
+#     return inside, 2 * (N - 1) / N * M / G, inside
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)

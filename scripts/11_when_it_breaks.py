@@ -74,8 +74,8 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 # The first cell starts the ranks behind this notebook; a cell that begins with `%%ranks` runs on all of them. The failures
 # below are real ones, on real processes. Each takes seconds and leaves nothing behind.
 #
-# In a **Build** the key lines are yours, and the check tells you what is wrong. Short of time? Run the folded solution. Each
-# section runs after only the cells of this one.
+# In a **Build** the key lines are yours, and the check tells you what is wrong. Short of time? Leave a build
+# as it is: the check puts the lesson's own lines in its place. Each section runs after only the cells of this one.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -242,21 +242,21 @@ def missing_call(calls):
 
 checks.missing_call(missing_call, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def missing_call(calls):
-    """(number, ranks) of the first call that not all ranks made alike, or None."""
-    begin = max(min(made, default=1) for made in calls)
-    for number in range(begin, max(max(made, default=0) for made in calls) + 1):
-        made = [of_rank.get(number) for of_rank in calls]
-        odd = [r for r, call in enumerate(made) if call != usual(made)]
-        if odd:
-            return number, odd
-
-
-checks.missing_call(missing_call, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def missing_call(calls):
+#     """(number, ranks) of the first call that not all ranks made alike, or None."""
+#     begin = max(min(made, default=1) for made in calls)
+#     for number in range(begin, max(max(made, default=0) for made in calls) + 1):
+#         made = [of_rank.get(number) for of_rank in calls]
+#         odd = [r for r, call in enumerate(made) if call != usual(made)]
+#         if odd:
+#             return number, odd
+# ```
+#
+# </details>
 
 # %% [markdown]
 # And now on the hang of a minute ago. (On gloo only that group is lost. With NCCL the watchdog ends the process.)
@@ -315,26 +315,26 @@ def culprit(records, members):
 
 checks.culprit(culprit, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def where_it_stands(records, group, its_ranks):
-    """(number, ranks that did not make this call as most did), or None if all made the same calls."""
-    found = missing_call(calls_in(group, [records[r] for r in its_ranks]))
-    return found and (found[0], [its_ranks[i] for i in found[1]])
-
-
-def culprit(records, members):
-    stands = {group: where_it_stands(records, group, its_ranks) for group, its_ranks in members.items()}
-    missing = [(r, group, stand[0]) for group, stand in stands.items() if stand for r in stand[1]]
-    waits = {group: set(members[group]) - set(stand[1]) for group, stand in stands.items() if stand}
-    waiting, missed = set().union(*waits.values()), {r for r, _, _ in missing}
-    own = [fault for fault in missing if fault[0] not in waiting]  # they wait nowhere
-    return max(own, key=lambda fault: len(waits[fault[1]] & missed), default=None)  # the first fault
-
-
-checks.culprit(culprit, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def where_it_stands(records, group, its_ranks):
+#     """(number, ranks that did not make this call as most did), or None if all made the same calls."""
+#     found = missing_call(calls_in(group, [records[r] for r in its_ranks]))
+#     return found and (found[0], [its_ranks[i] for i in found[1]])
+#
+#
+# def culprit(records, members):
+#     stands = {group: where_it_stands(records, group, its_ranks) for group, its_ranks in members.items()}
+#     missing = [(r, group, stand[0]) for group, stand in stands.items() if stand for r in stand[1]]
+#     waits = {group: set(members[group]) - set(stand[1]) for group, stand in stands.items() if stand}
+#     waiting, missed = set().union(*waits.values()), {r for r, _, _ in missing}
+#     own = [fault for fault in missing if fault[0] not in waiting]  # they wait nowhere
+#     return max(own, key=lambda fault: len(waits[fault[1]] & missed), default=None)  # the first fault
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## A straggler: who is slow, and who only waits (CORE, 3 min)
@@ -726,24 +726,24 @@ def go_on(trainee, state):
 
 checks.trainee_state((state_of, go_on), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def state_of(trainee):
-    """All that this rank must save: {name: tensor}."""
-    return trainee.state | {"step": torch.tensor(trainee.step), "random": torch.get_rng_state()}
-
-
-def go_on(trainee, state):
-    """Put what `state_of` returned into a fresh trainee, so that its next step is the same step."""
-    for name, part_p in trainee.state.items():
-        part_p.copy_(state[name])  # in place: the model looks at this memory
-    trainee.step = state["step"].item()
-    torch.set_rng_state(state["random"])
-
-
-checks.trainee_state((state_of, go_on), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def state_of(trainee):
+#     """All that this rank must save: {name: tensor}."""
+#     return trainee.state | {"step": torch.tensor(trainee.step), "random": torch.get_rng_state()}
+#
+#
+# def go_on(trainee, state):
+#     """Put what `state_of` returned into a fresh trainee, so that its next step is the same step."""
+#     for name, part_p in trainee.state.items():
+#         part_p.copy_(state[name])  # in place: the model looks at this memory
+#     trainee.step = state["step"].item()
+#     torch.set_rng_state(state["random"])
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Many files, one moment
@@ -790,21 +790,21 @@ def save_whole(path, name, content, rank, gather):
 
 checks.save_whole(save_whole, ranks, folder=folder)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def save_whole(path, name, content, rank, gather):
-    """All ranks' files and a manifest in the folder `path`, or no such folder. All ranks call it."""
-    partial = path.with_suffix(".partial")
-    files = gather((name, write(partial / name, content)))  # ends when every shard is on the disk
-    if rank == 0:
-        write(partial / "manifest.json", json.dumps({"files": dict(files)}).encode())
-        partial.rename(path)  # the moment at which the checkpoint exists
-    gather("it is there")
-
-
-checks.save_whole(save_whole, ranks, solution=True, folder=folder)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def save_whole(path, name, content, rank, gather):
+#     """All ranks' files and a manifest in the folder `path`, or no such folder. All ranks call it."""
+#     partial = path.with_suffix(".partial")
+#     files = gather((name, write(partial / name, content)))  # ends when every shard is on the disk
+#     if rank == 0:
+#         write(partial / "manifest.json", json.dumps({"files": dict(files)}).encode())
+#         partial.rename(path)  # the moment at which the checkpoint exists
+#     gather("it is there")
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ![Each rank writes its shard into a folder step-0006.partial and syncs it; when all have told rank 0 size and sha256, rank 0 writes the
@@ -892,26 +892,26 @@ def damaged(path, part=0, parts=1):
 
 checks.damaged(damaged, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def damaged(path, part=0, parts=1):
-    try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
-        return ["manifest.json"]
-
-    def as_written(name, about):
-        file = path / name
-        if not file.exists() or file.stat().st_size != about["bytes"]:  # cheap: no need to read it
-            return False
-        return hashlib.sha256(file.read_bytes()).hexdigest() == about["sha256"]
-
-    return [name for name in sorted(files)[part::parts] if not as_written(name, files[name])]
-
-
-checks.damaged(damaged, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def damaged(path, part=0, parts=1):
+#     try:
+#         files = json.loads((path / "manifest.json").read_text())["files"]
+#     except (OSError, ValueError, KeyError):
+#         return ["manifest.json"]
+#
+#     def as_written(name, about):
+#         file = path / name
+#         if not file.exists() or file.stat().st_size != about["bytes"]:  # cheap: no need to read it
+#             return False
+#         return hashlib.sha256(file.read_bytes()).hexdigest() == about["sha256"]
+#
+#     return [name for name in sorted(files)[part::parts] if not as_written(name, files[name])]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # With it, the newest checkpoint *that can be trusted*. Each rank reads its own share. What it passes over it names; silence
@@ -1459,31 +1459,31 @@ def put_back(loop, state):
 
 checks.resume((all_of, put_back), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def all_of(loop):
-    return {
-        "model": loop.model.state_dict(),
-        "optimizer": loop.optimizer.state_dict(),
-        "order": loop.order,
-        "position": loop.position,
-        "step": loop.step,
-        "shuffle": loop.shuffle.get_state(),
-        "random": torch.get_rng_state(),
-    }
-
-
-def put_back(loop, state):
-    loop.model.load_state_dict(state["model"])
-    loop.optimizer.load_state_dict(state["optimizer"])
-    loop.order, loop.position, loop.step = state["order"], state["position"], state["step"]
-    loop.shuffle.set_state(state["shuffle"])
-    torch.set_rng_state(state["random"])
-
-
-checks.resume((all_of, put_back), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def all_of(loop):
+#     return {
+#         "model": loop.model.state_dict(),
+#         "optimizer": loop.optimizer.state_dict(),
+#         "order": loop.order,
+#         "position": loop.position,
+#         "step": loop.step,
+#         "shuffle": loop.shuffle.get_state(),
+#         "random": torch.get_rng_state(),
+#     }
+#
+#
+# def put_back(loop, state):
+#     loop.model.load_state_dict(state["model"])
+#     loop.optimizer.load_state_dict(state["optimizer"])
+#     loop.order, loop.position, loop.step = state["order"], state["position"], state["step"]
+#     loop.shuffle.set_state(state["shuffle"])
+#     torch.set_rng_state(state["random"])
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 4: which copy is wrong?
@@ -1536,21 +1536,21 @@ def odd_one_out(model, gather):
 
 checks.odd_one_out(odd_one_out, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 4
-def odd_one_out(model, gather):
-    of_all = gather({name: fingerprint([p]) for name, p in model.named_parameters()})
-    for name in of_all[0]:
-        prints = [of_one[name] for of_one in of_all]
-        if len(set(prints)) > 1:
-            alone = min(range(len(prints)), key=lambda r: prints.count(prints[r]))
-            return (alone if len(prints) > 2 else None), name
-    return None
-
-
-checks.odd_one_out(odd_one_out, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 4</summary>
+#
+# ```python
+# def odd_one_out(model, gather):
+#     of_all = gather({name: fingerprint([p]) for name, p in model.named_parameters()})
+#     for name in of_all[0]:
+#         prints = [of_one[name] for of_one in of_all]
+#         if len(set(prints)) > 1:
+#             alone = min(range(len(prints)), key=lambda r: prints.count(prints[r]))
+#             return (alone if len(prints) > 2 else None), name
+#     return None
+# ```
+#
+# </details>
 
 # %% [markdown]
 # And on the two models from above:

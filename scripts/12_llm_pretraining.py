@@ -203,8 +203,8 @@ def shingle_hashes(text, k=3):
 # ### Build A: signature and estimate
 #
 # Write `signature(hashes_S, a_K, b_K)`: for each k the smallest (a_k · x + b_k) mod PRIME over all x in `hashes_S`, as
-# int32 [K], without a loop (broadcast to [S, K]). And `similarity(one_K, other_K)`: the estimate of J, as a float. (If
-# you skip a build, run the folded solution below it: the lesson goes on with what it defines.)
+# int32 [K], without a loop (broadcast to [S, K]). And `similarity(one_K, other_K)`: the estimate of J, as a float. (Whatever
+# you leave as it is, the check replaces by the lesson's own lines.)
 
 
 # %%
@@ -221,20 +221,20 @@ def similarity(one_K, other_K):
 
 checks.minhash((signature, similarity), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def signature(hashes_S, a_K, b_K):
-    ordered_SK = (hashes_S[:, None] * a_K + b_K) % PRIME
-    return ordered_SK.min(0).astype(np.int32)
-
-
-def similarity(one_K, other_K):
-    return float((one_K == other_K).mean())
-
-
-checks.minhash((signature, similarity), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def signature(hashes_S, a_K, b_K):
+#     ordered_SK = (hashes_S[:, None] * a_K + b_K) % PRIME
+#     return ordered_SK.min(0).astype(np.int32)
+#
+#
+# def similarity(one_K, other_K):
+#     return float((one_K == other_K).mean())
+# ```
+#
+# </details>
 
 # %% [markdown]
 # **One experiment.** Copy long speeches and replace some of their words. Each rank copies and signs its share. The true
@@ -387,24 +387,24 @@ def merge(ids, pair, new):
 
 checks.one_merge((most_frequent, merge), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def most_frequent(pairs):
-    return min(pairs, key=lambda pair: (-pairs[pair], pair))
-
-
-def merge(ids, pair, new):
-    merged, i = [], 0
-    while i < len(ids):
-        both = tuple(ids[i : i + 2]) == pair
-        merged.append(new if both else ids[i])
-        i += 2 if both else 1
-    return merged
-
-
-checks.one_merge((most_frequent, merge), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def most_frequent(pairs):
+#     return min(pairs, key=lambda pair: (-pairs[pair], pair))
+#
+#
+# def merge(ids, pair, new):
+#     merged, i = [], 0
+#     while i < len(ids):
+#         both = tuple(ids[i : i + 2]) == pair
+#         merged.append(new if both else ids[i])
+#         i += 2 if both else 1
+#     return merged
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Pairs are counted within words only; a word includes the space before it. So it is enough to know how often each *word*
@@ -588,16 +588,16 @@ def document_mask(documents_BT):
 
 checks.document_mask(document_mask, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def document_mask(documents_BT):
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return same_BTT.tril()
-
-
-checks.document_mask(document_mask, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def document_mask(documents_BT):
+#     same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+#     return same_BTT.tril()
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The mask goes into attention. `packed_logits` runs the course's GPT part by part with it (H heads of E numbers each),
@@ -733,15 +733,15 @@ def bits_per_byte(nats_per_token, tokens, num_bytes):
 
 checks.bits_per_byte(bits_per_byte, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution D
-def bits_per_byte(nats_per_token, tokens, num_bytes):
-    return nats_per_token * tokens / math.log(2) / num_bytes
-
-
-checks.bits_per_byte(bits_per_byte, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def bits_per_byte(nats_per_token, tokens, num_bytes):
+#     return nats_per_token * tokens / math.log(2) / num_bytes
+# ```
+#
+# </details>
 
 # %% [markdown]
 # The simplest model knows how often each token occurs, and nothing else. Each rank counts its own tokens, and an
@@ -996,18 +996,18 @@ def encode_word(word, table):
 
 checks.encode_word(encode_word, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def encode_word(word, table):
-    ids, number = list(word), {pair: i for i, pair in enumerate(table)}
-    while known := [number[pair] for pair in zip(ids, ids[1:], strict=False) if pair in number]:
-        ids = merge(ids, table[min(known)], 256 + min(known))
-    return ids
-
-
-checks.encode_word(encode_word, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def encode_word(word, table):
+#     ids, number = list(word), {pair: i for i, pair in enumerate(table)}
+#     while known := [number[pair] for pair in zip(ids, ids[1:], strict=False) if pair in number]:
+#         ids = merge(ids, table[min(known)], 256 + min(known))
+#     return ids
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: what does a packed sequence teach?
@@ -1027,18 +1027,18 @@ def packed_targets(ids_BT, documents_BT):
 
 checks.packed_targets(packed_targets, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def packed_targets(ids_BT, documents_BT):
-    targets_BT = torch.full_like(ids_BT, -100)
-    goes_on_Bt = documents_BT[:, 1:] == documents_BT[:, :-1]
-    targets_BT[:, :-1] = torch.where(goes_on_Bt, ids_BT[:, 1:], -100)
-    return targets_BT
-
-
-checks.packed_targets(packed_targets, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def packed_targets(ids_BT, documents_BT):
+#     targets_BT = torch.full_like(ids_BT, -100)
+#     goes_on_Bt = documents_BT[:, 1:] == documents_BT[:, :-1]
+#     targets_BT[:, :-1] = torch.where(goes_on_Bt, ids_BT[:, 1:], -100)
+#     return targets_BT
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Ranks now have unequal numbers of targets, so the mean of the ranks' means is not the mean over tokens: [lesson
@@ -1061,21 +1061,21 @@ def next_best(points, budget_flops):
 
 checks.next_best(next_best, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def next_best(points, budget_flops):
-    rows = []
-    for budget in sorted({point["budget_flops"] for point in points}):
-        here = [point for point in points if point["budget_flops"] == budget]
-        bend, slope, height = np.polyfit(np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2)
-        rows.append((np.log(budget), -slope / 2 / bend, np.log(height - slope**2 / 4 / bend)))
-    x, log_params, log_loss = np.array(rows).T
-    return tuple(float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss))
-
-
-checks.next_best(next_best, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def next_best(points, budget_flops):
+#     rows = []
+#     for budget in sorted({point["budget_flops"] for point in points}):
+#         here = [point for point in points if point["budget_flops"] == budget]
+#         bend, slope, height = np.polyfit(np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2)
+#         rows.append((np.log(budget), -slope / 2 / bend, np.log(height - slope**2 / 4 / bend)))
+#     x, log_params, log_loss = np.array(rows).T
+#     return tuple(float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss))
+# ```
+#
+# </details>
 
 # %% [markdown]
 # A law is worth what it predicts. Let the two smaller budgets of the grid predict the third:

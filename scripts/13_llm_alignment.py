@@ -246,8 +246,8 @@ if rank == 0:
 # ### Build A: the loss mask
 #
 # `ids_BT` are conversations, one per row, perhaps of several turns, padded at the end. Write `loss_mask`: for each *target*,
-# that is for tokens 1 to T - 1, whether the assistant wrote it. (The folded cell below the stub holds a solution. If you skip
-# a build, run that cell: the lesson goes on with it.)
+# that is for tokens 1 to T - 1, whether the assistant wrote it. (Whatever you leave as it is, the
+# check replaces by the lesson's own lines.)
 
 
 # %%
@@ -259,19 +259,19 @@ def loss_mask(ids_BT, assistant, end):
 
 checks.loss_mask(loss_mask, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def loss_mask(ids_BT, assistant, end):
-    speaks_B, counts = torch.zeros_like(ids_BT[:, 0], dtype=torch.bool), []
-    for token_B in ids_BT[:, :-1].T:
-        speaks_B = (speaks_B | (token_B == assistant)) & (token_B != end)
-        counts.append(speaks_B)
-    return torch.stack(counts, dim=1)
-
-
-checks.loss_mask(loss_mask, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def loss_mask(ids_BT, assistant, end):
+#     speaks_B, counts = torch.zeros_like(ids_BT[:, 0], dtype=torch.bool), []
+#     for token_B in ids_BT[:, :-1].T:
+#         speaks_B = (speaks_B | (token_B == assistant)) & (token_B != end)
+#         counts.append(speaks_B)
+#     return torch.stack(counts, dim=1)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # `encode` made the same mask from the messages, as `answer`. Here is what counts in the example:
@@ -476,17 +476,17 @@ def dpo_loss(log_p_b2T, mask_b2T, reference_b2, beta, num_pairs):
 
 checks.dpo_loss(dpo_loss, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def dpo_loss(log_p_b2T, mask_b2T, reference_b2, beta, num_pairs):
-    more_b2 = (log_p_b2T * mask_b2T).sum(-1) - reference_b2
-    margins_b = more_b2[:, 0] - more_b2[:, 1]
-    return -F.logsigmoid(beta * margins_b).sum() / num_pairs
-
-
-checks.dpo_loss(dpo_loss, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def dpo_loss(log_p_b2T, mask_b2T, reference_b2, beta, num_pairs):
+#     more_b2 = (log_p_b2T * mask_b2T).sum(-1) - reference_b2
+#     margins_b = more_b2[:, 0] - more_b2[:, 1]
+#     return -F.logsigmoid(beta * margins_b).sum() / num_pairs
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### The reference, in shares
@@ -529,23 +529,23 @@ def whole(share, P):
 
 checks.shares((own_share, whole), ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def own_share(row_P, rank, world_size):
-    each = -(-len(row_P) // world_size)
-    padded = F.pad(row_P, (0, each * world_size - len(row_P)))
-    return padded[rank * each : (rank + 1) * each].clone()
-
-
-def whole(share, P):
-    parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, share)
-    return torch.cat(parts)[:P]
-
-
-checks.shares((own_share, whole), ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def own_share(row_P, rank, world_size):
+#     each = -(-len(row_P) // world_size)
+#     padded = F.pad(row_P, (0, each * world_size - len(row_P)))
+#     return padded[rank * each : (rank + 1) * each].clone()
+#
+#
+# def whole(share, P):
+#     parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+#     dist.all_gather(parts, share)
+#     return torch.cat(parts)[:P]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Two hooks do the rest: one gathers a unit's weights before its forward, the other drops them afterwards.
@@ -785,20 +785,20 @@ def advantages(rewards_b, group):
 
 checks.advantages(advantages, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def advantages(rewards_b, group):
-    parts = [torch.empty_like(rewards_b) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, rewards_b)
-    rewards_PG = torch.cat(parts).view(-1, group)
-    above_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
-    scaled_B = (above_PG / (rewards_PG.std(1, keepdim=True) + 1e-4)).flatten()
-    return scaled_B.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-checks.advantages(advantages, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def advantages(rewards_b, group):
+#     parts = [torch.empty_like(rewards_b) for _ in range(dist.get_world_size())]
+#     dist.all_gather(parts, rewards_b)
+#     rewards_PG = torch.cat(parts).view(-1, group)
+#     above_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+#     scaled_B = (above_PG / (rewards_PG.std(1, keepdim=True) + 1e-4)).flatten()
+#     return scaled_B.chunk(dist.get_world_size())[dist.get_rank()]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # Answers must not depend on which rank draws them. So every rank draws the random numbers of all B answers from `(seed, step)` and
@@ -955,18 +955,18 @@ def credit(word, text):
 
 checks.credit(credit, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def credit(word, text):
-    right = "".join(sorted(word))
-    if len(text) != len(right):
-        return 0.0
-    return sum(a == b for a, b in zip(text, right, strict=True)) / len(right)
-
-
-checks.credit(credit, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def credit(word, text):
+#     right = "".join(sorted(word))
+#     if len(text) != len(right):
+#         return 0.0
+#     return sum(a == b for a, b in zip(text, right, strict=True)) / len(right)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## LoRA: learn a few numbers (MORE, 8 min)
@@ -1021,15 +1021,15 @@ def fold(w_oi, a_ri, b_or, alpha):
 
 checks.fold(fold, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def fold(w_oi, a_ri, b_or, alpha):
-    return w_oi + alpha / len(a_ri) * b_or @ a_ri
-
-
-checks.fold(fold, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def fold(w_oi, a_ri, b_or, alpha):
+#     return w_oi + alpha / len(a_ri) * b_or @ a_ri
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## Refusals and jailbreaks, in five minutes (MORE, 4 min)

@@ -202,21 +202,21 @@ def kept(p_V, top_k=None, top_p=1.0):
 
 checks.kept(kept, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def kept(p_V, top_k=None, top_p=1.0):
-    sorted_V, places_V = p_V.sort(descending=True)
-    if top_k is not None:
-        sorted_V[top_k:] = 0
-    before_V = sorted_V.cumsum(0) - sorted_V  # what the likelier ones have together
-    if top_p < 1:
-        sorted_V[before_V >= top_p * sorted_V.sum()] = 0
-    return torch.zeros_like(p_V).scatter(0, places_V, sorted_V / sorted_V.sum())
-
-
-checks.kept(kept, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def kept(p_V, top_k=None, top_p=1.0):
+#     sorted_V, places_V = p_V.sort(descending=True)
+#     if top_k is not None:
+#         sorted_V[top_k:] = 0
+#     before_V = sorted_V.cumsum(0) - sorted_V  # what the likelier ones have together
+#     if top_p < 1:
+#         sorted_V[before_V >= top_p * sorted_V.sum()] = 0
+#     return torch.zeros_like(p_V).scatter(0, places_V, sorted_V / sorted_V.sum())
+# ```
+#
+# </details>
 
 # %% [markdown]
 # To draw, take a random number u in [0, 1) and the first token at which the running sum of probabilities exceeds u. We draw one u
@@ -330,20 +330,20 @@ def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
 
 checks.attend(attend, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
-    if layer in cache:
-        k_BHTE, v_BHTE = (torch.cat(pair, dim=2) for pair in zip(cache[layer], (k_BHTE, v_BHTE), strict=True))
-    cache[layer] = k_BHTE, v_BHTE
-    T, S = q_BHTE.shape[2], k_BHTE.shape[2]
-    mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril(S - T)
-    return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_TS)
-
-
-checks.attend(attend, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
+#     if layer in cache:
+#         k_BHTE, v_BHTE = (torch.cat(pair, dim=2) for pair in zip(cache[layer], (k_BHTE, v_BHTE), strict=True))
+#     cache[layer] = k_BHTE, v_BHTE
+#     T, S = q_BHTE.shape[2], k_BHTE.shape[2]
+#     mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril(S - T)
+#     return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_TS)
+# ```
+#
+# </details>
 
 # %% [markdown]
 # With a cache, writing has two phases. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions of the prompt
@@ -528,17 +528,17 @@ def judged(draft_token, p_V, q_V, u, v):
 
 checks.judged(judged, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution C
-def judged(draft_token, p_V, q_V, u, v):
-    if u * q_V[draft_token] < p_V[draft_token]:
-        return draft_token, True
-    return drawn((p_V - q_V).clamp(min=0), v), False
-
-
-checks.judged(judged, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def judged(draft_token, p_V, q_V, u, v):
+#     if u * q_V[draft_token] < p_V[draft_token]:
+#         return draft_token, True
+#     return drawn((p_V - q_V).clamp(min=0), v), False
+# ```
+#
+# </details>
 
 # %% [markdown]
 # **Does it follow p?** "The text looks fine" proves nothing. Take one place in a text, with our models' own p and q over all
@@ -961,17 +961,15 @@ def users_that_fit(memory, P, N, D, S, size=2):
 
 checks.users_that_fit(users_that_fit, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def users_that_fit(memory, P, N, D, S, size=2):
-    return max(0, (memory - P * size) // (2 * N * S * D * size))
-
-
-checks.users_that_fit(users_that_fit, ranks, solution=True)
-if rank == 0:
-    say(f"7 B on 80 GB, 4,096 positions: {users_that_fit(80 * 10**9, 7 * 10**9, 32, 4096, 4096)} users")
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def users_that_fit(memory, P, N, D, S, size=2):
+#     return max(0, (memory - P * size) // (2 * N * S * D * size))
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 2: which blocks can be shared?
@@ -991,18 +989,18 @@ def reusable(ids, known, size, salt):
 
 checks.reusable(reusable, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def reusable(ids, known, size, salt):
-    end = 0
-    while end + size < len(ids) and (salt, *ids[: end + size]) in known:
-        end += size
-    return end
-
-
-checks.reusable(reusable, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def reusable(ids, known, size, salt):
+#     end = 0
+#     while end + size < len(ids) and (salt, *ids[: end + size]) in known:
+#         end += size
+#     return end
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: worse, or only unlucky?
@@ -1022,18 +1020,18 @@ def may_serve(new, old, z=2.0):
 
 checks.may_serve(may_serve, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def may_serve(new, old, z=2.0):
-    worse = [a - b for a, b in zip(new, old, strict=True)]
-    if not all(map(math.isfinite, worse)):
-        return False
-    return statistics.mean(worse) <= z * statistics.stdev(worse) / math.sqrt(len(worse))
-
-
-checks.may_serve(may_serve, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def may_serve(new, old, z=2.0):
+#     worse = [a - b for a, b in zip(new, old, strict=True)]
+#     if not all(map(math.isfinite, worse)):
+#         return False
+#     return statistics.mean(worse) <= z * statistics.stdev(worse) / math.sqrt(len(worse))
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster

@@ -186,18 +186,18 @@ def stage(copy, source, target, local_rank):
 
 checks.stage(stage, ranks, folder=folder)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution A
-def stage(copy, source, target, local_rank):
-    """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
-    if local_rank == 0:  # not rank: rank 0 is on the first node only
-        copy(source, target)  # also over what is there: it may be half a file
-    dist.barrier()  # all ranks
-
-
-checks.stage(stage, ranks, solution=True, folder=folder)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def stage(copy, source, target, local_rank):
+#     """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
+#     if local_rank == 0:  # not rank: rank 0 is on the first node only
+#         copy(source, target)  # also over what is there: it may be half a file
+#     dist.barrier()  # all ranks
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## Two presets (CORE, 7 min)
@@ -396,19 +396,19 @@ def cores_beside(gpu, domains):
 
 checks.cores_beside(cores_beside, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution B
-def cores_beside(gpu, domains):
-    """The cores for the rank of this GPU: a list."""
-    for cores, gpus in domains:
-        if gpu in gpus:
-            each, k = len(cores) // len(gpus), gpus.index(gpu)
-            return cores[k * each : (k + 1) * each]
-
-
-checks.cores_beside(cores_beside, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def cores_beside(gpu, domains):
+#     """The cores for the rank of this GPU: a list."""
+#     for cores, gpus in domains:
+#         if gpu in gpus:
+#             each, k = len(cores) // len(gpus), gpus.index(gpu)
+#             return cores[k * each : (k + 1) * each]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # In a job the launcher does it: `--cpu-bind list:24-31:16-23:8-15:0-7` (PALS), `--gpu-bind=closest` (Slurm). With torchrun one
@@ -540,18 +540,18 @@ def network(log):
 
 checks.network(network, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 1
-def network(log):
-    """(name of the network between nodes, do all its channels reach the GPUs' memory directly?), or None."""
-    ways = re.findall(r"via NET/([^/\n]+)/(\S+)", log)  # what is used, not what was found
-    if ways:
-        return ways[0][0], all("GDRDMA" in device for _, device in ways)
-
-
-checks.network(network, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def network(log):
+#     """(name of the network between nodes, do all its channels reach the GPUs' memory directly?), or None."""
+#     ways = re.findall(r"via NET/([^/\n]+)/(\S+)", log)  # what is used, not what was found
+#     if ways:
+#         return ways[0][0], all("GDRDMA" in device for _, device in ways)
+# ```
+#
+# </details>
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the log</summary>
@@ -615,19 +615,19 @@ def flags_of(lines, task, tasks):
 
 checks.flags_of(flags_of, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 2
-def flags_of(lines, task, tasks):
-    """The flags of task number `task` (the first is 1) of an array of `tasks`: a list of words."""
-    names, *rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
-    if tasks != len(rows):
-        raise ValueError(f"an array of {tasks} tasks for {len(rows)} rows; submit it with --array=1-{len(rows)}")
-    return [word for name, value in zip(names, rows[task - 1], strict=True) for word in (f"--{name}", value)]
-
-
-checks.flags_of(flags_of, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def flags_of(lines, task, tasks):
+#     """The flags of task number `task` (the first is 1) of an array of `tasks`: a list of words."""
+#     names, *rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+#     if tasks != len(rows):
+#         raise ValueError(f"an array of {tasks} tasks for {len(rows)} rows; submit it with --array=1-{len(rows)}")
+#     return [word for name, value in zip(names, rows[task - 1], strict=True) for word in (f"--{name}", value)]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ### Exercise 3: your job's directives (MORE, 6 min)
@@ -645,18 +645,18 @@ def directives(nodes, gpus, cores, minutes):
 
 checks.directives(directives, ranks)
 
-
-# %% jupyter={"source_hidden": true} tags=["solution"]
-# %%ranks
-# solution 3
-def directives(nodes, gpus, cores, minutes):
-    """Lines for the head of a Slurm job file: --nodes, --ntasks-per-node, --cpus-per-task, --gpus-per-node, --time."""
-    asked = {"nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": cores, "gpus-per-node": gpus}
-    asked["time"] = f"{minutes // 60:02d}:{minutes % 60:02d}:00"
-    return [f"#SBATCH --{option}={value}" for option, value in asked.items()]
-
-
-checks.directives(directives, ranks, solution=True)
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def directives(nodes, gpus, cores, minutes):
+#     """Lines for the head of a Slurm job file: --nodes, --ntasks-per-node, --cpus-per-task, --gpus-per-node, --time."""
+#     asked = {"nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": cores, "gpus-per-node": gpus}
+#     asked["time"] = f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+#     return [f"#SBATCH --{option}={value}" for option, value in asked.items()]
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## On the cluster (CORE, 2 min)

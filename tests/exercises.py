@@ -60,8 +60,7 @@ def judge_solutions(ranks, checks, lesson, solutions, around=(), in_a_folder=(),
     module = importlib.import_module(checks)
     own = own_answers(lesson, solutions, around, ranks, **given)
     return {
-        check: getattr(module, check)(answer, ranks, solution=True, **_folder(check in in_a_folder))
-        for check, answer in own.items()
+        check: getattr(module, check)(answer, ranks, **_folder(check in in_a_folder)) for check, answer in own.items()
     }
 
 

@@ -1,6 +1,5 @@
-"""What attendees get: no output, note or line of a solution, links that lead somewhere, and lessons that go on."""
+"""What attendees get: no output and no note, links that lead somewhere, and lessons that go on."""
 
-import functools
 import os
 import re
 import subprocess
@@ -11,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from course_copy import copy_course
-from manyhands.course import catch_up as catching_up
 from manyhands.course import handouts, pairs
-from manyhands.course.catch_up import SOLUTIONS, catch_up, show_solution
+from manyhands.course.catch_up import catch_up
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 
@@ -32,40 +30,6 @@ def texts(course):
         path.relative_to(course): path.read_text("utf-8", errors="replace")
         for path in course.rglob("*") if path.is_file() and path.suffix in TEXT
     }  # fmt: skip
-
-
-@functools.cache
-def cells_of(lesson):
-    return pairs.read(lesson.script).cells
-
-
-def is_solution(cell):
-    return cell.cell_type == "code" and "solution" in cell.metadata.get("tags", [])
-
-
-@pytest.fixture(scope="module")
-def open_text():
-    """All that the lessons, each of them, show everybody: every cell that is no solution."""
-    cells = [cell for lesson in LESSONS for cell in pairs.read(lesson.script).cells]
-    return "\n".join(cell.source for cell in cells if not is_solution(cell))
-
-
-def lines_of_solutions(lesson, open_text):
-    """Lines that only a solution has, long enough to be nobody else's."""
-    solutions = [cell.source for cell in cells_of(lesson) if is_solution(cell)]
-    lines = {line.strip() for source in solutions for line in source.splitlines()}
-    general = ("def ", "#", "checks.", "return {")
-    return {line for line in lines if len(line) > 24 and not line.startswith(general) and line not in open_text}
-
-
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_no_file_of_the_copy_has_a_line_of_a_solution(lesson, texts, open_text):
-    secret = lines_of_solutions(lesson, open_text)
-    assert len(secret) >= 3
-    package = {path for path in texts if "manyhands" in path.parts}
-    assert len(package) > 100
-    lessons = {path: text for path, text in texts.items() if path not in package}
-    assert [(str(path), line) for path, text in lessons.items() for line in secret if line in text] == []
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
@@ -110,29 +74,6 @@ def test_what_nobody_has_written_yet_is_the_courses_and_what_somebody_has_is_the
     mine = lesson["average_by_hooks"] = lambda model: model
     catch_up(lesson, "average_by_hooks")
     assert lesson["average_by_hooks"] is mine
-
-
-def test_a_solution_is_printed_when_one_asks_for_it_by_rank_0_alone(course, monkeypatch, capsys):
-    monkeypatch.chdir(course / "notebooks")
-    for rank in (0, 1):
-        show_solution({"ranks": SimpleNamespace(lesson="03_data_parallel", rank=rank)}, "average_by_hooks")
-    said = capsys.readouterr().out
-    assert said.startswith("def average_by_hooks(model):") and said.count("all_reduce") == 1
-    with pytest.raises(NameError, match="defines no 'ring'"):
-        show_solution({"ranks": SimpleNamespace(lesson="03_data_parallel", rank=0)}, "ring")
-
-
-def test_without_the_packed_solutions_a_stub_is_no_definition(tmp_path, monkeypatch):
-    script = tmp_path / "scripts" / "09_try.py"
-    script.parent.mkdir()
-    script.write_text("def ring(x):\n    raise NotImplementedError\n")
-    monkeypatch.setattr(catching_up, "script_of", lambda lesson: script)
-    lesson = {"ranks": SimpleNamespace(lesson="09_try", rank=0)}
-    with pytest.raises(NameError, match="09_try.py defines no 'ring'"):
-        catch_up(lesson, "ring")
-    catching_up.pack_solutions("def ring(x):\n    return x + 1\n", script)
-    catch_up(lesson, "ring")
-    assert lesson["ring"](1) == 2
 
 
 PRIVATE = (
@@ -186,5 +127,4 @@ def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(tmp_path):
     files = [path for path in copied.rglob("*") if path.is_file()]
     expected = {f"many-hands/{path.relative_to(copied).as_posix()}" for path in files}
     assert {name for name in names if not name.endswith("/")} == expected
-    assert any(name.startswith(f"many-hands/{SOLUTIONS}/") for name in names)
     assert [path.name for path in target.parent.iterdir()] == ["many-hands.zip"]

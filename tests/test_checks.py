@@ -35,10 +35,6 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
     assert parameters(36) == "6-4-2 has 38 parameters, not 36."
     blanks = (lambda: ____), (lambda: [math.____(x) for x in ()])  # noqa: F821
     assert [parameters(answer) for answer in (None, ..., *blanks, blanks)] == ["not attempted"] * 5
-    with pytest.raises(AssertionError, match=r"^solution 3 \(parameters\): not yet. 6-4-2 has 38"):
-        parameters(36, solution=True)
-    with pytest.raises(AssertionError, match=r"^solution 3 \(parameters\): not attempted"):
-        parameters(None, solution=True)
     assert capsys.readouterr().out.splitlines()[:2] == [
         "exercise 3 (parameters): correct",
         "exercise 3 (parameters): not yet. 6-4-2 has 38 parameters, not 36.",

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from manyhands.launch import processes
-from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec
+from manyhands.launch.allocation import OWN_MPIEXEC, PBS_NODE, Allocation, RanksError, find_mpiexec, mpi_launcher
+from manyhands.launch.commands import command_for
 from manyhands.launch.metrics import compare
 from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
@@ -89,6 +90,68 @@ def test_a_notebook_in_a_job_of_several_nodes_has_as_many_ranks_on_each(monkeypa
     command = engine_launcher(Allocation("pbs", TWO, 2), 4, mpi=True)
     assert command[:3] == ["mpiexec", "-n", "4"] and command[-1] in ("2", "ppr:2:node")
     assert engine_launcher(Allocation("pbs", TWO, 2), 3, mpi=True) == ["mpiexec", "-n", "3"]
+
+
+HYDRA = "#!/bin/sh\necho HYDRA build details\n"
+
+
+@pytest.fixture
+def pbs_job(tmp_path, monkeypatch):
+    """A job of two PBS nodes without ssh between them: a folder in PATH with a stand-in for pbs_tmrsh.
+
+    It writes down the host that it is asked for, and starts the words here, without this environment, as PBS does.
+    """
+    tmrsh = f'#!/bin/bash\necho "$1" >>{tmp_path}/hosts; shift; cd /; exec env -i "$@"\n'
+    for name, text in (("pbs_tmrsh", tmrsh), ("mpiexec", HYDRA)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "nodes").write_text("127.0.0.2\n127.0.0.2\n127.0.0.3\n127.0.0.3\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+    monkeypatch.setenv("PBS_JOBID", "77.server")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("MANYHANDS_MPIEXEC", str(tmp_path / "mpiexec"))
+    return tmp_path
+
+
+THROUGH_PBS = ["-launcher", "rsh", "-launcher-exec", str(PBS_NODE)]
+
+
+@pytest.mark.parametrize("n", [4, 3])
+def test_in_a_pbs_job_ranks_of_notebooks_and_scripts_reach_the_other_nodes_through_pbs(pbs_job, n):
+    command = engine_launcher(Allocation.find(), n, mpi=True)
+    assert command[1:3] == ["-n", str(n)] and command[-4:] == THROUGH_PBS
+    assert command_for(["x.py"], nproc=2, starter="mpiexec")[-6:-2] == THROUGH_PBS
+    assert mpi_launcher(2)[1:5] == THROUGH_PBS
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("HYDRA_LAUNCHER", "ssh"), ("HYDRA_BOOTSTRAP_EXEC", "/x"), ("MPIEXEC_FLAGS", "-launcher ssh"), ("PATH", "/bin")],
+)
+def test_another_launcher_that_the_user_names_wins(pbs_job, monkeypatch, name, said):
+    monkeypatch.setenv(name, said)
+    command = engine_launcher(Allocation.find(), 4, mpi=True)
+    assert str(PBS_NODE) not in command
+    assert command[-2:] == said.split() or name != "MPIEXEC_FLAGS"
+
+
+def test_flags_of_mpiexec_reach_the_ranks_of_notebooks_but_not_those_of_another_mpiexec(pbs_job, monkeypatch):
+    monkeypatch.setenv("MPIEXEC_FLAGS", "-iface eth1")
+    assert engine_launcher(Allocation.find(), 4, mpi=True)[-6:] == [*THROUGH_PBS, "-iface", "eth1"]
+    assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True)[-2:] == ["-iface", "eth1"]
+    monkeypatch.delenv("MANYHANDS_MPIEXEC")
+    monkeypatch.setattr("manyhands.launch.allocation.OWN_MPIEXEC", pbs_job / "mpiexec")
+    monkeypatch.setattr(engine_processes, "OWN_MPIEXEC", pbs_job / "mpiexec")
+    monkeypatch.setenv("MPIEXEC", "/site/mpiexec")
+    assert "-iface" not in engine_launcher(Allocation.find(), 4, mpi=True)
+
+
+@pytest.mark.skipif(not OWN_MPIEXEC.exists(), reason="no MPI in this environment")
+def test_hydra_starts_its_ranks_on_each_node_through_pbs(pbs_job):
+    command = [str(OWN_MPIEXEC), "-n", "4", "-ppn", "2", *THROUGH_PBS, "sh", "-c", 'echo "$PMI_RANK of $PMI_SIZE"']
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert sorted(ran.stdout.splitlines()) == [f"{rank} of 4" for rank in range(4)], ran.stderr
+    assert sorted((pbs_job / "hosts").read_text().split()) == ["127.0.0.2", "127.0.0.3"]
 
 
 def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch):

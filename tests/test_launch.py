@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-from manyhands.launch import allocation, commands, devices, join, program, rendezvous, settings
+from manyhands.launch import allocation, commands, devices, join, launchers, program, rendezvous, settings
 from manyhands.launch.launchers import LAUNCHERS, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -99,7 +99,7 @@ def test_a_node_list_is_expanded_in_order(text, hosts):
 
 def test_an_outer_mpiexec_is_forgotten_and_nothing_else():
     environ = RECORDS["torchrun_inside_mpiexec"]["environ"] | {"HYDRA_BOOTSTRAP": "ssh", "PATH": "/bin"}
-    gone = "PMI_RANK PMI_SIZE PMI_FD PMI_HOSTNAME HYDI_CONTROL_FD HYDRA_BOOTSTRAP MPI_LOCALRANKID MPI_LOCALNRANKS"
+    gone = "PMI_RANK PMI_SIZE PMI_FD PMI_HOSTNAME HYDI_CONTROL_FD MPI_LOCALRANKID MPI_LOCALNRANKS"
     assert set(environ) - set(without_launchers(environ, only="mpich")) == set(gone.split())
 
 
@@ -136,6 +136,8 @@ def seen(kind, *gpus_of_ranks, host="n1"):
         ("auto", seen("cuda", *["abcd"] * 4), "cuda", [0, 1, 2, 3], ""),
         ("auto", seen("xpu", "ab", "ab"), "xpu", [0, 1], ""),
         ("cuda", seen("cuda", *"abcd"), "cuda", [0, 0, 0, 0], ""),  # one visible GPU for each task is device 0
+        ("auto", seen("cuda", "ab", "cd", "efg"), "cuda", [0, 0, 0], ""),  # several of its own: the first of them
+        ("auto", seen("cuda", "ab", "bc", "de"), "cpu", [0] * 3, "3 ranks on n1 but 5 cuda devices"),  # two share b
         ("cpu", seen("cuda", *["abcd"] * 4), "cpu", [0] * 4, ""),
         ("auto", seen("cuda", *["a"] * 4), "cpu", [0] * 4, "4 ranks on n1 but 1 cuda device"),  # one that all see
         ("auto", seen("cuda", "ab", "ab") + seen("cuda", *["cd"] * 3, host="n2"), "cpu", [0] * 5,
@@ -244,6 +246,10 @@ def test_who_is_here_takes_a_line_for_each_host():
         "  n2: rank 4 on cpu; 4 cores, 4 threads per rank",
         "  on cpu because no CUDA here on n1",
     ]
+    offers = [offer(r, cuda=["a"]) for r in range(2)]
+    assert devices.describe("srun", offers, devices.choose("auto", offers)).splitlines()[-1] == (
+        "  WARNING: GPUs are here and none is used: on cpu because 2 ranks on n1 but 1 cuda device"
+    )
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
     assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0-1 on cuda 0, 1;" in text and "because" not in text
@@ -451,6 +457,47 @@ def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
     status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)
     assert status == 2
     assert "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s" in errors
+
+
+def test_ranks_started_by_hand_name_those_that_do_not_come_in_time(script):
+    """No launcher ends them: a peer may have been killed while it started."""
+    text = script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1)
+    script.write_text(text)
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    status, _, errors = run(sys.executable, script, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3", **world)
+    assert status == 1 and "Traceback" not in errors
+    said = "rank 0 waited 2 s for ranks 1, 2 to join; did they start, and are they alive?\n"
+    assert errors.endswith(f"{script.name}: {said}")
+
+
+def test_a_rank_whose_rank_0_has_ended_says_so_at_once(script):
+    """Rank 0 waits for rank 2, which never comes, and ends before the others' patience is over."""
+    text = script.read_text().replace(
+        "join(globals())", 'join(globals(), timeout_s=(5, 90)[int(os.environ["RANK"])])', 1
+    )
+    script.write_text("import os\n" + text)
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "3"}
+    environ = {**os.environ, **world}
+    first = subprocess.Popen(
+        [sys.executable, script], env=environ | {"RANK": "0", "LOCAL_RANK": "0"}, stderr=subprocess.DEVNULL
+    )
+    status, _, errors = run(sys.executable, script, RANK="1", LOCAL_RANK="1", **world)
+    assert first.wait(60) == 1
+    assert status == 1 and errors.endswith(
+        "rank 1 lost rank 0, which has ended; see there for the reason, and start again\n"
+    )
+
+
+@pytest.mark.parametrize(("launcher", "limit_s"), [("by hand", 120), ("torchrun", 300)])
+def test_ranks_that_no_launcher_ends_wait_for_each_other_for_two_minutes(monkeypatch, launcher, limit_s):
+    waits = []
+    monkeypatch.setenv("MANYHANDS_PATIENCE", "1")
+    monkeypatch.setattr(join, "resolve", lambda: launchers.RankInfo(launcher, 0, 2, 0, 2))
+    monkeypatch.setattr(join, "store_for", lambda info, timeout_s: waits.append(timeout_s))
+    monkeypatch.setattr(join, "_agree", lambda *_: (None, {"error": "no"}))
+    with pytest.raises(LaunchError):
+        join._enter("x", "cpu", None, True)
+    assert waits == [limit_s]
 
 
 def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):

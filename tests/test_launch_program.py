@@ -449,6 +449,54 @@ def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, 
     assert said.splitlines()[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
 
 
+REFUSES = """\
+import os, sys, time
+if "FIRST" in os.environ:
+    sys.exit(2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("real_python")
+def test_a_node_that_loses_the_first_one_says_so_in_one_line(root, script):
+    """torchrun's own words are a traceback and, from its store, 50 lines of C++ frames."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--nproc-per-node=1", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=1"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", str(script(REFUSES))]
+    environ = os.environ | {"PYTHONPATH": str(root / "scripts"), "OMP_NUM_THREADS": "1"}
+
+    def node(**variables):
+        command = [sys.executable, "-m", "manyhands.launch.commands", *words]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
+
+    first, deadline = node(FIRST="1"), time.monotonic() + 100
+    while True:  # until it has the port: the store is on the first node
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            break
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.1)
+    second = node()
+    assert (second.communicate(timeout=100)[1], second.returncode) == (
+        f"launch.py: {platform.node()} lost the run's first node, whose part has ended; it says why\n",
+        1,
+    )
+    assert first.wait(timeout=100) == 2
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])
+def test_on_several_nodes_a_refusal_is_the_last_line_again(monkeypatch, capsys, nodes, said):
+    def keep(command, environ, idle_s):
+        Path(environ[STATUS_FILE]).write_text(json.dumps([2, "mine.py: --stepz is unknown"]))
+        return 2, None
+
+    monkeypatch.setattr(commands, "keep", keep)
+    assert commands.run(["torchrun", *["--rdzv-backend=c10d"] * (nodes - 1)], None, 2) == 2
+    assert capsys.readouterr().err == said
+
+
 @pytest.fixture
 def under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -75,13 +75,18 @@ def markdown(*lines):
     return "\n".join(["# %% [markdown]", *(f"# {line}" for line in lines)])
 
 
+def solution(code):
+    text = markdown("<details><summary>Solution A</summary>", "", "```python", *code, "```", "", "</details>")
+    return text.replace("# %% [markdown]", '# %% [markdown] tags=["solution"]')
+
+
 def test_words_code_predictions_builds_and_exercises_count_solutions_notes_and_imports_do_not(lesson_of):
     lesson = lesson_of(
         markdown("# 07", "**45 minutes** and 60 with those marked MORE."),
         markdown("## Idea (CORE, 7 min)", *["one two three four five six seven eight nine ten"] * 20),
         markdown("**Predict.** How many?", "", "### Build A: the ring"),
         "# %%\n# %%ranks\nimport os\n\n" + "\n".join(f"a{i} = {i}" for i in range(20)),
-        '# %% tags=["solution"]\n' + "b = 1\n" * 100,
+        solution(["b = 1"] * 100),
         '# %% jupyter={"source_hidden": true}\n' + "b = 1\n" * 100,
         '# %% [markdown] tags=["notes"]\n# ' + "word " * 400,
         markdown("### Exercise 1: an aside (MORE, 9 min)"),
@@ -103,7 +108,7 @@ def test_the_learners_lines_are_blanks_and_what_a_solution_adds_to_its_stub(less
         markdown("# 07", "**45 minutes** and 60 with those marked MORE.", *["word " * 100] * 2),
         "# %%\nguess = ____  # your turn\na = 1",
         "# %%\ndef f(x):\n    y = ____\n    return y\n\n\nchecks.f(f)",
-        '# %% tags=["solution"]\ndef f(x):\n    y = 2 * x\n    y += 1\n    return y\n\n\nchecks.f(f, solution=True)',
+        solution(["def f(x):", "    y = 2 * x", "    y += 1", "    return y"]),
         markdown("## Aside (MORE, 9 min)"),
         "# %%\nb = ____",
     )

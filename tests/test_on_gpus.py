@@ -68,6 +68,26 @@ print(json.dumps({"seen": seen.peak.total, "allocated": device.max_memory_alloca
 leave()
 """
 
+# losses and gradients of attention within documents: by the whole mask, and by FlexAttention's blocks
+DOCUMENTS = """
+from functools import partial
+from manyhands.gpt.model import GPT, GPTConfig, create_block_mask, document_blocks
+ranks = join(name="documents", quiet=True)
+ids_BT, seen = torch.randint(64, (4, 301), generator=torch.Generator().manual_seed(1)).to(ranks.device), []
+for by_blocks in (False, True):
+    torch.manual_seed(0)
+    gpt = GPT(GPTConfig(vocab_size=64, block_size=300, n_layer=2, n_embd=256, separator=3)).to(ranks.device)
+    if by_blocks:
+        gpt.allowed = partial(document_blocks, make=torch.compile(create_block_mask))
+        for block in gpt.blocks:
+            block.compile()
+    loss = gpt(ids_BT[:, :-1], ids_BT[:, 1:])[1]
+    loss.backward()
+    seen.append([loss.detach(), *(p.grad for p in gpt.parameters())])
+print(json.dumps({"apart": max((a - b).abs().max().item() for a, b in zip(*seen))}), flush=True)
+leave()
+"""
+
 
 def torchrun(n, arguments, outputs):
     """What n ranks printed. They take GPUs, or fail."""
@@ -113,6 +133,11 @@ def test_a_memory_timeline_sees_what_the_allocator_has_handed_out(gpus, tmp_path
     """Within 5 %: the allocator rounds up to 512 bytes, and operators have workspace of their own."""
     (said,) = printed(1, MEMORY, tmp_path)
     assert 0.95 * said["allocated"] < said["seen"] < 1.05 * said["allocated"]
+
+
+def test_flexattention_computes_what_the_whole_mask_does(gpus, tmp_path):
+    (said,) = printed(1, DOCUMENTS, tmp_path)
+    assert said["apart"] < 1e-3
 
 
 @pytest.mark.parametrize(

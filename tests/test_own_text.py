@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from manyhands.data.documents import Quality
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.data.tokenizer import SEPARATOR as SEPARATOR_TEXT
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.parallel.mesh_strategy import skips_blocks
 from one_process import assert_equal, one_process, options_of, steps_of
 from test_strategies import compiled_steps
 
@@ -104,11 +106,50 @@ def test_four_ranks_mask_as_one_process_does(pool, reference, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case]), CONFIG), reference)
 
 
-def test_a_compiled_model_that_masks_is_one_graph(pool):
+def test_one_graph_serves_all_blocks_of_a_model_that_masks(pool):
     config = replace(CONFIG, n_layer=2, n_embd=16)
-    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config)
+    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config, "aot_eager")
     assert_equal([result], one_process(options_of(), config))
-    assert num_graphs == 1
+    assert num_graphs == 2, "and another the loss"
+
+
+def compiled_steps_by_blocks(ranks, options, config):
+    """As on a GPU, but for its kernels: a CPU's have no backward, so their products are written out in Python."""
+    from manyhands.parallel import mesh_strategy
+    from torch.nn.attention import flex_attention
+
+    with (
+        mock.patch.object(mesh_strategy, "skips_blocks", return_value=True),
+        mock.patch.object(flex_attention, "_validate_device"),
+        mock.patch.object(mesh_strategy, "document_blocks", wraps=mesh_strategy.document_blocks) as blocks,
+    ):
+        result, _ = compiled_steps(ranks, options, config, "aot_eager")
+    assert blocks.called
+    return result
+
+
+@pytest.mark.parametrize("case", [dict(strategy="ddp", micro_batch=2), dict(strategy="fsdp")], ids=str)
+def test_attention_by_blocks_of_positions_is_that_of_the_whole_mask(pool, case):
+    # positions in two blocks of 128, the second not full, and documents that end within either
+    config = replace(CONFIG, n_layer=2, n_embd=16, block_size=160, vocab_size=61)
+    results = pool.run(2, compiled_steps_by_blocks, options_of(compile=True, **case), config)
+    assert_equal(results, one_process(options_of(), config))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "flags", "expected"),
+    [
+        ("cuda", {}, {}, True),
+        ("cpu", {}, {}, False),
+        ("cuda", {"separator": None}, {}, False),
+        ("cuda", {"dropout": 0.1}, {}, False),
+        ("cuda", {}, {"precision": "fp64"}, False),
+        *(("cuda", {}, {"activation_checkpointing": kind}, False) for kind in ("block", "selective")),
+    ],
+)
+def test_what_flexattention_cannot_do_keeps_the_whole_mask(device, changes, flags, expected):
+    options = options_of(**{"precision": "bf16"} | flags, compile=True)
+    assert skips_blocks(replace(CONFIG, **changes), options, torch.device(device)) is expected
 
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "ée", "ll", "ck")]

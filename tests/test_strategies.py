@@ -267,32 +267,78 @@ def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
     assert all(torch.equal(sampled, other[1][-1][2]) for other in looked)
 
 
+def texts_of_growing_length(ranks, options, config, device):
+    """The shapes that the model reads while texts are written on `device`, logits, and the texts."""
+    from manyhands.align.stage import complete
+    from manyhands.gpt.sampling import generate
+
+    parallel, shapes = build(ranks, options, config), set()
+    reads = parallel.modules[0].register_forward_pre_hook(lambda module, args: shapes.add(tuple(args[0].shape[:2])))
+    # the model stays where it is: only what the device's name decides is looked at
+    parallel.ranks = replace(ranks, device=torch.device(device))
+    prompts, lengths = torch.arange(15).view(5, 3), torch.tensor([3, 2, 3, 1, 2])
+    draws = torch.rand(5, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    texts = [
+        generate(parallel, prompts[:3], 90, generator=torch.Generator().manual_seed(2)),
+        generate(parallel, prompts[:1], 90, temperature=0),
+        complete(parallel.logits, prompts, lengths, 40, end=9, uniform_bn=draws)[0],
+        complete(parallel.logits, prompts, lengths, 40, end=9)[0],
+    ]
+    logits = parallel.logits(prompts)
+    reads.remove()
+    return shapes, logits, texts
+
+
+@pytest.mark.parametrize("case", [dict(strategy="ddp"), dict(strategy="pp")], ids=str)
+def test_texts_that_grow_are_read_in_few_shapes_on_a_gpu_and_stay_the_same(pool, case):
+    config = replace(CONFIG, block_size=80, n_layer=2, n_embd=16, separator=0)
+    options, n_ranks = options_of(**case), 2 if case["strategy"] == "pp" else 1
+    on_cpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cpu")
+    on_gpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cuda")
+    for (many, logits, texts), (few, padded_logits, padded_texts) in zip(on_cpu, on_gpu, strict=True):
+        assert len(many) > 100
+        assert few <= {(rows, length) for rows in (1, 2, 4, 8) for length in (64, 80)}
+        torch.testing.assert_close(padded_logits, logits, rtol=0, atol=EXACT)
+        assert all(map(torch.equal, padded_texts, texts))
+
+
 # --- compilation
 
 
-def compiled_steps(ranks, options, config):
+def compiled_steps(ranks, options, config, backend):
     import torch._dynamo
 
-    right = torch.nn.Module.compile
+    right = torch.compile
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    # the graphs are what is tested: turning them into machine code takes a minute
-    torch.nn.Module.compile = lambda module: right(module, backend="aot_eager")
+    torch.compile = lambda function, **settings: right(function, backend=backend, **settings)
     try:
         return steps_of(ranks, options, config, looks=False), torch._dynamo.utils.counters["stats"]["unique_graphs"]
     finally:
-        torch.nn.Module.compile = right
+        torch.compile = right
 
 
 @pytest.mark.parametrize(
     ("n_layer", "case"),
-    [(2, dict(strategy="ddp")), (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2))],
+    [
+        (2, dict(strategy="ddp", all_reduce="buckets")),
+        (10, dict(strategy="ddp", activation_checkpointing="block", micro_batch=2)),
+        (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2)),
+    ],
 )
-def test_a_compiled_model_is_one_graph_however_many_blocks(pool, n_layer, case):
+def test_one_graph_serves_all_blocks_and_another_the_loss(pool, n_layer, case):
     config = replace(CONFIG, n_layer=n_layer, n_embd=16)  # torch gives a function up that it compiled 8 times
-    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True, **case), config)
+    # the graphs are what is tested: turning them into machine code takes a minute
+    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True, **case), config, "aot_eager")
     assert_equal([result], one_process(options_of(), config))
-    assert num_graphs == 1
+    assert num_graphs == 2
+
+
+@pytest.mark.full
+def test_machine_code_computes_what_python_does(pool):
+    config, options = replace(CONFIG, n_layer=2, n_embd=16), options_of("fp32", compile=True, strategy="ddp")
+    results = pool.run(2, compiled_steps, options, config, "inductor")
+    assert_equal([result for result, _ in results], one_process(options_of("fp32"), config), budget=1e-5)
 
 
 # --- the pool itself

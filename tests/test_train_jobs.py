@@ -130,6 +130,19 @@ def test_under_pbs_a_job_that_qdel_ends_saves_and_is_not_put_back_into_the_queue
     assert (tmp_path / "out" / "jobs" / "train.123.cancelled").exists() == (number == signal.SIGTERM)
 
 
+@pytest.mark.parametrize(
+    ("qstat", "why"),
+    [
+        ("exit 1", "qstat names no walltime; use --checkpoint.every"),
+        ('echo "    Resource_List.walltime = 00:01:00"', "its walltime, 00:01:00, is not longer than LEAVE_S=120"),
+    ],
+)
+def test_under_pbs_a_job_whose_clock_cannot_ring_says_so(course, tmp_path, qstat, why):
+    run = under_pbs(course, tmp_path, {"qstat": qstat, "python": "exit 5"})
+    said = run.communicate(timeout=100)[0]
+    assert said == f"train.pbs: job 123.server is not told to save before it ends: {why}\n" and run.returncode == 5
+
+
 def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
     programs = {"qstat": 'echo "    Resource_List.walltime = 10:00:00"', "python": "exit 5"}
     family = Family(f"clock-{tmp_path.name}")

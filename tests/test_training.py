@@ -530,7 +530,8 @@ def passes(ranks, options, outputs):
     def at(watch, step, phase, allow_s=None):
         seen.append((step, phase, allow_s))
 
-    with mock.patch.object(torch.nn.Module, "compile"), mock.patch("manyhands.train.run.StallWatch.at", at):
+    compiles = mock.patch("torch.compile", lambda function: function)
+    with compiles, mock.patch.object(torch.nn.Module, "compile"), mock.patch("manyhands.train.run.StallWatch.at", at):
         run, _ = begin(ranks, options, outputs)
         resume(run)
         go(run)

@@ -227,8 +227,8 @@ def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state
     (first,) = {text for text in found if text.startswith("1 ")}
     assert best.name in first and first.split()[-2:] == [f"{best.step_s:.2f}", f"{best.mfu:.0%}"]
     assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
-    (bytes_axes, _) = planner_picture("olmo-7b", "h100", 1)[0].axes
-    assert "optimizer" not in [text.get_text() for text in bytes_axes.get_legend().get_texts()]
+    bytes_legend, _ = planner_picture("olmo-7b", "h100", 1)[0].legends
+    assert "optimizer" not in [text.get_text() for text in bytes_legend.get_texts()]
 
 
 def test_where_nothing_fits_the_planner_says_on_how_many_gpus_something_would():
@@ -296,13 +296,43 @@ def test_every_control_says_what_it_is_and_a_new_value_draws_anew(
     monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
     show(**given)
     (page,) = pages
-    controls = {c.description: c for row in page.box.children[:-1] for c in row.children}
+    controls = {c.description: c for row in page.box.children[:-2] for c in row.children}
     assert list(controls) == labels
     assert before in page.alt and f'alt="{html.escape(page.alt)}"' in page.picture.value
     for values, after in changes:
         for label, value in values.items():
             controls[label].value = value
         assert after in page.alt and html.escape(page.alt) in page.picture.value
+
+
+def test_a_picture_of_the_last_choice_is_marked_while_the_new_one_is_computed(monkeypatch):
+    pages, states = [], []
+
+    def draw(gpus):
+        states.extend(page.state.value for page in pages)
+        if gpus == 16:
+            raise KeyError("stopped")
+        return planner_picture(gpus=8)
+
+    monkeypatch.setattr(display_module, "is_live", lambda: True)
+    monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
+    options = {"options": [4, 8, 16]}
+    display_module.show_with_controls(draw, {}, {"gpus": ("Dropdown", 4, "GPUs", 4, 11, options)})
+    control = pages[0].box.children[0].children[0]
+    control.value = 8
+    assert "drawing..." in states[0] and "drawing" not in pages[0].state.value
+    with pytest.raises(KeyError):
+        control.value = 16
+    assert "drawing" not in pages[0].state.value
+
+
+@pytest.mark.parametrize("asked", [{}, {"model": "llama3-405b", "gpus": 1024}])
+def test_the_planners_legends_are_whole_and_do_not_overlap(asked):
+    figure, _ = planner_picture(**asked)
+    figure.draw_without_rendering()
+    left, right = (legend.get_window_extent() for legend in figure.legends)
+    assert left.x0 >= 0 and left.x1 <= right.x0 and right.x1 <= figure.bbox.x1
+    assert min(left.y0, right.y0) >= 0
 
 
 def test_without_ipywidgets_there_is_a_picture(shown, monkeypatch):

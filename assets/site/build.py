@@ -98,10 +98,9 @@ def for_the_site(notebook, path):
                 titles += line.startswith("# ")
                 lines.append(f"#{line}" if line.startswith("# ") and titles > 1 else line)
             cell.source = "\n".join(lines)
-        elif "solution" in tags or cell.metadata.get("jupyter", {}).get("source_hidden"):
+        elif cell.metadata.get("jupyter", {}).get("source_hidden"):
             cell.metadata["tags"] = [*tags, "hide-input"]
-            prompt = "Show the solution" if "solution" in tags else "Show the code"
-            cell.metadata["mystnb"] = {"code_prompt_show": prompt, "code_prompt_hide": prompt.replace("Show", "Hide")}
+            cell.metadata["mystnb"] = {"code_prompt_show": "Show the code", "code_prompt_hide": "Hide the code"}
         cells.append(cell)
     notebook.cells = cells
     return notebook

@@ -72,20 +72,18 @@ def html(text):
 def sections(cells):
     """Yield (index, heading, whether it is CORE, cell) of each cell without settings and solutions.
 
-    Text between the heading of a solution and its code belongs to it. Index 0 is the lesson's head.
+    Index 0 is the lesson's head.
     """
-    index, heading, core, solved = 0, "", False, False
+    index, heading, core = 0, "", False
     for cell in cells:
         tags = cell.metadata.get("tags", [])
         if cell.cell_type == "markdown" and "notes" not in tags:
             for level, words in re.findall(r"^(#+) (.*)$", cell.source, re.M):
-                solved = words.startswith("Solution")
                 if level == "##" or "(MORE" in words or "(CORE" in words:
                     index, core = index + 1, "(CORE" in words
                     heading = re.sub(r" \((CORE|MORE)[^)]*\)", "", words).replace("`", "")
-        if "notes" in tags or not (solved or {"solution", "parameters"} & set(tags)):
+        if not {"solution", "parameters"} & set(tags):
             yield index, heading, core, cell
-        solved = solved and "solution" not in tags
 
 
 def questions(text):

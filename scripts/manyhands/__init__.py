@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from manyhands.checks.predictions import ____, card, compare
-    from manyhands.course.catch_up import catch_up, show_solution
+    from manyhands.course.catch_up import catch_up
     from manyhands.launch.join import join, leave, mpi_world, refuse
     from manyhands.launch.launchers import LaunchError
     from manyhands.launch.metrics import Metrics, fingerprint
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LaunchError", "Metrics", "Ranks", "card", "catch_up", "compare", "fingerprint", "join", "leave", "mpi_world",
-    "refuse", "say", "show", "show_solution", "____",
+    "refuse", "say", "show", "____",
 ]  # fmt: skip
 HOMES = {
     "____": "checks.predictions", "LaunchError": "launch.launchers", "Metrics": "launch.metrics",
     "Ranks": "launch.ranks", "card": "checks.predictions", "catch_up": "course.catch_up",
     "compare": "checks.predictions", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
     "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
-    "show_solution": "course.catch_up",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from manyhands.launch.ranks import Agreement
 from manyhands.parallel.strategy import parallelize
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Diverged, Run, carry_out
-from manyhands.train.start import refuse_size
+from manyhands.train.start import refuse_compile, refuse_size
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample
@@ -131,6 +131,7 @@ def align(wanted):
             options = trainer_options(wanted, config)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_size(config, ranks)
+            refuse_compile(options, ranks)
             if wanted.lora.rank > config.n_embd:
                 raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
             run = Alignment(wanted, base, config, layout, corpus, ranks, preemption)

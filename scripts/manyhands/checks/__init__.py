@@ -11,7 +11,6 @@
         expect_traffic(seen, "the sum is right", "sum, then hand round", calls=2 * (n - 1))
 
     checks.ring_all_reduce(my_answer, ranks)                  # exercise 1 (ring all-reduce): not yet. For 7 ...
-    checks.ring_all_reduce(solution, ranks, solution=True)    # anything but "correct" raises AssertionError
 
 There is a module for each lesson. They share `expect` (what came back, and a sentence where it is not right) and
 `drawn` (numbers that each rank knows without a message).
@@ -39,6 +38,7 @@ from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
 from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Changed, Witness, said, unfinished
+from manyhands.course.catch_up import go_on_without
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
@@ -68,15 +68,16 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
     that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls. `in_place`: an
     answer may change the tensors that it is given. `in_flight`: it may return while a collective is on its way.
 
-    The check is called by all ranks as `check(answer, ranks, solution=False, seed=0, **given)`. It says its verdict on
-    rank 0 and returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised
-    NotImplementedError), or the sentence of the lowest rank that found a fault. `ranks` None judges in this process
-    alone, without a process group. With another seed other sizes and numbers are drawn.
+    The check is called by all ranks as `check(answer, ranks, seed=0, **given)`. It says its verdict on rank 0 and
+    returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised NotImplementedError), or
+    the sentence of the lowest rank that found a fault. A function that is not attempted is replaced by the lesson's
+    own, so that the cells below run. `ranks` None judges in this process alone, without a process group. With another
+    seed other sizes and numbers are drawn.
     """
 
     def decorate(body):
         @functools.wraps(body)
-        def check(answer, ranks=None, solution=False, seed=0, **given):
+        def check(answer, ranks=None, seed=0, **given):
             witness = None
             for turn in range(2):
                 witness = Witness(body, in_place, in_flight, witness)
@@ -84,12 +85,11 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
                 if verdict != CORRECT:
                     break
             kind = "exercise" if str(number).isdigit() else "build"
-            label = f"{'solution' if solution else kind} {number} ({title})"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
+            if verdict == NOT_ATTEMPTED and (names := go_on_without(*(answer if type(answer) is tuple else (answer,)))):
+                shown += f". The cells below use the lesson's own {' and '.join(names)}."
             if ranks is None or ranks.rank == 0:
-                say(f"{label}: {shown}")
-            if solution and verdict != CORRECT:
-                raise AssertionError(f"{label}: {shown}")
+                say(f"{kind} {number} ({title}): {shown}")
             return Verdict(verdict)
 
         return check

@@ -141,14 +141,14 @@ class Verdicts(dict):
         pass
 
 
-def pictures(answer, ranks, solution=False):
+def pictures(answer, ranks):
     """`answer()` returns {number of a picture: a function that makes its collective}. Returns {number: verdict}."""
     calls = answer()
     if unfinished(answer) and all(map(unfinished, calls.values())):
         if ranks.rank == 0:
             say(f"build A (eight names): {NOT_ATTEMPTED}")
         return Verdicts.fromkeys(PICTURES, NOT_ATTEMPTED)
-    found = {number: check(calls.get(number), ranks, solution=solution) for number, check in PICTURES.items()}
+    found = {number: check(calls.get(number), ranks) for number, check in PICTURES.items()}
     return Verdicts(found)
 
 

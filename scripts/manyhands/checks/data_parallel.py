@@ -60,7 +60,9 @@ def mean_gradient(answer, ranks):
     if not seen.calls and ranks.world_size > 1:
         raise Wrong("nothing was sent, so no rank knows the gradients of the others: all-reduce each p.grad")
     of_all = [_gradients(rank, 0) for rank in range(ranks.world_size)]
-    _expect_mean(gradients(model, "leave a mean in each"), of_all, own, "send p.grad itself, not p and not a copy")
+    _expect_mean(
+        gradients(model, "leave a mean in each"), of_all, seen, own, "send p.grad itself, not p and not a copy"
+    )
     padding = 8 * (ranks.world_size - 1) * len(list(model.parameters()))  # what a reduce-scatter needs in equal parts
     enough = 2 * (weights.nbytes + (padding if seen.count("reduce_scatter") else 0))
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, volume=enough)
@@ -82,7 +84,7 @@ def gradient_hook(answer, ranks):
             raise Wrong(f"nothing was sent {when}; register a hook on every parameter")
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
         hint = "the hook is handed the parameter; send its grad"
-        _expect_mean(gradients(model, "leave a mean in each"), of_all, of_all[ranks.rank], hint)
+        _expect_mean(gradients(model, "leave a mean in each"), of_all, seen, of_all[ranks.rank], hint)
         expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
@@ -106,7 +108,8 @@ def bucket_start(answer, ranks):
             raise Wrong(f"bucket.work should be the handle of all_reduce(..., async_op=True), not {shown(bucket.work)}")
         bucket.work.wait()
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
-        _expect_mean(flat_P, of_all, of_all[ranks.rank], "send the bucket itself, not a copy of it", "bucket.flat_P")
+        hint = "send the bucket itself, not a copy of it"
+        _expect_mean(flat_P, of_all, seen, of_all[ranks.rank], hint, "bucket.flat_P")
         expect_traffic(seen, "the gradients are right", "one all-reduce of the bucket", calls=1, payload=flat_P.nbytes)
 
 
@@ -216,6 +219,7 @@ def untidy(answer, ranks):
     of_all = [flat(_grad_or_zeros(p) for p in m.parameters() if p.requires_grad) for m in models]
     model = models[ranks.rank]
     weights = flat(model.parameters())
+    before = [_grad_or_zeros(p) for p in model.parameters() if p.requires_grad]
     with wire.watch() as seen:
         answer(model)
     expect_unchanged(flat(model.parameters()), weights, "a weight")
@@ -224,7 +228,9 @@ def untidy(answer, ranks):
     if model.rare.weight.grad is None:
         raise Wrong(f"rare.weight has no gradient here, but rank {last} used it: its mean belongs on all ranks")
     trainable = [p for p in model.parameters() if p.requires_grad]
-    _expect_mean(flat(map(_grad_or_zeros, trainable)), of_all)
+    # a rare gradient that is not averaged is another fault than one that was left out: it is nobody's own
+    own = [p * torch.nan if p is model.rare.weight else g for p, g in zip(trainable, before, strict=True)]
+    _expect_mean(flat(map(_grad_or_zeros, trainable)), of_all, seen, flat(own), "send p.grad itself, not a copy of it")
     sent, enough, tied = seen.payload_bytes(), sum(p.nbytes for p in trainable), model.tied.weight.nbytes
     twice = "a tied matrix has one gradient; send it once"
     cure = twice if sent == enough + tied else "send each gradient once, and nothing else"
@@ -283,7 +289,7 @@ def bytes_per_step(answer, ranks=None):
             "that is what it hands to the all-reduce; on the ring it sends 2(n-1)/n of it": payload,
             "that is a whole gradient for every other rank; the ring sends chunks": (n - 1) * payload,
             "that is the reduce-scatter alone; then the finished chunks go round once more": right / 2,
-            "each of the 2(n-1) messages is one chunk, 1/n of the gradient": right * n,
+            "each of the 2(n-1) messages is one chunk, 1/n of the gradient; or is that what all ranks send?": right * n,
             "with no_sync only the last micro-batch is averaged": right * micro_batches,
             "without no_sync every micro-batch is averaged": right / micro_batches,
         }
@@ -362,12 +368,26 @@ def _mean(rows):
     return torch.stack(list(rows)).mean(0)
 
 
-def _expect_mean(given, of_all, own=None, hint="", what="the gradients"):
-    """Raises Wrong unless `given` is the mean of the rows `of_all`; `own` is this rank's, `hint` why it still is."""
+def _expect_mean(given, of_all, seen, own=None, hint="", what="the gradients"):
+    """Raises Wrong unless `given` is the mean of the rows `of_all`; `own` is this rank's, `hint` why it still is.
+
+    `seen` are the calls that the answer has made.
+    """
     n, mean = len(of_all), _mean(of_all)
     slips = {
+        "that is rank 0's on all ranks; broadcast copies, all-reduce adds up": (
+            of_all[0] if seen.count("broadcast") else None
+        ),
         f"what is there is still this rank's own; {hint}": own,
+        f"that is this rank's own, divided by {n}; {hint}": None if own is None else own / n,
         f"that is the sum over the ranks, {n} times too large; divide by the number of ranks": n * mean,
         f"that is {n} times too small; it was divided by the number of ranks twice": mean / n,
     }
+    if own is not None and isinstance(given, torch.Tensor) and given.shape == mean.shape:
+        still_own = given.isclose(own, rtol=0, atol=1e-10) & ~given.isclose(mean, rtol=0, atol=1e-10)
+        others = given[~still_own].isclose(mean[~still_own], rtol=0, atol=1e-10)
+        if still_own.any() and others.numel() and others.all():
+            first, number_own = still_own.nonzero()[0].item(), int(still_own.sum())
+            part = f"{number_own} of {count(given.numel(), 'number')}, the first at [{first}]"
+            raise Wrong(f"{what} should be the mean over the ranks: {part}, were not averaged: send every gradient")
     expect_tensor(given, mean, what, slips, "the mean over the ranks")

@@ -4,71 +4,68 @@
 
 A section that needs definitions from above starts with such a call, so that it runs after the start cells alone.
 Nothing is written twice: what is defined comes from the cells of the lesson's script. What you have run, or written
-yourself, stays; so in a script nothing happens. Of an exercise's stub and its solution, the solution is taken, also in
-the place of a stub that you have run and not filled in. In an attendee's copy the solutions lie in SOLUTIONS, where
-nobody stumbles upon them; `show_solution(globals(), "exchange")` prints one.
+yourself, stays. A stub that nobody has filled in counts as missing: the folded solution takes its place.
+
+A solution is text in both forms of a lesson: a Python block in `<details>`, which no reader shows before a click.
 """
 
 import ast
-import base64
 import dis
+import linecache
 import re
-import zlib
 from types import CodeType, FunctionType
 
-from manyhands.course.folders import script_of, write_whole
+from manyhands.course.folders import script_of
 
 BLANK = "____"  # what a learner replaces, in an expression
-SOLUTIONS = ".solutions"  # beside scripts/ in an attendee's copy: each lesson as the course has it, packed
+FOLD = re.compile(r"^# <details><summary>Solution (\w+)</summary>\n#\n# ```python\n(.*?)^# ```$", re.M | re.S)
 
 
 def catch_up(lesson, *names):
     """Define the `names` that `lesson` (the caller's globals(), which hold `ranks`) has not defined yet, in this order.
 
+    Rank 0 prints what it has defined and kept; nothing where all of it was there.
     Raises NameError for a name that the lesson does not define.
     """
-    missing = [name for name in names if name not in lesson or _is_unwritten(lesson[name])]
-    if missing:
-        script = script_of(lesson["ranks"].lesson)
-        found = _found(script, missing)
-        for name in missing:
-            # the file's name and lines stay, so that a traceback points into the lesson
-            exec(compile(ast.Module([found[name][1]], []), script, "exec"), lesson)  # noqa: S102
+    missing = [name for name in names if _is_missing(lesson, name)]
+    _define(lesson, missing)
+    if missing and getattr(lesson["ranks"], "rank", 1) == 0:
+        kept = ", ".join(name for name in names if name not in missing)
+        print(f"catch_up: {', '.join(missing)} as the course has it" + f"; {kept} as you have it" * bool(kept))
 
 
-def show_solution(lesson, name):
-    """Print the course's own lines of `name`; `lesson` is the caller's globals(). On several ranks rank 0 prints them.
-
-    Raises NameError for a name that the lesson does not define.
-    """
+def _define(lesson, names):
     script = script_of(lesson["ranks"].lesson)
-    text, node = _found(script, [name])[name]
-    if lesson["ranks"].rank == 0:
-        print(ast.get_source_segment(text, node))
-
-
-def pack_solutions(text, script):
-    """Keep `text`, the whole lesson, for catch_up in the copy in which `script` is the lesson without solutions."""
-    packed = _packed(script)
-    packed.parent.mkdir(exist_ok=True)
-    write_whole(packed, base64.b64encode(zlib.compress(text.encode(), 9)))
-
-
-def _packed(script):
-    return script.parent.parent / SOLUTIONS / script.stem
-
-
-def _found(script, names):
-    """{name: (text of the lesson, node)}: solutions win over stubs. Raises NameError."""
-    text = script.read_text("utf-8")
-    found = _definitions(text)
-    if _packed(script).exists() and any(name not in found for name in names):
-        packed = zlib.decompress(base64.b64decode(_packed(script).read_bytes())).decode()
-        found = _definitions(packed) | found
+    found = _definitions(script) if names else {}
     for name in names:
         if name not in found:
             raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
-    return found
+        # with a file and lines that exist, so that a traceback points to them
+        file, nodes = found[name]
+        wanted = [node for node in nodes if not isinstance(node, DEFINITIONS) or _is_missing(lesson, node.name)]
+        exec(compile(ast.Module(wanted, []), file, "exec"), lesson)  # noqa: S102
+
+
+def go_on_without(*functions):
+    """Put the lesson's own lines in the place of `functions`, stubs that a check found not attempted.
+
+    Returns the names of those that were replaced in the notebook or script that defines them.
+    """
+    replaced = []
+    for function in functions:
+        lesson, name = getattr(function, "__globals__", {}), getattr(function, "__name__", "")
+        if "ranks" not in lesson or lesson.get(name) is not function:
+            continue
+        if name in _definitions(script_of(lesson["ranks"].lesson)):
+            del lesson[name]
+            _define(lesson, [name])
+            replaced.append(name)
+    return replaced
+
+
+def solutions(text):
+    """{"A": the lines of the folded solution of build A} of a lesson's script."""
+    return {label: re.sub(r"^# ?", "", lines, flags=re.M) for label, lines in FOLD.findall(text)}
 
 
 def whose(script, name):
@@ -86,7 +83,7 @@ def whose(script, name):
             return f'{name} is defined below "{re.sub(r" [(][^()]*[)]$", "", heading)}": run the cells there first.'
         call = f'catch_up(globals(), "{name}")'
         if task := re.match(r"((Build|Exercise) \w+)\b", heading):
-            return f"{name} is {task[1]}'s: run that cell, its solution, or {call}."
+            return f"{name} is {task[1]}'s: run that cell, or {call}."
         return f'{name} is defined below "{re.sub(r" [(][^()]*[)]$", "", heading)}": run that cell, or {call}.'
     return ""
 
@@ -101,12 +98,25 @@ def _defined_by(node):
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
-def _definitions(text):
-    return {
-        node.name: (text, node)
-        for node in ast.parse(text).body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not _is_stub(node)
-    }
+DEFINITIONS = ast.FunctionDef, ast.ClassDef
+
+
+def _definitions(script):
+    """{name: (file, nodes that define it)} of a lesson; a solution is taken with its imports and helpers."""
+    text = script.read_text("utf-8")
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, DEFINITIONS) and not _is_stub(node):
+            found[node.name] = script, [node]
+    for label, lines in solutions(text).items():
+        file, nodes = f"{script.name}, solution {label}", ast.parse(lines).body
+        linecache.cache[file] = len(lines), None, lines.splitlines(keepends=True), file
+        found |= {node.name: (file, nodes) for node in nodes if isinstance(node, DEFINITIONS)}
+    return found
+
+
+def _is_missing(lesson, name):
+    return name not in lesson or _is_unwritten(lesson[name])
 
 
 def has_blanks(value):

@@ -5,14 +5,11 @@
 
 LESSON is "03" or "03_data_parallel".
 
-An attendee's lessons have no outputs, no notes and no solutions. They run to their end all the same: where a later cell
-needs what an exercise builds, the cell after it takes the attendee's lines, or while there are none the course's.
+An attendee's lessons have no outputs and no notes. Their solutions are folded, as everywhere.
 """
 
 import argparse
-import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,13 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from manyhands.course.catch_up import SOLUTIONS, pack_solutions
 from manyhands.course.folders import make_private, write_whole
 from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
-NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/", f"{SOLUTIONS}/")
+NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
 JOBS = "ddp_shakespeare", "preflight", "sweep", "train"
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
@@ -134,48 +130,14 @@ def files_of_the_course(root):
 
 def _hand_out(lesson):
     """Write both forms of a copied lesson as attendees get them, and once more as what `reset` takes."""
-    whole = lesson.script.read_text("utf-8")
     content = read(lesson.script)
-    content.cells = _for_attendees(content.cells)
+    content.cells = [cell for cell in content.cells if "notes" not in cell.metadata.get("tags", [])]
     for path, write in ((lesson.notebook, as_notebook), (lesson.script, as_script)):
         text = write(content)
         original = lesson.root / ORIGINALS / path.relative_to(lesson.root)
         original.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
         write_whole(original, text)
-    pack_solutions(whole, lesson.script)
-
-
-GO_ON = """{ranks}# stuck, or no time? Without the # the next line prints the course's own lines
-# from manyhands import show_solution; show_solution(globals(), "{name}"){go_on}"""
-
-
-def _for_attendees(cells):
-    """The cells without notes; in a solution's place stands a folded cell that goes on with what the attendee wrote."""
-    handed_out = []
-    for i, cell in enumerate(cells):
-        names = _functions(cell.source) if _is_solution(cell) else []
-        if "notes" in cell.metadata.get("tags", []) or (_is_solution(cell) and not names):
-            continue
-        if names:
-            later = [c.source for c in cells[i + 1 :] if c.cell_type == "code" and not _is_solution(c)]
-            used = [name for name in names if any(re.search(rf"\b{name}\b", source) for source in later)]
-            calls = ", ".join(["globals()", *(f'"{name}"' for name in used)])
-            cell.source = GO_ON.format(
-                ranks="%%ranks\n" if cell.source.startswith("%%ranks") else "", name=names[0],
-                go_on=f"\ncatch_up({calls})  # yours, or where it is not written yet the course's" if used else "",
-            )  # fmt: skip
-        handed_out.append(cell)
-    return handed_out
-
-
-def _is_solution(cell):
-    return "solution" in cell.metadata.get("tags", [])
-
-
-def _functions(source):
-    """The functions that a solution's cell defines."""
-    return [node.name for node in ast.parse(re.sub(r"^%%.*$", "", source, flags=re.M)).body if hasattr(node, "name")]
 
 
 def main(arguments=None):

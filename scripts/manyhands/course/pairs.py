@@ -147,7 +147,10 @@ def as_script(notebook):
 
 
 def as_notebook(notebook):
-    """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names."""
+    """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names.
+
+    Cells have no number: JupyterLab shows `[ ]` next to an output that is recorded, a number once its reader runs it.
+    """
     import nbformat
 
     notebook.metadata = {**_only(notebook.metadata, KEPT_METADATA), "language_info": LANGUAGE}
@@ -157,6 +160,10 @@ def as_notebook(notebook):
     }
     seen = {}
     for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            for result in (output for output in cell.outputs if output.output_type == "execute_result"):
+                result.execution_count = None
         cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
         name = hashlib.sha1(f"{cell.cell_type}{cell.source}".encode()).hexdigest()[:10]
         seen[name] = seen.get(name, 0) + 1
@@ -178,8 +185,7 @@ def _with_outputs(notebook, old_path):
                 old.setdefault(cell.source, []).append(cell)
     for cell in notebook.cells:
         if cell.cell_type == "code" and old.get(cell.source):
-            unchanged = old[cell.source].pop(0)
-            cell.outputs, cell.execution_count = unchanged.outputs, unchanged.execution_count
+            cell.outputs = old[cell.source].pop(0).outputs
     return notebook
 
 

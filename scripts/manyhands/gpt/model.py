@@ -19,6 +19,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.gpt.sampling import drawing, extended
@@ -73,6 +74,20 @@ def within_documents(ids_BT, separator):
     return same_BTT.tril()[:, None]
 
 
+def document_blocks(ids_BT, separator, make=create_block_mask):
+    """The mask of `within_documents` by blocks of positions: FlexAttention skips a block in which none sees another.
+
+    `make`: create_block_mask, which builds the whole mask first unless it is compiled.
+    """
+    document_BT = (ids_BT == separator).cumsum(1)
+
+    def sees(b, head, t, other):
+        return (other <= t) & (document_BT[b, other] == document_BT[b, t])
+
+    B, T = ids_BT.shape
+    return make(sees, B, None, T, T, device=ids_BT.device)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention."""
 
@@ -88,10 +103,13 @@ class Attention(nn.Module):
         # a rank that holds the first rows of the matrix holds whole heads, and runs the same lines
         qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
-        y_BHTE = F.scaled_dot_product_attention(
-            q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_B1TT, is_causal=allowed_B1TT is None,
-            dropout_p=self.dropout if self.training else 0.0,
-        )  # fmt: skip
+        if isinstance(allowed_B1TT, BlockMask):
+            y_BHTE = flex_attention(q_BHTE, k_BHTE, v_BHTE, block_mask=allowed_B1TT)
+        else:
+            y_BHTE = F.scaled_dot_product_attention(
+                q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_B1TT, is_causal=allowed_B1TT is None,
+                dropout_p=self.dropout if self.training else 0.0,
+            )  # fmt: skip
         return self.out(y_BHTE.transpose(1, 2).flatten(2))
 
 
@@ -127,6 +145,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Token and position embeddings, N blocks, a last norm and the head. The caller seeds torch before."""
+
+    allowed = staticmethod(within_documents)  # or document_blocks, where blocks are compiled for a GPU
 
     def __init__(self, config):
         super().__init__()
@@ -165,16 +185,19 @@ class GPT(nn.Module):
         if self.config.block_size < T:
             raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
         x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
-        allowed_B1TT = within_documents(ids_BT, self.config.separator)
+        allowed_B1TT = self.allowed(ids_BT, self.config.separator)
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
         logits_BTV = self.head(self.norm(x_BTD))
-        if targets_BT is None:
-            return logits_BTV, None
+        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
+
+    @staticmethod
+    def loss(logits_BTV, targets_BT):
+        """The mean cross-entropy in nats, in float32 at least."""
         logits_BV = logits_BTV.flatten(0, 1)
         if logits_BV.dtype.itemsize < 4:  # 16 bits are too few for the logarithm of a sum over the vocabulary
             logits_BV = logits_BV.float()
-        return logits_BTV, F.cross_entropy(logits_BV, targets_BT.flatten())
+        return F.cross_entropy(logits_BV, targets_BT.flatten())
 
     @torch.no_grad()
     def generate(self, ids_BT, n, temperature=1.0, generator=None):

@@ -24,6 +24,8 @@ from manyhands.launch.settings import environment, value
 LOOPBACK = "127.0.0.1"
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
+OWN_MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
+PBS_NODE = Path(__file__).with_name("pbs_node.sh")
 
 
 class RanksError(RuntimeError):
@@ -152,8 +154,7 @@ def find_mpiexec() -> list[str] | None:
     """The mpiexec of this environment as a command (MANYHANDS_MPIEXEC overrides it), or None."""
     if (named := value("MANYHANDS_MPIEXEC")) is not None:
         return words_of({"MANYHANDS_MPIEXEC": named}, "MANYHANDS_MPIEXEC") or None
-    own = Path(sys.prefix) / "bin" / "mpiexec"
-    return [str(own)] if own.exists() else find_site_mpiexec(environment())
+    return [str(OWN_MPIEXEC)] if OWN_MPIEXEC.exists() else find_site_mpiexec(environment())
 
 
 def find_site_mpiexec(environ: Mapping[str, str]) -> list[str] | None:
@@ -182,6 +183,22 @@ def is_open_mpi(mpiexec: Sequence[str]) -> bool:
     return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
 
 
+def pbs_launcher(mpiexec: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The flags by which Hydra starts ranks on the other nodes of a PBS job through PBS, where it would take ssh.
+
+    [] for another mpiexec, outside PBS, without `pbs_tmrsh`, and where the user has named a launcher.
+    """
+    job = "PBS_JOBID" in environ and "PBS_NODEFILE" in environ and "SLURM_JOB_ID" not in environ
+    if not (job and shutil.which("pbs_tmrsh", path=environ.get("PATH")) and "HYDRA" in version_of(*mpiexec)):
+        return []
+    flags = [*mpiexec, *words_of(environ, "MPIEXEC_FLAGS")]
+    if any(flag.startswith("-") and flag.lstrip("-").startswith(("launcher", "bootstrap")) for flag in flags):
+        return []
+    if any(name.startswith(("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP")) for name in environ):
+        return []
+    return ["-launcher", "rsh", "-launcher-exec", str(PBS_NODE)]
+
+
 def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = None) -> list[str] | None:
     """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
 
@@ -194,9 +211,9 @@ def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = 
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None
-    flags = []
+    flags = pbs_launcher(mpiexec, environ)
     if "HYDRA" in version_of(*mpiexec) and folder:  # its -prepend-rank labels pieces of lines
-        flags = ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
+        flags += ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
     elif is_open_mpi(mpiexec):
         flags = ["--tag-output"]
     return [*mpiexec, *flags, "-n", str(n_ranks)]

@@ -7,6 +7,7 @@ Commands are lists from end to end: what people give as flags never meets a shel
 
 import importlib.util
 import logging
+import os
 import platform
 import shlex
 import shutil
@@ -15,17 +16,25 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, find_site_mpiexec, is_open_mpi, words_of
+from manyhands.launch.allocation import (
+    Allocation,
+    RanksError,
+    find_mpiexec,
+    find_site_mpiexec,
+    is_open_mpi,
+    pbs_launcher,
+    words_of,
+)
 from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
-from manyhands.launch.program import MEMORY, NOT_AGAIN, STATUS_FILE, end_by, read_status, write
+from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, end_by, read_end, read_status, write
 
 TRAIN = SCRIPTS / "train.py"
 ON_NODES = Path(__file__).with_name("on_nodes.sh")
@@ -33,6 +42,7 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun pass
 # glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
+RENDEZVOUS = "--rdzv-backend=c10d"  # of several nodes
 QUIET_TORCHRUN = "manyhands.launch.commands"
 PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
 SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
@@ -59,7 +69,7 @@ def command_for(
     if starter == "torchrun" and nodes == 1:
         return [*torchrun, "--standalone", *program]
     if starter == "torchrun":
-        meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-id={where.job}"]
+        meet = [f"--nnodes={nodes}", RENDEZVOUS, f"--rdzv-id={where.job}"]
         meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
@@ -119,7 +129,8 @@ def mpiexec_over(where: Allocation, nproc: int, environ: Mapping[str, str], mpie
     per_node = ["--map-by", f"ppr:{nproc}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(nproc)]
     if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # the site says it in its own way
         per_node = []
-    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *flags]
+    through_pbs = pbs_launcher(mpiexec, environ)
+    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *through_pbs, *flags]
 
 
 def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:
@@ -179,12 +190,16 @@ def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
     command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):
         with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
-            status, heard = keep(command, {**environ, STATUS_FILE: str(Path(folder) / "status")}, idle_s)
+            status_file = Path(folder) / "status"
+            status, heard = keep(command, {**environ, STATUS_FILE: str(status_file)}, idle_s)
+            refused, why = read_end(status_file)
         if not under_torchrun and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # mpiexec's way and srun's
             print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
         if status in NOT_AGAIN or heard or attempt == retries:
             break
         print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr)
+    if status and refused == REFUSED and RENDEZVOUS in command:
+        print(why, file=sys.stderr)  # once more: what the other nodes said came after it
     return status
 
 
@@ -222,11 +237,14 @@ def quiet_torchrun() -> int:
     for number in (getattr(signal, name) for name in SIGNALS if name != "SIGINT"):
         if signal.getsignal(number) == signal.SIG_DFL:  # until torchrun hears it: torch takes seconds to import
             signal.signal(number, lambda number, frame: end_by(number))
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    with _quiet_store():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
     from torch.distributed.run import main as torchrun
 
-    for name in ("agent.server.api", "multiprocessing.api"):  # they write about failures, beside the traceback
+    # they write about failures, in addition to the traceback
+    for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         torchrun()
@@ -237,9 +255,24 @@ def quiet_torchrun() -> int:
         status, sentence = read_status() or 0, ""  # it has said itself why, unless it failed after its work was done
         if not status:
             status, sentence = blame([(rank, one.exitcode, one.timestamp) for rank, one in error.failures.items()])
+    except RendezvousTimeoutError:
+        status, sentence = 1, f"{platform.node()} waited in vain for the run's other nodes; look for their output"
+    except RendezvousError:
+        status, sentence = 1, f"{platform.node()} lost the run's first node, whose part has ended; it says why"
     if sentence:
         print(f"launch.py: {sentence}", file=sys.stderr)
     return status
+
+
+@contextmanager
+def _quiet_store():
+    """Import torch so that its store, in this process alone, does not print C++ frames when the first node is gone."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    named = settings.value(name)
+    settings.set_default(**{name: "ERROR"})
+    yield
+    if named is None:
+        del os.environ[name]  # ranks inherit it
 
 
 if __name__ == "__main__":

@@ -95,9 +95,9 @@ def _one_each(kind, offers):
         distinct = len({gpu for gpus in seen for gpu in gpus})
         if all(len(gpus) >= len(here) for gpus in seen):
             continue  # everybody sees a GPU for everybody: take the one of the local rank
-        if distinct == len(here) and all(len(gpus) == 1 for gpus in seen):
+        if all(seen) and distinct == sum(map(len, seen)):
             for r in here:
-                indices[r] = 0  # the launcher shows each task one GPU, its own
+                indices[r] = 0  # the launcher shows each task its own GPUs, most often one
             continue
         if distinct == 0:
             return [], f"{offers[here[0]]['why_not'][kind]} on {host}"
@@ -126,7 +126,11 @@ def describe(launcher: str, offers: list[dict], plan: dict) -> str:
         own = "" if kind == "cpu" else " " + ", ".join(str(plan["indices"][r]) for r in here)
         share = f"{_count(threads(kind, neighbours[0], neighbours), 'thread')} per rank"
         lines.append(f"  {host}: {name_ranks(here)} on {kind}{own}; {_count(cores(neighbours[0]), 'core')}, {share}")
-    return "\n".join(lines + [f"  on cpu because {plan['reason']}"] * bool(plan["reason"]))
+    if plan["reason"]:
+        idle = any(gpus for offer in offers for gpus in offer["gpus"].values())
+        warning = "WARNING: GPUs are here and none is used: " if idle else ""
+        lines.append(f"  {warning}on cpu because {plan['reason']}")
+    return "\n".join(lines)
 
 
 def cores(offer: dict) -> int:

@@ -29,10 +29,11 @@ from manyhands.launch.allocation import loopback_gloo
 from manyhands.launch.launchers import LaunchError, resolve, without_launchers
 from manyhands.launch.program import end, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
-from manyhands.launch.rendezvous import Unreachable, ask_mpi, import_mpi, store_for
+from manyhands.launch.rendezvous import Lost, Unreachable, ask_mpi, import_mpi, store_for
 
 LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
 LESSON_S = 300  # times the patience: lesson 11 trains on one rank while others wait; messages on GPUs begin slowly
+BY_HAND_S = 120  # times the patience, for ranks that no launcher ends when one of them has ended
 NOTEBOOK_S = 86_400  # more than the --timeout of any cell, on a busy machine too
 _again: dict[str, Any] = {}  # the arguments of the last join, until the lesson leaves
 
@@ -63,7 +64,7 @@ def join(
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
             raise
-        end(f"{Path(script).name}: {error}", 2, everybody=isinstance(error, Unreachable))
+        end(f"{Path(script).name}: {error}", getattr(error, "status", 2), everybody=isinstance(error, Unreachable))
     remember(ranks)
     if ranks.rank == 0:
         say_nothing_yet()  # of a group that was left before
@@ -134,10 +135,18 @@ def _enter(name, wanted, timeout_s, quiet):
         info = ask_mpi(info)
     if info.single_node:
         settings.set_default(**loopback_gloo())
+    meet_s = timeout_s or (BY_HAND_S if info.launcher == "by hand" else LESSON_S) * settings.patience()
     if timeout_s is None:
         timeout_s = LESSON_S * settings.patience()
-    store = store_for(info, timeout_s)
-    offers, plan = _agree(store, info, wanted)
+    store = store_for(info, meet_s)
+    try:
+        offers, plan = _agree(store, info, wanted)
+    except dist.DistNetworkError as error:
+        raise Lost(
+            f"rank {info.rank} lost rank 0, which has ended; see there for the reason, and start again"
+        ) from error
+    except dist.DistStoreError as error:
+        raise Lost(_late(store, info, meet_s)) from error
     if "error" in plan:
         raise LaunchError(plan["error"])
     kind, rank, own = plan["kind"], info.rank, offers[info.rank]
@@ -161,6 +170,15 @@ def _enter(name, wanted, timeout_s, quiet):
         rank, info.world_size, own["local_rank"], len(neighbours), device, devices.BACKENDS[kind],
         info.launcher, platform.node(), name,
     )  # fmt: skip
+
+
+def _late(store, info, meet_s):
+    """Return a sentence on which ranks have not joined within `meet_s` seconds."""
+    with contextlib.suppress(RuntimeError):
+        if late := [r for r in range(info.world_size) if not store.check([f"offer{r}"])]:
+            them = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}{', ...' * (len(late) > 8)}"
+            return f"rank {info.rank} waited {meet_s:.0f} s for {them} to join; did they start, and are they alive?"
+    return f"rank {info.rank} waited {meet_s:.0f} s for rank 0 to choose a device; is it alive?"
 
 
 def _agree(store, info, wanted):

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -261,10 +262,16 @@ def say_nothing_yet() -> None:
 def read_status() -> int | None:
     """The status that the program has left in the file named for it, or None: it was killed, or raised."""
     path = settings.path(STATUS_FILE)
+    return read_end(path)[0] if path else None
+
+
+def read_end(path: Path) -> tuple[int | None, str]:
+    """(status, why) as `say_status` has left them in the file `path`; (None, "") where it has not."""
     try:
-        return json.loads(path.read_text())[0] if path else None
+        status, why = json.loads(path.read_text())
+        return status, why
     except (OSError, ValueError):
-        return None
+        return None, ""
 
 
 def say(text: object) -> None:

@@ -47,6 +47,14 @@ def begin_cell(number: int) -> None:
 class Unreachable(LaunchError):
     """This one rank cannot meet the others. They do not know of it, so that it must say so itself."""
 
+    status = 2
+
+
+class Lost(Unreachable):
+    """The others did not come, or have ended: the same start may work the next time."""
+
+    status = 1
+
 
 def store_for(info: RankInfo, timeout_s: float) -> dist.Store:
     """A store shared by the ranks of `info`. All ranks call it.

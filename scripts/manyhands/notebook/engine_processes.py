@@ -30,7 +30,18 @@ import psutil
 
 from manyhands.course.folders import SCRIPTS, write_whole
 from manyhands.launch import pmi_lines, settings
-from manyhands.launch.allocation import LOOPBACK, RanksError, find_mpiexec, loopback_gloo, loopback_mpi, own_address
+from manyhands.launch.allocation import (
+    LOOPBACK,
+    OWN_MPIEXEC,
+    RanksError,
+    find_mpiexec,
+    find_site_mpiexec,
+    loopback_gloo,
+    loopback_mpi,
+    own_address,
+    pbs_launcher,
+    words_of,
+)
 from manyhands.launch.commands import mpiexec_over
 from manyhands.launch.processes import Family
 
@@ -81,9 +92,13 @@ def engine_launcher(allocation, n, mpi):
     if mpiexec is None:
         return None
     nodes = allocation.num_nodes
+    environ = settings.environment()
+    own = mpiexec == [str(OWN_MPIEXEC)]
+    if own and (environ.get("MPIEXEC") or find_site_mpiexec(environ)):
+        environ.pop("MPIEXEC_FLAGS", None)  # they are flags of the site's mpiexec, which job files use
     if nodes > 1 and n % nodes == 0:  # as many ranks on each, as scripts have them
-        return mpiexec_over(allocation, n // nodes, {}, mpiexec)
-    return [*mpiexec, "-n", str(n)]
+        return mpiexec_over(allocation, n // nodes, environ, mpiexec)
+    return [*mpiexec, "-n", str(n), *pbs_launcher(mpiexec, environ), *words_of(environ, "MPIEXEC_FLAGS")]
 
 
 class Processes:

@@ -131,9 +131,10 @@ class DeepSpeedParallel(Strategy):
     @torch.no_grad()
     def logits(self, ids_BT):
         """[B, T, V] of the same ids on all ranks. All ranks call it."""
+        B, T = ids_BT.shape
         self.moved()
         with evaluating([self.engine]):
-            return self.engine(ids_BT)[0].float()
+            return self.engine(self.pad(ids_BT))[0][:B, :T].float()
 
     def clip(self, max_norm):
         """The global gradient norm, 0-dim. Its step scales the gradients to `max_norm` (0: not). Collective."""

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPTConfig, checkpoint_activations
+from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
@@ -74,9 +74,14 @@ class MeshStrategy(Strategy):
 
             # it would start a compiler for each core of the node, in each rank
             inductor.compile_threads = min(inductor.compile_threads, torch.get_num_threads())
-            # FSDP's hooks stand around each block: a graph across them would be cut there anyway
-            for part in model.blocks if self.sharded or layout.tensor > 1 else [model]:
-                part.compile()
+            # one graph serves all blocks: that of a whole GPT of 8 layers took 4 times as long to build, and no step
+            # was faster by it. FSDP's hooks stand around each block, and would cut a longer one
+            for block in model.blocks:
+                block.compile()
+            if not parallel.loss_parallel:  # the logits are then one rank's share of the vocabulary
+                model.loss = torch.compile(model.loss)
+            if skips_blocks(self.config, self.options, self.ranks.device):
+                model.allowed = partial(document_blocks, make=torch.compile(create_block_mask))
         if self.sharded:
             shard(model, self.mesh, self.options)
         else:
@@ -149,17 +154,15 @@ class MeshStrategy(Strategy):
 
     @torch.no_grad()
     def logits(self, ids_BT):
-        T = ids_BT.shape[1]
+        B, T = ids_BT.shape
+        ids_BT = self.pad(ids_BT)
         self.moved()
         with self._evaluating():
             if self.stages:
-                return self.stages.logits(ids_BT)
-            if self.options.train.compile and self.config.block_size > T:
-                # a shape for each T would be compiled; what is added behind changes nothing before it
-                ids_BT = F.pad(ids_BT, (0, self.config.block_size - T))
+                return self.stages.logits(ids_BT)[:B, :T]
             with self.autocast():
                 logits_BTV, _ = self.model(ids_BT)
-            return logits_BTV[:, :T].to(torch.promote_types(logits_BTV.dtype, torch.float32))
+            return logits_BTV[:B, :T].to(torch.promote_types(logits_BTV.dtype, torch.float32))
 
     @contextlib.contextmanager
     def gathered(self):
@@ -224,6 +227,15 @@ class MeshStrategy(Strategy):
             finally:
                 for module in [] if self._keeps_unsharded else self.modules:
                     reshard(module)
+
+
+def skips_blocks(config: GPTConfig, options: Options, device: torch.device) -> bool:
+    """Whether FlexAttention may serve a compiled GPT whose attention stays within documents.
+
+    It has no dropout, no float64 and no backward on CPUs. In torch 2.13 a checkpointed block with it does not compile.
+    """
+    plain = not config.dropout and options.parallel.activation_checkpointing == "none"
+    return config.separator is not None and device.type == "cuda" and plain and options.train.precision != "fp64"
 
 
 def _own_loss(model, ids_bT, targets_bT):

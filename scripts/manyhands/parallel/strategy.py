@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from manyhands.config.layout import Layout
@@ -28,6 +29,8 @@ from manyhands.parallel.optimizer import ensure_state
 
 ModelMaker = Callable[[GPTConfig, Options], GPT]
 Tensors = dict[str, torch.Tensor]
+
+LENGTH_MULTIPLE = 64  # on a GPU `logits` reads a multiple of so many positions, see `Strategy.pad`
 
 
 def full_model(config: GPTConfig, options: Options) -> GPT:
@@ -111,6 +114,22 @@ class Strategy:
         Modes and random states stay as they were.
         """
         raise NotImplementedError
+
+    def pad(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """`ids_BT` with rows and positions of id 0 behind, so that texts of growing length come in few shapes.
+
+        Attention is causal and rows are independent: nothing changes for the ids that were there. On a GPU, cuDNN
+        plans attention for each shape that it meets, and torch.compile builds code for it. The CPU does neither, and
+        reads the ids as they are.
+        """
+        compiles = self.options.train.compile
+        if self.ranks.device.type == "cpu" and not compiles:
+            return ids_BT
+        B, T = ids_BT.shape
+        size = self.config.block_size
+        longer = size if compiles else min(T + -T % LENGTH_MULTIPLE, size)
+        more = 1 << (B - 1).bit_length()
+        return F.pad(ids_BT, (0, longer - T, 0, more - B))
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
         """Inside, what was gathered for `logits` may stay for the next call. Local."""

@@ -238,11 +238,10 @@ def plans(rows, memory_bytes, title):
     left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
     right.set(xlabel="predicted seconds per step", xlim=(0, None))
     left.set_ylim(len(rows) - 0.4, -0.6)
-    for axes in (left, right):
+    for axes, side in ((left, "left"), (right, "right")):
         handles, labels = axes.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
-        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.7 / (0.36 * len(rows) + 0.6))}
-        axes.legend(once.values(), once, frameon=False, ncols=3, fontsize=9, **below)
+        figure.legend(once.values(), once, loc=f"outside lower {side}", frameon=False, ncols=3, fontsize=9)
     return figure
 
 

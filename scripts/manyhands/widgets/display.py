@@ -80,20 +80,25 @@ def show_with_controls(draw, settings, *rows):
 class Controls:
     """Rows of ipywidgets above a picture that `draw()` -> (figure, alt) makes; `redraw` when something has changed.
 
+    While a new picture is computed, a line above the old one says so.
     A front end without ipywidgets, and a web page, find the first picture in the same output.
     """
 
     def __init__(self, rows, draw):
         import ipywidgets
 
-        self.draw, self.picture = draw, ipywidgets.HTML()
+        self.draw, self.picture, self.state = draw, ipywidgets.HTML(), ipywidgets.HTML()
         rows = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap", "grid_gap": "0 1em"}) for row in rows]
-        self.box = ipywidgets.VBox([*rows, self.picture])
+        self.box = ipywidgets.VBox([*rows, self.state, self.picture])
         self.redraw()
 
     def redraw(self, _=None):
-        figure, self.alt = self.draw()
-        self.png = png(figure)
+        self.state.value = '<span role="status">drawing...</span>'
+        try:
+            figure, self.alt = self.draw()
+            self.png = png(figure)
+        finally:
+            self.state.value = '<span role="status">&nbsp;</span>'  # as high, so that nothing moves
         source = f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         self.picture.value = f'<img alt="{html.escape(self.alt)}" style="max-width: 100%" src="{source}">'
 
