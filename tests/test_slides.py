@@ -76,6 +76,13 @@ def test_answers_are_fragments_and_are_not_seen_before(name, decks, slides):
 
 
 @pytest.mark.parametrize("name", LESSONS)
+def test_a_slide_says_a_sentence_once(name, decks):
+    for section in sections(decks / f"{name}.html"):
+        sentences = [one for one in re.split(r"(?<=[.?!]) ", seen_at_once(section)) if len(one) > 30]
+        assert [one for one in sentences if sentences.count(one) > 1] == []
+
+
+@pytest.mark.parametrize("name", LESSONS)
 def test_notes_are_for_the_speaker_alone(name, decks):
     found = sections(decks / f"{name}.html")
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
@@ -111,18 +118,47 @@ def browser():
         yield browser
 
 
-@pytest.mark.browser
-@pytest.mark.parametrize("name", LESSONS)
-def test_no_slide_overflows_complains_or_asks_another_address(name, decks, browser):
+@pytest.fixture(scope="module")
+def shown(decks):
+    """The folder of the decks, with reveal.js."""
     if not REVEAL.exists():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("reveal.js is missing: run make slides")
-    if not (decks / "reveal").exists():
-        (decks / "reveal").symlink_to(REVEAL)
+    (decks / "reveal").symlink_to(REVEAL)
+    return decks
+
+
+@pytest.mark.browser
+def test_the_arrow_keys_go_through_a_deck_with_every_answer_and_back_and_s_opens_the_notes(shown, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 720})
+    page.goto((shown / "03_data_parallel.html").as_uri())
+    page.wait_for_function("window.Reveal && Reveal.isReady()")
+    slides, answers = page.evaluate("Reveal.getTotalSlides()"), page.locator(".fragment").count()
+    assert slides > 2 and answers > 0
+    for _ in range(slides - 1 + answers):
+        assert not page.evaluate("Reveal.isLastSlide()")
+        page.keyboard.press("ArrowRight")
+    assert page.evaluate("Reveal.isLastSlide()")
+    for _ in range(slides - 1 + answers):
+        page.keyboard.press("ArrowLeft")
+    assert page.evaluate("Reveal.isFirstSlide()")
+    page.keyboard.press("End")
+    assert page.evaluate("Reveal.isLastSlide()")
+    page.keyboard.press("Home")
+    with page.expect_popup() as notes:
+        page.keyboard.press("s")
+    notes.value.locator(".speaker-controls-notes").get_by_text("For the instructor").wait_for(timeout=10_000)
+    notes.value.close()
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_no_slide_overflows_complains_or_asks_another_address(name, shown, browser):
     found, page = [], browser.new_page(viewport={"width": 1280, "height": 720})
     page.on("console", lambda said: said.type == "error" and found.append(said.text))
     page.on("pageerror", lambda error: found.append(str(error)))
     page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or found.append(asked.url))
-    page.goto((decks / f"{name}.html").as_uri())
+    page.goto((shown / f"{name}.html").as_uri())
     page.wait_for_function("window.Reveal && Reveal.isReady()")
     for number in range(page.evaluate("Reveal.getTotalSlides()")):
         page.evaluate(f"Reveal.slide({number})")

@@ -162,7 +162,8 @@ def of_a_section(index, heading, text):
         room = 15 - height(question) - height(answer)
         lead = fitting(near[::-1], room)[::-1] if near and height(near[-1]) <= room else []
         far = fitting(paragraphs_of(opening), 3)[:1] if first else []
-        if far and not any(one.startswith(far[0]) for one in near) and sum(map(height, lead)) + 3 <= room:
+        again = any(" ".join(one.split()).startswith(" ".join(far[0].split())) for one in near) if far else True
+        if not again and sum(map(height, lead)) + 3 <= room:
             lead = far + lead
         slides.append(Slide("question", heading, index, html(question), html(answer), lead=joined(lead), first=first))
         before = end
