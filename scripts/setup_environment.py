@@ -277,7 +277,7 @@ def install(venv, pins, compiled):
                 cure = (
                     "correct it, name your proxy in HTTPS_PROXY, or unset it and take the usual index; then try again"
                 )
-                stop("TORCH_INDEX={} cannot be reached ({}): {}".format(index, why, cure))
+                stop(f"TORCH_INDEX={index} cannot be reached ({why}): {cure}")
             where = ["--index-url", index] if index else []
             cure = "{} did not come from TORCH_INDEX={} (message above): correct or unset it, and try again"
             run(
