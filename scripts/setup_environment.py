@@ -273,11 +273,12 @@ def install(venv, pins, compiled):
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
             phase("installing {}".format(pins["torch"]))
-            if index and uv and index.startswith("http") and (why := unreachable(index)):
+            why = unreachable(index) if index and uv and index.startswith("http") else ""
+            if why:
                 cure = (
                     "correct it, name your proxy in HTTPS_PROXY, or unset it and take the usual index; then try again"
                 )
-                stop("TORCH_INDEX={} cannot be reached ({}): {}".format(index, why, cure))
+                stop(f"TORCH_INDEX={index} cannot be reached ({why}): {cure}")
             where = ["--index-url", index] if index else []
             cure = "{} did not come from TORCH_INDEX={} (message above): correct or unset it, and try again"
             run(

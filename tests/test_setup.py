@@ -254,7 +254,7 @@ def test_an_index_that_does_not_answer_is_named_at_once_with_the_cure(venv, monk
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        index = "http://127.0.0.1:{}/cpu".format(silent.getsockname()[1])
+        index = f"http://127.0.0.1:{silent.getsockname()[1]}/cpu"
         monkeypatch.setenv("TORCH_INDEX", "/wheels" if answers else index)
         with contextlib.nullcontext() if answers else pytest.raises(SystemExit):
             setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
