@@ -6,6 +6,7 @@
     python scripts/preflight.py --short --notebooks  # a quick look at the notebooks
     python scripts/preflight.py --device cuda --ranks 8
     python scripts/preflight.py --resume             # after an interruption: what went well is kept
+    python scripts/preflight.py --submit             # also one small job through the scheduler, as in lesson 04
     python scripts/preflight.py --attendees 30 --nodes 8 --gpus-per-node 4     # runs nothing: does a class fit?
     sbatch jobs/preflight.slurm                      # or qsub jobs/preflight.pbs: on the nodes of a job
 

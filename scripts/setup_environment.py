@@ -273,7 +273,8 @@ def install(venv, pins, compiled):
         if "torch" in pins:
             index = os.environ.get("TORCH_INDEX")
             phase("installing {}".format(pins["torch"]))
-            if index and uv and index.startswith("http") and (why := unreachable(index)):
+            why = unreachable(index) if index and uv and index.startswith("http") else ""
+            if why:
                 cure = (
                     "correct it, name your proxy in HTTPS_PROXY, or unset it and take the usual index; then try again"
                 )

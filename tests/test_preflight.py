@@ -624,3 +624,25 @@ def test_what_is_no_number_of_ranks_is_refused(words, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         preflight.main(["--ranks", words], root=tmp_path)
     assert f"argument --ranks: '{words}' is not a whole number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("now", "said", "well"),
+    [
+        ("PENDING|(Resources)", "slurm's job 7 was cancelled after 0.1 s: waiting, Resources", False),
+        ("", "slurm's job 7: completed; its output is ddp_shakespeare.o7", True),
+    ],
+)
+def test_a_job_goes_through_the_real_scheduler_where_that_is_asked_for(tmp_path, monkeypatch, capsys, now, said, well):
+    programs = {
+        "sinfo": "echo up", "sbatch": "echo Submitted batch job 7", "squeue": f"[ -z '{now}' ] || echo '7|{now}'",
+        "scontrol": "echo JobState=COMPLETED ExitCode=0:0", "scancel": f"echo $1 >>{tmp_path}/cancelled",
+    }  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert preflight.try_queue(0.1) == (said, well)
+    assert (tmp_path / "cancelled").exists() != well
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert preflight.try_queue(0.1) == ("no scheduler answers here, so no job was submitted", False)

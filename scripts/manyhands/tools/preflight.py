@@ -38,6 +38,7 @@ from manyhands.launch.settings import device, environment
 from manyhands.tools import flights
 from manyhands.tools.lesson_run import GPU_TIMEOUT_S, NOTEBOOK_RANKS, TIMEOUT_S, Run, positive
 
+SUBMIT_S = 600  # from which on a job of --submit that has not ended is cancelled
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 PACKAGES = {"torch", "numpy", "mpi4py", "ipyparallel", "jupyterlab", "jupytext", "papermill"}
 OFFLINE = (
@@ -64,6 +65,7 @@ def parser(description=None):
     add("--short", action="store_true", help="short parameters: about 10 s of work per run")
     add("--notebooks", action="store_true", help="only the notebooks, no launchers")
     add("--resume", nargs="?", const="always", choices=("always", "unfinished"), help=resume)
+    add("--submit", action="store_true", help=f"also submit a small job to the scheduler; {SUBMIT_S} s to its end")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
     add("--attendees", type=positive, metavar="N", help="run nothing: say whether so many fit on this node, and")
     add("--nodes", type=positive, metavar="N", help="... with so many nodes for all of them")
@@ -98,7 +100,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
         return 2
     console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
     timeout_s = options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S)
-    here, outcomes = gather_metadata(root), {}
+    here, outcomes, queue_warnings = gather_metadata(root), {}, []
     goes_on, last = flights.begin(output, options.resume)
     if goes_on and (other := flights.changed(flights.read(output)["metadata"], here, flights.SAME_RUNS)):
         console.print(f"nothing of the earlier preflight counts: {'; '.join(other)}")
@@ -118,7 +120,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
         corpus = " and ".join(sorted(corpora(results))) or "none used by these runs"
         metadata = here | {"corpus": corpus} | more
         metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
-        warnings = [OFFLINE] if "offline" in corpora(results) else []
+        warnings = [*queue_warnings, *[OFFLINE] * ("offline" in corpora(results))]
         warnings += [] if options.notebooks or has_mpiexec() else [NO_MPIEXEC]
         if last:
             warnings += flights.worse(last, metadata, made)
@@ -134,6 +136,9 @@ def main(argv=None, description=None, root=ROOT) -> int:
     try:
         with sigterm_interrupts():
             carry_out(runs, timeout_s, console, outcomes, report)
+            if options.submit:
+                here["submitted"], well = try_queue()
+                queue_warnings += [] if well else [here["submitted"]]
     except KeyboardInterrupt:
         report()
         ended = f"interrupted after {len(outcomes)} of {_count(len(runs), 'run')}; all its runs were ended"
@@ -179,6 +184,30 @@ def usual_ranks(kind) -> list[int] | None:
 
     gpus = devices.gpus_here(environ)[1]
     return sorted({n for n in (2, 4) if n < gpus} | {gpus})
+
+
+def try_queue(limit_s: float = SUBMIT_S) -> tuple[str, bool]:
+    """Submit a small job as lesson 04 does; returns (a sentence, whether it went well).
+
+    A job that has not ended after `limit_s` seconds is cancelled.
+    """
+    from manyhands.jobs import submit
+
+    if (via := submit.scheduler()) is None:
+        return "no scheduler answers here, so no job was submitted", False
+    try:
+        job = submit.submit("ddp_shakespeare", "--steps 20 --repeats 1", via=via)
+    except (submit.SubmitError, pairs.PairError) as error:
+        return f"{via} did not take a job: {' '.join(str(error).split())}", False
+    try:
+        state = job.watch(limit_s)
+        said = ", ".join(filter(None, job.state()))
+    finally:
+        if not job.ended():
+            job.cancel()
+    if state not in submit.ENDED:
+        return f"{via}'s job {job.number} was cancelled after {limit_s:g} s: {said}", False
+    return f"{via}'s job {job.number}: {said}; its output is {job.output.name}", state == "completed"
 
 
 def has_mpiexec() -> bool:
