@@ -9,6 +9,7 @@ from manyhands.course.folders import ASSETS
 
 sys.path.insert(0, str(ASSETS / "src"))
 import draw  # noqa: E402
+from lab import chromium  # noqa: E402
 
 LESSONS = sorted((ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
 
@@ -40,3 +41,27 @@ def test_each_picture_of_a_lesson_exists_and_has_alt_text(lesson):
     for alt, target in pictures:
         assert len(alt) > 20, f"{target} needs a sentence that says what it shows"
         assert (lesson.parent / target).resolve().exists(), f"{target} is missing"
+
+
+SHOWN = """() => [...new Set([...document.querySelectorAll('[id^="frame"]')]
+    .filter((one) => getComputedStyle(one).opacity === "1").map((one) => one.id.split("-")[0]))]"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", [name for name in draw.drawings() if name.endswith("_moving")])
+def test_a_moving_figure_shows_one_frame_after_the_other_ends_on_the_last_and_stands_still_on_request(name):
+    with chromium() as browser:
+        for motion in ("no-preference", "reduce"):
+            page = browser.new_page(reduced_motion=motion)
+            page.goto((ASSETS / f"{name}.svg").as_uri())
+            frames = 1 + max(int(one) for one in re.findall(r'id="frame(\d+)-', (ASSETS / f"{name}.svg").read_text()))
+            last = [f"frame{frames - 1}"]
+            if motion == "reduce":
+                assert page.evaluate(SHOWN) == last and page.evaluate("document.getAnimations().length") == 0
+                continue
+            for number in range(frames):  # the clock of the animations is set, not waited for
+                to = f"one.pause(); one.currentTime = {2000 * number + 1000};"
+                page.evaluate(f"document.getAnimations().forEach((one) => {{ {to} }})")
+                assert page.evaluate(SHOWN) == [f"frame{number}"]
+            page.evaluate("document.getAnimations().forEach((one) => one.finish())")
+            assert page.evaluate(SHOWN) == last

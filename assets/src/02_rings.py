@@ -2,7 +2,7 @@
 
 import itertools
 
-from draw import arrow, cell
+from draw import arrow, as_frame, cell
 from manyhands.plots.looks import FAINT, HATCH, INK, PAPER, QUIET, card, rank_box, rank_colour, tint, write
 
 N = 4
@@ -86,6 +86,35 @@ def ring_reduce_scatter():
             numbers = held[rank][chunk]
             text = "".join(map(str, sorted(numbers)))
             _grid_cell(axes, panel, rank, chunk, text, (rank, chunk) in fresh, len(numbers) == N)
+    return figure
+
+
+def ring_moving():
+    """Both halves of the ring, hop by hop, as a moving figure."""
+    figure, axes = card(44, 32, "an all-reduce on a ring of four ranks")
+    for rank in range(N):
+        rank_box(axes, rank, 2, 9.2 + 4.4 * rank, width=9, height=3.4)
+        write(axes, 16 + 6.4 * rank, 7.4, f"chunk {rank}", colour=QUIET)
+    everything = set(range(N))
+    states = [(held, fresh, "at the start" if hop == 0 else f"hop {hop}: reduce-scatter")
+              for hop, (held, fresh) in enumerate(_reduce_scatter_states())]  # fmt: skip
+    scattered = states[-1][0]
+    for hop, (complete, fresh) in enumerate(_all_gather_states()):
+        held = [[everything if (rank, chunk) in complete else scattered[rank][chunk] for chunk in range(N)]
+                for rank in range(N)]  # fmt: skip
+        states += [(held, fresh, f"hop {hop + N - 1}: all-gather")] if hop else []
+
+    def frame(held, fresh, words):
+        for rank, chunk in itertools.product(range(N), repeat=2):
+            numbers, hatch = held[rank][chunk], HATCH if (rank, chunk) in fresh else None
+            strength = 0.55 if numbers == everything else 0.12
+            text = "".join(map(str, sorted(numbers)))
+            cell(axes, 13 + 6.4 * chunk, 9.2 + 4.4 * rank, text, rank, 6, 3.4, hatch, strength)
+        write(axes, 25.6, 4.8, words, weight="bold")
+
+    for number, state in enumerate(states):
+        as_frame(axes, number, lambda state=state: frame(*state))
+    write(axes, 22, 29.2, "digits: whose numbers are in it; hatched: has just arrived", colour=QUIET)
     return figure
 
 
@@ -201,6 +230,7 @@ def strong_scaling():
 FIGURES = {
     "02_strong_scaling": strong_scaling,
     "02_ring": ring,
+    "02_ring_moving": ring_moving,
     "02_ring_reduce_scatter": ring_reduce_scatter,
     "02_ring_all_gather": ring_all_gather,
     "02_ordered_sends": ordered_sends,

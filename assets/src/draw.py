@@ -69,13 +69,40 @@ def drawings():
 
 @cache
 def said():
-    """{name: what the figure shows}, as the first lesson that shows it says it, else the glossary, else README."""
+    """{name: what the figure shows}, as the first page that shows it says it: lessons, glossary, README, handbook."""
     found = {}
-    others = ROOT / "assets" / "glossary.md", ROOT / "README.md"
+    others = ROOT / "assets" / "glossary.md", ROOT / "README.md", *sorted(ROOT.glob("assets/handbook/*.md"))
     for path in (*sorted(ROOT.glob("scripts/[0-9]*.py")), *others):
         for alt, name in re.findall(r"!\[([^\]]*)\]\([./]*(?:assets/)?(\w+)\.svg\)", path.read_text("utf-8")):
             found.setdefault(name, " ".join(alt.replace("\n# ", " ").split()))
     return found
+
+
+def as_frame(axes, number, draw_it):
+    """Call `draw_it()`: what it adds to `axes` is shown in frame `number` of a moving figure alone."""
+    before = set(axes.get_children())
+    draw_it()
+    for place, artist in enumerate(one for one in axes.get_children() if one not in before):
+        artist.set_gid(f"frame{number}-{place}")
+
+
+def moving(svg, seconds=2, times=3):
+    """Return an SVG whose frames (`as_frame`) follow each other; it ends, and stands still by request, on the last one.
+
+    Seven frames of two seconds, three times, are 42 s. A reader who asks for less motion sees the last frame only.
+    """
+    frames = sorted({int(number) for number in re.findall(r'id="frame(\d+)-', svg)})
+    if not frames:
+        return svg
+    rules, share = [], 100 / len(frames)
+    for number in frames:
+        last, start, end = number == frames[-1], number * share, (number + 1) * share
+        steps = [f"{start:.2f}%{{opacity:1}}", *([] if last else [f"{end:.2f}%{{opacity:0}}"])]
+        rules.append(f"@keyframes frame{number}{{{'' if number == 0 else '0%{opacity:0}'}{''.join(steps)}}}")
+        rules.append(f'[id^="frame{number}-"]{{opacity:{int(last)};animation:frame{number} '
+                     f"{seconds * len(frames)}s step-end {times}}}")  # fmt: skip
+    rules.append('@media (prefers-reduced-motion:reduce){[id^="frame"]{animation:none}}')
+    return svg.replace("</metadata>", "</metadata>\n <style>" + "\n ".join(rules) + "</style>", 1)
 
 
 def save(name, path):
@@ -86,6 +113,7 @@ def save(name, path):
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):
         metadata = {"Date": None, "Creator": None, "Title": said()[name]}
         drawings()[name]().savefig(path, format="svg", transparent=True, metadata=metadata)
+    path.write_text(moving(path.read_text("utf-8")), "utf-8")
 
 
 def redraw(folder):
