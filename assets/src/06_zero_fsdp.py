@@ -1,6 +1,8 @@
 """Figures of lesson 06: halves of a model, ZeRO's stages, volumes, a step of FSDP, storage, norms, wrapping, HSDP."""
 
-from draw import arrow, cell
+import itertools
+
+from draw import arrow, as_frame, cell
 from manyhands.plots.looks import (
     BYTES,
     EDGE,
@@ -145,6 +147,36 @@ def fsdp_step():
     return figure
 
 
+def fsdp_moving():
+    """A step of FSDP over four units, unit by unit, as a moving figure."""
+    figure, axes = card(64, 44, "a step of FSDP: four units, two ranks")
+    weights = "w₀", "w₁"
+    for rank in range(2):
+        rank_box(axes, rank, 12 + 26 * rank, 8.2, width=24, height=4)
+        write(axes, 18 + 26 * rank, 14.4, "weights", colour=QUIET)
+        write(axes, 30 + 26 * rank, 14.4, "gradients", colour=QUIET)
+    for unit in range(4):
+        write(axes, 10.5, 18.2 + 6 * unit, f"unit {unit}", ha="right")
+
+    def frame(words, whole=None, done=()):
+        """Unit `whole` has all its weights; the units in `done` have their share of the summed gradient."""
+        for rank, unit in itertools.product(range(2), range(4)):
+            held = dict(enumerate(weights)) if unit == whole else {rank: weights[rank]}
+            _share(axes, 12.5 + 26 * rank, 16 + 6 * unit, 11, 4.4, 2, held)
+            _share(axes, 24.5 + 26 * rank, 16 + 6 * unit, 11, 4.4, 2, {rank: "Σg"} if unit in done else {})
+        write(axes, 32, 5.2, words, weight="bold")
+
+    frames = [("at rest: half of everything",)]
+    frames += [(f"forward: gather unit {unit}, compute, free it", unit) for unit in range(4)]
+    frames += [(f"backward: gather unit {unit}, compute, reduce-scatter, free", unit, range(unit, 4))
+               for unit in reversed(range(4))]  # fmt: skip
+    frames += [("each rank updates its own half", None, range(4))]
+    for number, state in enumerate(frames):
+        as_frame(axes, number, lambda state=state: frame(*state))
+    write(axes, 32, 41.6, "dotted: not here", colour=QUIET)
+    return figure
+
+
 def storage():
     figure, axes = card(92, 33, "free the storage, keep the tensors")
     for i, (title, full) in enumerate((("gathered", True), ("freed", False), ("gathered again", True))):
@@ -259,6 +291,7 @@ FIGURES = {
     "06_stages": stages,
     "06_volume": volume,
     "06_fsdp_step": fsdp_step,
+    "06_fsdp_moving": fsdp_moving,
     "06_storage": storage,
     "06_norm": norm,
     "06_wrapping": wrapping,
