@@ -97,6 +97,13 @@ def test_rank_0_says_what_was_defined_and_what_was_kept(lesson, capsys):
         assert capsys.readouterr().out == said
 
 
+def test_a_stub_that_shares_its_solution_with_another_waits_for_its_own_check(lesson):
+    exec("def answer(x):\n    raise NotImplementedError\n\n\ndef floor(x):\n    raise NotImplementedError", lesson)
+    judged = checks.exercise(1, "answer")(lambda answer, ranks: answer(1.5))
+    assert judged(lesson["answer"]) == judged(lesson["floor"]) == "not attempted"
+    assert lesson["answer"](1.5) == 2
+
+
 def test_what_is_defined_already_stays(lesson):
     mine = lesson["answer"] = object()
     catch_up(lesson, "answer")

@@ -42,7 +42,7 @@ def _define(lesson, names):
             raise NameError(f"{script.name} defines no {name!r}; it defines {', '.join(sorted(found))}")
         # with a file and lines that exist, so that a traceback points to them
         file, nodes = found[name]
-        wanted = [node for node in nodes if not isinstance(node, DEFINITIONS) or _is_missing(lesson, node.name)]
+        wanted = [node for node in nodes if getattr(node, "name", name) == name or node.name not in lesson]
         exec(compile(ast.Module(wanted, []), file, "exec"), lesson)  # noqa: S102
 
 
