@@ -16,24 +16,19 @@
 # %% [markdown]
 # # 05 The same science: the same training on more ranks
 #
-# **45 minutes** for the sections marked CORE, 86 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 107 with those marked MORE.
 #
 # After this lesson **you can**
-# - give each rank its own data, so that nothing is lost, repeated, or read by two ranks by accident;
+# - give each rank its own data, and count what was read;
 # - keep the result of a training independent of the number of ranks, and prove it to ten digits;
-# - choose batch and learning rate when the number of ranks grows;
-# - read strong and weak scaling curves.
+# - say how large a batch is useful, and what the learning rate may do with it.
 #
 # **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)): replicas of a model on n
-# [ranks](../assets/glossary.md#rank) each read their share of a batch; after backward an
-# [all-reduce](../assets/glossary.md#all-reduce) gives every copy the same gradient.
+# [ranks](../assets/glossary.md#rank) each read their share of a batch; an [all-reduce](../assets/glossary.md#all-reduce) averages
+# the gradients.
 #
 # **New here:** [epoch](../assets/glossary.md#epoch), [sampler](../assets/glossary.md#sampler), [token-weighted
-# loss](../assets/glossary.md#token-weighted-loss), [learning-rate
-# warm-up](../assets/glossary.md#learning-rate-warm-up), [gradient noise
-# scale](../assets/glossary.md#gradient-noise-scale), [Amdahl's law](../assets/glossary.md#amdahl), [Gustafson's
-# law](../assets/glossary.md#gustafson), [straggler](../assets/glossary.md#straggler),
-# [prefetch](../assets/glossary.md#prefetch).
+# loss](../assets/glossary.md#token-weighted-loss), [gradient noise scale](../assets/glossary.md#gradient-noise-scale).
 #
 # The same file is a script:
 #
@@ -46,18 +41,16 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Each heading says its minutes. The three builds take about three minutes each; walk around while people write.
+# Minutes of the CORE: the wrong curve 5, global batch 4, one deck 9, the loss 11, the trajectory 4, useful batch 8, zoo 3.
 #
-# *Say:* one sentence carries the lesson: "the number of ranks is a matter of speed, and must not show in the result".
+# *Say:* the number of ranks is a matter of speed, and must not show in the result.
 #
-# *Three usual mistakes:* thinking of the batch per GPU as *the* batch; averaging averages; calling a run "twice as
-# fast" that makes half as many updates.
+# *Three usual mistakes:* thinking of the batch per GPU as *the* batch; averaging averages; calling a run "twice as fast" that
+# makes half as many updates.
 #
-# *When late:* open the solutions of builds A and C at once, start the sweep of learning rates before you explain it,
-# keep the zoo.
+# *When late:* give solutions A and C, keep build B, the trajectory and the zoo.
 #
-# *Ask the room:* "You double the GPUs and change nothing else. Name everything that is now different in your
-# experiment."
+# *Ask the room:* "You double the GPUs and change nothing else. Name everything that is now different in your experiment."
 #
 # </details>
 
@@ -70,13 +63,10 @@ sweep_tokens = 12288  # characters that each run of the sweep reads, at least 10
 repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
+# ## Start (CORE, 1 min)
 #
-# A cell that begins with `%%ranks` runs on all ranks. In a **Build** the key lines are yours, and the check below them tells you
-# what is wrong. Short of time? Leave a build as it is: the check puts the lesson's own lines in its place.
-#
-# **Catching up.** Each section runs after only the cells of this one: a folded `catch_up(...)` defines what it needs from
-# earlier sections. What you have written stays.
+# The first cell starts the ranks. The folded one makes a **small ShakespeareGPT** (two layers, width 64, 32 characters at a
+# time) that we can train many times. Where you leave a build as it is, the check puts the lesson's own lines in its place.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -90,14 +80,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import same_science as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch import recorded_runs
+from manyhands.plots import results
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
 together = micro_batch * world_size
 if global_batch == 0:
     global_batch = -(-48 // together) * together
@@ -106,22 +101,13 @@ if global_batch % together:
         f"global_batch={global_batch} is no multiple of micro_batch={micro_batch} x {world_size} ranks; "
         f"use a multiple of {together}"
     )
-
-# %% [markdown]
-# The lesson's model is a **small ShakespeareGPT**: two layers, width 64, 32 characters at a time, so that we can train it
-# many times.
-#
-# Letters at the end of a name are its shape: `B` sequences in the global batch, `b` this rank's share, `T` positions, `P`
-# parameters in one long row. Lines with `metrics` keep numbers for tests: read past them.
-
-# %%
-# %%ranks
 corpus = load_corpus(ranks)
 T = 32
 config = GPTConfig(vocab_size=len(corpus.vocab), block_size=T, n_layer=2, n_head=2, n_embd=64)
 given = {"micro_batch": micro_batch, "global_batch": global_batch, "steps": steps}
 metrics = Metrics(ranks, corpus, given | {"sweep_tokens": sweep_tokens})
 group_of = {n: dist.new_group(range(n)) for n in (1, 2, 4, world_size) if n <= world_size}  # the first n ranks
+sizes = sorted(group_of)
 
 
 def new_model(dtype=torch.float32, seed=1337):
@@ -142,51 +128,71 @@ def everyone(value):
     return values
 
 
-say(f"{config.num_params():,} parameters, {len(corpus.train_ids):,} characters to learn from")
+def validation(model):
+    """The loss on 256 sequences that nobody trains on."""
+    with torch.no_grad():
+        x_BT, y_BT = get_batch(corpus.val_ids, 0, 256, T, 0, 1, seed=9)
+        return model(x_BT.to(device), y_BT.to(device))[1].item()
+
+
+def curve(n, batch_of):
+    """Validation losses of a training on the first n ranks, None on the others. All ranks call it."""
+    group = group_of[n]
+    if rank >= n:
+        return None
+    ddp, losses = DDP(new_model(), process_group=group), []
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=2e-3)
+    for update in range(4 * steps):
+        x_bT, y_bT = batch_of(update)
+        optimizer.zero_grad()
+        ddp(x_bT.to(device), y_bT.to(device))[1].backward()
+        optimizer.step()
+        losses.append(validation(ddp.module))
+    return losses
+
 
 # %% [markdown]
-# ## Warm-up: four numbers by hand (CORE, 3 min)
+# ## Four ranks, and the curve of one (CORE, 5 min)
 #
-# **Why.** Ranks report means: of a loss, of a gradient. Somebody has to make one number of them.
-#
-# ![Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, the mean of the four numbers is
-# 3](../assets/05_token_mean.svg)
-#
-# Four characters have the losses 1, 2, 3 and 6. The first three are on one rank, the last on another.
-#
-# **Predict.** What is the mean loss of a character? What comes out if each rank takes its mean, and then you take
-# the mean of the two? And if two more ranks take part that hold nothing?
-#
-# <details><summary>Answer</summary>
-#
-# (1 + 2 + 3 + 6) / 4 = 3. The means are 2 and 6, and the mean of these is 4: the lonely 6 counts three times as
-# much as each of the others. A rank that holds nothing has no mean: 0/0 is nan, and an all-reduce makes it everybody's
-# nan.
-#
-# </details>
+# Somebody has a training that works on one GPU. Its loader gives 12 sequences for each update. Now it runs on all ranks: DDP
+# averages the gradients, every rank is busy, the loss falls, there is no error.
+
+
+# %%
+# %%ranks --timeout 120
+def loader(update):
+    return get_batch(corpus.train_ids, update, 12, T, 0, 1, seed=1)
+
+
+curves = {"1 rank": curve(1, loader), f"{world_size} ranks": curve(world_size, loader)}
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    figure = results.curves(curves, "validation loss", "the same loader on one rank and on all")
+    show(figure, "same_loader", "two curves of validation losses by update: they lie on each other")
+    one, many = curves.values()
+    say(f"largest difference of the two curves: {max(abs(a - b) for a, b in zip(one, many, strict=True)):.0e}")
+
+# %% [markdown]
+# **Predict.** The curves lie on each other. With all ranks an update should learn from 12 sequences per rank. How many
+# *different* sequences does it learn from, on 4 ranks?
+
+# %%
+# %%ranks
+guess_different = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-parts = [[1.0, 2.0, 3.0], [6.0]]
-# one rank alone holds both parts; rank 2 and later hold nothing
-mine = torch.tensor(sum(parts[rank::world_size], []), device=device)
-
-means = everyone(mine.mean().item())
-sum_and_count = torch.stack([mine.sum(), torch.tensor(float(len(mine)), device=device)])
-dist.all_reduce(sum_and_count)
-if rank == 0:
-    say(f"the ranks' means: {means}, the mean of the first two: {sum(means[:2]) / len(means[:2]):g}")
-    say(f"{sum_and_count[0]:g} / {sum_and_count[1]:g} = {sum_and_count[0] / sum_and_count[1]:g}")
+rows = [tuple(row) for part in everyone(loader(0)[0].tolist()) for row in part]
+compare("different sequences in an update of 4 ranks", guess_different, len(set(rows)))
 
 # %% [markdown]
-# The rule for all that follows: **add up sums, add up counts, divide once, at the end.** It gives the same answer on any
-# number of ranks. That is the whole subject: *the number of ranks is a matter of speed; it must not show in the result.*
+# Every rank runs the same file with the same seed, so every rank reads the same data. The average of equal gradients is that
+# gradient. You pay for all ranks and get one. **Count what was read**; no error will tell you.
 
 # %% [markdown]
-# ## The global batch (CORE, 3 min)
-#
-# **Why.** You tune a training on one GPU, then you get 64, and the loss curve changes. First look at how many sequences
-# make one update.
+# ## The global batch (CORE, 4 min)
 #
 # ![Two ranks with three micro-batches each, two sequences in a micro-batch: twelve sequences, one
 # update](../assets/05_global_batch.svg)
@@ -194,91 +200,48 @@ if rank == 0:
 # > **global batch = micro-batch × ranks × accumulation**
 #
 # A [micro-batch](../assets/glossary.md#micro-batch) is the sequences of one forward pass, as many as fit into a device.
-# [Accumulation](../assets/glossary.md#accumulation): how many of them a rank adds up before the update.
-# [**Epoch**](../assets/glossary.md#epoch): one pass over the data.
+# [Accumulation](../assets/glossary.md#accumulation) is how many of them a rank adds up before the update. An
+# [**epoch**](../assets/glossary.md#epoch) is one pass over the data.
 #
-# **Predict.** Lesson 03's GPT reads 1,003,854 characters, 64 at a time, 12 sequences per micro-batch. How many
-# updates does an epoch have on one rank? On 1,024?
-#
-# <details><summary>Answer</summary>
-#
-# 1,003,854 / 64 = 15,685 sequences, divided by 12 that makes 1,307 updates. On 1,024 ranks 12,288 sequences make an update:
-# the epoch has *one*, and 3,397 sequences are left over. The model would hardly move.
-#
-# </details>
+# **Predict.** Lesson 03's GPT reads 1,003,854 characters, 64 at a time, 12 sequences per micro-batch: 1,307 updates per epoch on
+# one rank. How many on 1,024 ranks?
+
+# %%
+# %%ranks
+guess_updates = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-if rank == 0:
-    for micro, n, accumulate in [(12, 1, 1), (12, 4, 1), (12, 4, 5), (12, 64, 1), (12, 1024, 1)]:
-        batch = micro * n * accumulate
-        say(f"{micro} x {n:4} x {accumulate} = {batch:6,}, updates per epoch {1_003_854 // 64 // batch:5,}")
+compare("updates per epoch on 1,024 ranks", guess_updates, 1_003_854 // 64 // (12 * 1024))
 
 # %% [markdown]
-# With more ranks either each update must go further (the learning rate's section below), or you keep the global batch and
-# change the accumulation. That must come out even, or the run must refuse to start.
-
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-def accumulation(global_batch, micro_batch, n):
-    """Micro-batches that each of n ranks adds up for one update. Raises ValueError where that is uneven."""
-    together = micro_batch * n
-    if global_batch % together:
-        raise ValueError(f"{global_batch} is no multiple of {micro_batch} x {n}; use a multiple of {together}")
-    return global_batch // together
-
-
-if rank == 0:
-    for n in (1, 2, 3, 4):
-        say(f"n={n}: each rank adds up {accumulation(48, 2, n)} micro-batches of 2 to a batch of 48")
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the global batch</summary>
-#
-# *Say:* "micro-batch is a memory question, global batch is a science
-# question, the rest is division". *Usual mistakes:* `batch_size` in a config file: of what? Let the room guess for
-# a framework they know. *When late:* the table only. *Asked for an extreme case:* Goyal et al. 2017 trained on ImageNet
-# with 8,192 images per update, Yamazaki et al. 2019 with 81,920: 1,281,167 images then make 16 updates per epoch (the
-# last one is not full), 1,440 in 90 epochs.
-#
-# </details>
+# The model would hardly move. Two ways out: keep the global batch and accumulate less, or let each update go further (the last
+# section). Ask for the *global batch*, compute the rest, and refuse to start where it does not come out even.
 
 # %% [markdown]
-# ## Two ways to split the data (CORE, 8 min)
-#
-# **Why.** Every rank runs the same file, so every rank would read the same data. There are two ways out:
-#
-# ![Left: one shuffled deck is dealt to four ranks, each card to one rank. Right: each rank throws its own dice and draws from
-# the whole deck](../assets/05_two_splits.svg)
-#
-# - **Partition:** all ranks shuffle one deck *in the same way* and each takes its own cards. Seeds must be *equal*.
-# - **Draw:** each rank draws at random from the whole data. Seeds must *differ*.
-#
-# ### Deal one deck, and stop anywhere
-#
-# The order must be the same on every rank, and new in every epoch: it follows from a seed and the epoch's number.
-# `np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))` mixes the two, and draws the same numbers in every
-# process.
-#
-# Jobs end in the middle of an epoch. If the order is dealt like cards, what *all* ranks have read is its **beginning**, and one
-# number says where to go on, on any number of ranks.
+# ## Deal one deck (CORE, 9 min)
 #
 # ![A shuffled deck: the first six cards have been dealt to three ranks, the remaining ones are dealt to
 # two](../assets/05_resume.svg)
 #
+# All ranks shuffle one deck *in the same way*, and each takes its own cards. The order must be the same on every rank and new in
+# every epoch, so it follows from a seed and the epoch's number: `np.random.SeedSequence(0, spawn_key=(epoch,))`.
+#
+# Jobs end in the middle of an epoch. If cards are dealt in turn, what *all* ranks have read is the **beginning** of the order. Then
+# one number says where to go on, on any number of ranks.
+#
 # ### Build A: your share of what is left
 #
-# Write `remaining(length, epoch, done, rank, n)`: the list of what rank `rank` of `n` still has to read, after all ranks together
-# have read the first `done` of the epoch's order of 0 ... `length`-1. Nothing is lost or read twice, also when `n` has changed
-# since the stop. Shares differ by one at most. No messages.
+# All ranks together have read the first `done` of the epoch's order of 0 ... `length`-1. Return the list of what rank `rank` of `n`
+# still reads. Nothing is lost or read twice, also when `n` has changed since the stop. Sizes differ by at most one.
+#
+# `np.random.default_rng(key)` makes a generator, and its `permutation(length)` an order.
 
 
 # %%
 # %%ranks
 def remaining(length, epoch, done, rank, n):
-    """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
-    raise NotImplementedError  # your turn
+    ____  # three lines: the key, the order of the whole epoch, this rank's cards of what is left
 
 
 checks.sharded_order(remaining, ranks)
@@ -288,14 +251,507 @@ checks.sharded_order(remaining, ranks)
 #
 # ```python
 # def remaining(length, epoch, done, rank, n):
-#     """The sequences that rank `rank` of `n` still reads in this epoch, in order: a list."""
-#     # a generator of its own, that no other code in the process can move
-#     generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=(epoch,)))
-#     order = generator.permutation(length)  # the same on every rank ...
-#     return order[done:][rank::n].tolist()  # ... dealt like cards, so that what was read is its beginning
+#     key = np.random.SeedSequence(0, spawn_key=(epoch,))
+#     order = np.random.default_rng(key).permutation(length)  # the same on every rank
+#     return order[done:][rank::n].tolist()  # dealt like cards, so that what was read is its beginning
 # ```
 #
 # </details>
+
+# %% [markdown]
+# The loader from above, mended: it reads its share of the deck. Now the updates of all ranks learn from more, and the curves part.
+
+
+# %%
+# %%ranks
+def dealt(update, n=world_size):
+    length = len(corpus.train_ids) // (T + 1)
+    mine = remaining(length, 0, 12 * n * update, rank, n)[:12]
+    ids_bT = torch.stack([corpus.train_ids[i * (T + 1) : (i + 1) * (T + 1)] for i in mine]).long()
+    return ids_bT[:, :-1], ids_bT[:, 1:]
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+read = [tuple(row) for part in everyone(dealt(0)[0].tolist()) for row in part]
+last = curve(1, lambda update: dealt(update, 1)), curve(world_size, dealt)
+if rank == 0:
+    say(f"an update reads {len(read)} sequences, {len(set(read))} different ones")
+    say(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
+
+# %% [markdown]
+# PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on every rank
+# before each epoch: if you forget, every epoch has the same order, and nothing fails (exercise 1 finds it).
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: splitting</summary>
+#
+# *Usual mistakes:* dealing first and shuffling afterwards (each rank keeps its cards forever); `[done:]` after the deal instead of
+# before it; `set_epoch` on rank 0 only. *Ask:* "which of these mistakes would you see in the loss?"
+#
+# </details>
+
+# %% [markdown]
+# ## Count every token once (CORE, 11 min)
+#
+# ![Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, the mean of the four numbers is
+# 3](../assets/05_token_mean.svg)
+#
+# Sentences differ in length, so ranks have different numbers of tokens. Rank 0 has 3 tokens with a mean loss of 2. Rank 1 has one
+# token with a loss of 10.
+#
+# **Predict.** What is the mean loss of the four tokens?
+
+# %%
+# %%ranks
+guess_mean = ____  # your turn: type a number
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+compare("the mean loss of the four tokens", guess_mean, (3 * 2 + 10) / 4)
+
+# %% [markdown]
+# The mean of the two means is 6: it counts the lonely token three times as much as each of the others. DDP takes the mean of the
+# ranks' gradients, so it makes this mistake by default. **Add up sums, add up counts, divide once.**
+#
+# In our batch each sequence ends after 4 to 32 characters. Beyond its end the target is -100, which `F.cross_entropy` leaves out.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def uneven_batch(step):
+    """Inputs and targets [B, T] of an update: sequences of 4 to T characters, -100 where one has ended."""
+    x_BT, y_BT = get_batch(corpus.train_ids, step, global_batch, T, 0, 1, seed=5)
+    draw = np.random.default_rng(np.random.SeedSequence(6, spawn_key=(step,)))
+    length_B1 = torch.from_numpy(np.sort(draw.integers(4, T + 1, global_batch)))[:, None]  # short ones first
+    return x_BT.to(device), y_BT.masked_fill(torch.arange(T) >= length_B1, -100).to(device)
+
+
+def loss_sum(model, x_bT, y_bT):
+    """The losses of all tokens that count, added up."""
+    logits_bTV, _ = model(x_bT)
+    return F.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), ignore_index=-100, reduction="sum")
+
+
+# %%
+# %%ranks
+x_BT, y_BT = uneven_batch(0)
+x_bT, y_bT = x_BT.chunk(world_size)[rank], y_BT.chunk(world_size)[rank]
+say(f"my {len(x_bT)} sequences have {(y_bT != -100).sum()} tokens")
+
+# %% [markdown]
+# ### Build B: the token-weighted loss
+#
+# `total` is the sum of the losses of this rank's tokens, `y_bT` are its targets. Return the loss on which this rank calls
+# `backward()`, so that DDP's *mean* over the ranks is the gradient of the mean over **all tokens of all ranks**. One integer may
+# travel. A rank may have no token.
+
+
+# %%
+# %%ranks
+def token_mean(total, y_bT):
+    ____  # three lines: count my tokens, add up the counts, and undo what DDP will do
+
+
+checks.token_mean(token_mean, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def token_mean(total, y_bT):
+#     tokens = (y_bT != -100).sum()
+#     dist.all_reduce(tokens)  # all ranks: one integer
+#     return world_size * total / tokens  # DDP will divide by world_size
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Three gradients of one batch: your loss under DDP, each rank's own mean under DDP, and one process that reads it all.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.measure import wire
+
+yours, naive, single = DDP(new_model(torch.float64)), DDP(new_model(torch.float64)), new_model(torch.float64)
+with wire.watch() as seen:  # counts what this rank communicates
+    token_mean(loss_sum(yours, x_bT, y_bT), y_bT).backward()
+(loss_sum(naive, x_bT, y_bT) / (y_bT != -100).sum()).backward()
+(loss_sum(single, x_BT, y_BT) / (y_BT != -100).sum()).backward()
+yours_P, naive_P, single_P = (flat(p.grad for p in model.parameters()) for model in (yours, naive, single))
+assert (yours_P - single_P).abs().max() < 1e-10
+off = ((naive_P - single_P).norm() / single_P.norm()).item()
+if rank == 0:
+    say("your loss: the gradient of one process, to 1e-10")
+    say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
+    say(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
+metrics.exact(weighted_gradient=fingerprint([yours_P]))
+metrics.close(weighted_gradient_norm=yours_P.norm())
+metrics.measured(mean_of_means_off=off)
+
+# %% [markdown]
+# The mean of means is no noise that would average out. It is a *bias*: in every step the tokens of short sequences weigh more. The
+# same happens *in time*, when you accumulate micro-batches with different counts. Large libraries mended that in October 2024
+# ([transformers#34191](https://github.com/huggingface/transformers/pull/34191),
+# [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875)).
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the loss</summary>
+#
+# *Say:* "an average of averages is a weighted average; ask who chose the weights". *Usual mistakes:* dividing by the local count;
+# counting padding; forgetting that DDP divides. *Ask:* "our sequences all have the same length. Are we safe?" (Until somebody masks
+# prompts.)
+#
+# </details>
+
+# %% [markdown]
+# ## The same trajectory on 1, 2 and 4 ranks (CORE, 4 min)
+#
+# Now all of it together: one global batch, dealt to n ranks, in micro-batches, weighted by tokens. One rank and four must get the
+# same losses. The folded cell trains with plain SGD, because Adam divides by the size of the gradient and would hide a wrong factor.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from torch.nn.utils import vector_to_parameters
+
+catch_up(globals(), "uneven_batch", "loss_sum")
+
+
+def gradient_and_loss(model, x_bT, y_bT, divisor):
+    """Gradients [P] of this rank's losses / divisor, added up over its micro-batches, and the sum of its losses [1]."""
+    total = 0
+    for x, y in zip(x_bT.split(micro_batch), y_bT.split(micro_batch), strict=True):
+        part = loss_sum(model, x, y)
+        (part / divisor).backward()  # adds up: accumulation
+        total = total + part.detach()
+    return flat(p.grad for p in model.parameters()), total.view(1)
+
+
+def trajectory(n, dtype=torch.float64, weigh=True):
+    """Losses per token [steps] of SGD on the first n ranks, None on the others. All ranks call it.
+
+    weigh=False trains with the mean of the ranks' means. In either case the loss per token is recorded.
+    """
+    group = group_of[n]
+    if rank >= n:
+        return None
+    model, losses = new_model(dtype), []
+    for step in range(steps):
+        x_bT, y_bT = (ids_BT.chunk(n)[rank] for ids_BT in uneven_batch(step))
+        mine = (y_bT != -100).sum()
+        tokens = mine.clone()
+        dist.all_reduce(tokens, group=group)
+        grad_P, loss_1 = gradient_and_loss(model, x_bT, y_bT, tokens if weigh else n * mine)
+        both = torch.cat([grad_P, loss_1])
+        dist.all_reduce(both, group=group)  # gradients and loss in one call
+        grad_P, loss_1 = both.split([len(grad_P), 1])
+        vector_to_parameters(flat(model.parameters()) - 0.5 * grad_P, model.parameters())
+        model.zero_grad()
+        losses.append(loss_1[0] / tokens)
+    return torch.stack(losses)
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks --timeout 120
+by_n = {n: trajectory(n) for n in sizes}
+if rank == 0:
+    for n, losses in by_n.items():
+        assert (losses - by_n[1]).abs().max() < 1e-10, n
+        say(f"n={n}: {steps} losses, equal to those of one rank to 1e-10")
+
+# %% [markdown]
+# They are not equal to the last bit, because sums are taken in another order. What looks like rounding, and what like a bug? Below,
+# each training on all ranks is compared with one rank in the same precision.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+single_fp32, all_fp32 = trajectory(1, torch.float32), trajectory(world_size, torch.float32)
+unweighted = trajectory(world_size, weigh=False)
+metrics.exact(trajectory=by_n[world_size], trajectory_fp32=all_fp32)
+metrics.close(trajectory_close=by_n[world_size])
+if rank == 0 and world_size > 1:
+    pairs = {
+        "mean of means": (unweighted, by_n[1]),
+        "float32": (all_fp32, single_fp32),
+        "float64": (by_n[world_size], by_n[1]),
+    }
+    figure = results.differences(pairs, 1e-10, f"{world_size} ranks against one")
+    alt = "differences of losses at each update, float64 lowest, the mean of means highest"
+    show(figure, "trajectories", alt)
+
+# %% [markdown]
+# In float64 a mistake stands far above rounding; float32 leaves less room. Your code must pass this test before you trust it with a
+# thousand GPU hours. What still depends on n: BatchNorm's statistics, dropout's masks, and clipping by anything but the norm of the
+# averaged gradient.
+
+# %% [markdown]
+# ## How large a batch is useful? (CORE, 8 min)
+#
+# ![Gradients of single batches scatter around the gradient of everything: widely for batches of 1, less for 4, little for
+# 16](../assets/05_noise.svg)
+#
+# With more ranks you may *want* a larger global batch. The gradient of a batch is a noisy measurement of the gradient of
+# everything. With k times the batch the noise's variance falls to 1/k, and an update may go further. How much further depends on
+# the [**gradient noise scale**](../assets/glossary.md#gradient-noise-scale) (McCandlish et al. 2018):
+#
+# > B_noise = variance of one sequence's gradient / |mean gradient|², and the best rate is proportional to 1 / (1 + B_noise / B)
+#
+# Far below B_noise twice the batch is worth twice the rate. Far above it a larger batch tells nothing new.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+def gradients(model, num=256):
+    """This rank's share of `num` gradients, each of one sequence: [b, P]."""
+    x_BT, y_BT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, num, T, 0, 1, seed=11))
+    rows = []
+    for i in range(rank, num, world_size):
+        model.zero_grad()
+        model(x_BT[i : i + 1], y_BT[i : i + 1])[1].backward()
+        rows.append(flat(p.grad for p in model.parameters()))
+    return torch.stack(rows)
+
+
+def summed(value):
+    """The sum over the ranks, as a tensor. All ranks call it."""
+    value = torch.as_tensor(value, dtype=torch.float32, device=device)
+    dist.all_reduce(value)
+    return value
+
+
+def noise_scale(model, num=256):
+    """B_noise in sequences, from gradients of one sequence each. All ranks call it."""
+    grads_bP = gradients(model, num)
+    mean_P = summed(grads_bP.sum(0)) / num
+    variance = summed(((grads_bP - mean_P) ** 2).sum()) / (num - 1)
+    signal = (mean_P**2).sum() - variance / num  # the mean of 256 still carries noise
+    return (variance / signal).item()
+
+
+def train(kind, batch, rate, seed):
+    """Validation loss of one training in this process alone, with a warm-up; that of knowing nothing if it diverged."""
+    model = new_model(seed=seed)
+    optimizer = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind](model.parameters(), lr=rate)
+    updates = sweep_tokens // (batch * T)
+    warm_up = max(1, updates // 10)
+    for step in range(updates):
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / warm_up)
+        x_BT, y_BT = get_batch(corpus.train_ids, step, batch, T, 0, 1, seed=seed)
+        optimizer.zero_grad()
+        model(x_BT.to(device), y_BT.to(device))[1].backward()
+        optimizer.step()
+    knowing_nothing = float(np.log(len(corpus.vocab)))
+    loss = validation(model)
+    return loss if loss < knowing_nothing else knowing_nothing
+
+
+ddp = DDP(new_model())
+optimizer, scales = torch.optim.SGD(ddp.parameters(), lr=0.16), {0: noise_scale(ddp.module)}
+for step in range(1, 40 * steps + 1):  # with batches of 4 sequences, on every rank the same
+    x_BT, y_BT = get_batch(corpus.train_ids, step, 4, T, 0, 1, seed=5)
+    optimizer.zero_grad()
+    ddp(x_BT.to(device), y_BT.to(device))[1].backward()
+    optimizer.step()
+    if step in (5 * steps, 40 * steps):
+        scales[step] = noise_scale(ddp.module)
+metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
+
+# %%
+# %%ranks
+if rank == 0:
+    for step, scale in scales.items():
+        say(f"after {step:3d} updates of 4 sequences: B_noise = {scale:.1f} sequences")
+
+# %% [markdown]
+# ### Build C: how much further?
+#
+# By what factor does the best rate grow when the batch grows from `batch` to `k * batch`? One line, from the formula above.
+
+
+# %%
+# %%ranks
+def gain(k, batch, noise):
+    return ____
+
+
+checks.gain(gain, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def gain(k, batch, noise):
+#     return (1 + noise / batch) / (1 + noise / (k * batch))
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Two rules are in circulation: k times the rate (Goyal et al. 2017, for SGD), and √k times (usual for Adam). Our batch grows from 4
+# to 32 sequences, so k = 8: 8 times the rate, or 2.8 times.
+#
+# **Predict.** What does the noise scale say, to one digit after the point?
+
+# %%
+# %%ranks
+guess_gain = ____  # your turn: type a number
+
+# %%
+# %%ranks
+typical = float(np.median(list(scales.values())))
+compare("how much the rate may grow for 8 times the batch", guess_gain, round(gain(8, 4, typical), 1))
+
+# %% [markdown]
+# Try all of them. Every run reads equally many characters, 0.16 was tuned for batch 4, and each rank takes other runs.
+
+# %%
+# %%ranks --timeout 600
+factors = {"batch 4": 1, "the same": 1, "by the noise scale": gain(8, 4, typical), "square root": 8**0.5, "linear": 8}
+runs = [(name, seed) for name in factors for seed in range(min(3, repeats))]
+mine = [(name, train("SGD", 4 if name == "batch 4" else 32, 0.16 * factors[name], seed))
+        for name, seed in runs[rank::world_size]]  # fmt: skip
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+found = {name: [loss for part in everyone(mine) for run, loss in part if run == name] for name in factors}
+if rank == 0:
+    for name, losses in found.items():
+        what = name if name == "batch 4" else f"batch 32, {name}"
+        spread = f"({min(losses):.2f} to {max(losses):.2f})"
+        say(f"{what:30} rate x {factors[name]:.1f}: loss {np.mean(losses):.2f} {spread}")
+metrics.close(tolerance=0.1, sweep=[float(np.mean(losses)) for losses in found.values()])
+
+# %% [markdown]
+# The noise scale of this young model is small, so its large batch gains little, and the linear rule destroys the run. Nor does any
+# rate make up for an eighth of the updates. The noise scale grows as the loss falls. So real trainings begin with a small batch and
+# let it grow, a **batch-size warm-up**:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    here = [[max(1, step) * 4 * T, scale * T] for step, scale in scales.items()]
+    figure = results.batch_growth(here, recorded_runs.published("05_batch_growth"), "useful batches grow")
+    show(figure, "batch_growth", "noise scale of our model and batch of BLOOM-176B, in tokens, by tokens read")
+
+# %% [markdown]
+# A rule carries a rate over to another batch, not to another *model*. Wider models want smaller rates; muP (Yang et al. 2022) scales
+# them so that a rate tuned on a small model holds. MORE has both rules on a grid of rates.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: useful batches</summary>
+#
+# Collect bets on the linear rule before the run. *Usual mistakes:* comparing at equal numbers of updates instead of equal data;
+# scaling the rate for accumulation as if it were a larger batch. *Ask:* "your job asks for 512 GPUs. What do you do with the batch?"
+#
+# </details>
+
+# %% [markdown]
+# ## A bug from the zoo (CORE, 3 min)
+#
+# Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per update on every
+# rank, so an update on n ranks should read n times as many. Here are the relevant lines in our words; in the original they lie a
+# page apart. It runs, the loss falls. **Look at the reported speed-up. What is wrong, and what do you measure to find out?**
+
+
+# %%
+# %%ranks
+def update_on(n, accumulate=8):
+    """(a function: one update on the first n ranks; a list: what this rank read in it). All ranks call it."""
+    group = group_of[n]
+    model = DDP(new_model(), process_group=group) if rank < n else None
+    accumulate //= n
+    x_bT, y_bT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, 12, T, 0, 1, seed=rank))
+    read = []
+
+    def update():
+        read.clear()
+        for i in range(accumulate if rank < n else 0):
+            model.require_backward_grad_sync = i == accumulate - 1  # what no_sync() sets, before forward
+            (model(x_bT, y_bT)[1] / accumulate).backward()
+            read.append(len(x_bT))
+
+    return update, read
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+from manyhands.measure.timing import take_turns
+
+updates = {n: update_on(n) for n in (1, 2, 4) if n <= world_size}
+update_s = take_turns({n: update for n, (update, _) in updates.items()}, repeats, ranks)
+if rank == 0:
+    for n, taken in update_s.items():
+        ups = sorted(n * one / t for one, t in zip(update_s[1], taken, strict=True))
+        say(f"n={n}: reported speed-up {np.median(ups):.1f} ({ups[0]:.1f} to {ups[-1]:.1f})")
+
+# %% [markdown]
+# A speed-up above the number of ranks, or of cores on the CPU, is too good to be true. The rate divides what was *asked for* by the time.
+# Count what was *read*:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+for n, (_, read) in updates.items():
+    counted = torch.tensor(sum(read), device=device)
+    dist.all_reduce(counted)
+    if rank == 0:
+        say(f"n={n}: asked for {8 * 12 * n} sequences per update, read {counted}")
+        ups = [counted.item() / 96 * one / t for one, t in zip(update_s[1], update_s[n], strict=True)]
+        say(f"  so the speed-up is {np.median(ups):.1f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. That keeps the global
+# batch constant, which is a good idea. But whoever believes that they asked for 8 per rank gets a scaling curve of updates that
+# shrink. On 3 ranks 8 // 3 = 2 loses a quarter, on 16 nothing is left. It is
+# [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it comes out even).
+#
+# </details>
+#
+# **Mend it:** let the *global batch* be what one asks for, compute the rest, and refuse what does not come out even. Log the
+# sequences that were counted, not those that were configured.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Let them bet on what is wrong from the speed-ups alone. Most suspect the timing.
+# The instrument is a counter of what was read, the same as for samplers. *Ask:* "is it a bug at all?" (The
+# arithmetic is what its author wanted; the silence is the bug.)
+#
+# </details>
+
+# %% [markdown]
+# ## Recap
+
+# %%
+# %%ranks
+card(
+    "Global batch = micro-batch x ranks x accumulation. Ask for the global batch; refuse what does not come out even.",
+    "Deal one deck: equal seeds, the epoch in the key, a share per rank. Count what was read.",
+    "Add up sums and counts, divide once: equal to one process to 1e-10 in float64.",
+    "A larger batch helps up to the noise scale. Let it grow with the training.",
+    "Test 1, 2 and 4 ranks for the same losses before the long run.",
+    figure="4 ranks against one: float64 below 1e-10, the mean of means far above",
+    command='qsub -v TRAIN_ARGS="--train.global-batch 96 --train.micro-batch 12" jobs/train.pbs',
+)
+
+# %% [markdown]
+# Next: [lesson 06](06_zero_fsdp.ipynb) shards what all ranks hold. Below is the lab, to pick from; rules, samplers and further
+# reading are in the [handbook](../assets/handbook/05_same_science.md).
+
+# %% [markdown]
+# ## The library's sampler, and the two ways to split (MORE, 4 min)
+#
+# ![Left: one shuffled deck is dealt to four ranks, each card to one rank. Right: each rank throws its own dice and draws from
+# the whole deck](../assets/05_two_splits.svg)
+#
+# - **Partition:** all ranks shuffle one deck *in the same way* and each takes its own cards. Seeds must be *equal*.
+# - **Draw:** each rank draws at random from the whole data. Seeds must *differ*.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "remaining")
 
 # %% [markdown]
 # A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by seed and
@@ -327,12 +783,12 @@ for name, mine in readers.items():
 # `DataLoader` with workers asks for indices ahead of the training: save how far the *training* is. (The course's
 # `PartitionedSampler` is your function as a sampler; tell its `state_dict(position)` that number.)
 #
-# ### Throw dice, from streams that do not meet
+# ### Throw dice, from streams that do not meet (MORE, 3 min)
 #
 # The other way: each rank draws at random, with replacement. nanoGPT reads like this. Now the seeds must differ. A launcher
 # library seeds each process with `seed * (rank + 1) * (local_rank + 1)`
 # ([ezpz, `setup_torch`](https://github.com/saforem2/ezpz/blob/17569fe2184e27a472773f94d2bde8e98eb40bd3/src/ezpz/distributed.py)).
-# No two ranks have the same factors.
+# Each pair (rank, local rank) is unique, so this looks safe.
 #
 # **Predict.** Two nodes with 8 GPUs each, `seed = 1`. Which ranks draw the same data?
 #
@@ -364,16 +820,6 @@ if rank == 0:
 # Nothing fails here either: you pay for 16 shares, and two are equal. Do not invent arithmetic with seeds. Put the rank into the
 # key: `SeedSequence(seed, spawn_key=(epoch, rank))`. (Even `seed + rank` is a trap: rank 1 of seed 1 draws what rank 0 of seed 2
 # draws.)
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: splitting</summary>
-#
-# *Say:* "equal seeds for the deck, different seeds for the dice". Half of the
-# room will have a training script in which one of them is wrong; let them look. *Usual mistakes:* dealing first and
-# shuffling afterwards (each rank keeps its cards forever); `set_epoch` on rank 0 only; `[done:]` after the deal instead of
-# before it. *When late:* drop the dice. *Ask:* "which of these mistakes would you see in the loss?"
-#
-# </details>
 
 # %% [markdown]
 # ### What draws miss, and streams that differ (MORE, 2 min)
@@ -413,231 +859,7 @@ if rank == 0:
     say(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
 
 # %% [markdown]
-# ## A loss that counts every token once (CORE, 7 min)
-#
-# **Why.** Sentences differ in length. A batch is padded, and the padding does not count, so every rank has *a different
-# number of tokens*. If each rank takes its own mean, averaging gradients, as DDP does, is the warm-up's mean of means.
-#
-# Here is such a batch: each sequence ends after 4 to 32 characters. Beyond its end the target is -100, which `F.cross_entropy` leaves out.
-
-
-# %%
-# %%ranks
-def uneven_batch(step):
-    """Inputs and targets [B, T] of an update: sequences of 4 to T characters, -100 where one has ended."""
-    x_BT, y_BT = get_batch(corpus.train_ids, step, global_batch, T, 0, 1, seed=5)
-    draw = np.random.default_rng(np.random.SeedSequence(6, spawn_key=(step,)))
-    length_B1 = torch.from_numpy(np.sort(draw.integers(4, T + 1, global_batch)))[:, None]  # short ones first
-    return x_BT.to(device), y_BT.masked_fill(torch.arange(T) >= length_B1, -100).to(device)
-
-
-def loss_sum(model, x_bT, y_bT):
-    """The losses of all tokens that count, added up."""
-    logits_bTV, _ = model(x_bT)
-    return F.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), ignore_index=-100, reduction="sum")
-
-
-x_BT, y_BT = uneven_batch(0)
-x_bT, y_bT = x_BT.chunk(world_size)[rank], y_BT.chunk(world_size)[rank]
-say(f"my {len(x_bT)} sequences have {(y_bT != -100).sum()} tokens")
-
-# %% [markdown]
-# **Predict.** Rank r has k_r tokens. The gradient should be that of the mean over all tokens of all ranks. What
-# must a rank divide its *sum* by, and what then happens between the ranks: a sum or a mean?
-#
-# <details><summary>Answer</summary>
-#
-# By the number of tokens of *all* ranks, which one all-reduce of one integer tells. Then gradients are *added* over the ranks.
-# DDP takes means instead, so something is left for you to undo.
-#
-# </details>
-#
-# ### Build B: the token-weighted loss
-#
-# Write `token_mean(total, y_bT)`. `total` is the sum of the losses of this rank's tokens, `y_bT` are its targets. Return what this
-# rank calls `backward()` on, so that DDP's *mean* over the ranks is the gradient of the mean over **all tokens of all ranks**. A
-# rank may have no token. One integer may travel.
-
-
-# %%
-# %%ranks
-def token_mean(total, y_bT):
-    """The loss on which this rank calls backward under DDP. All ranks call it."""
-    raise NotImplementedError  # your turn
-
-
-checks.token_mean(token_mean, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution B</summary>
-#
-# ```python
-# def token_mean(total, y_bT):
-#     """The loss on which this rank calls backward under DDP. All ranks call it."""
-#     tokens = (y_bT != -100).sum()
-#     dist.all_reduce(tokens)  # all ranks: one integer
-#     return world_size * total / tokens  # DDP will divide by world_size
-# ```
-#
-# </details>
-
-# %% [markdown]
-# Three gradients of one batch: your loss under the library's DDP, each rank's own mean, and one process that reads it all.
-
-# %%
-# %%ranks
-from manyhands.measure import wire
-
-yours, naive, single = DDP(new_model(torch.float64)), DDP(new_model(torch.float64)), new_model(torch.float64)
-with wire.watch() as seen:  # counts what this rank communicates
-    token_mean(loss_sum(yours, x_bT, y_bT), y_bT).backward()
-(loss_sum(naive, x_bT, y_bT) / (y_bT != -100).sum()).backward()
-(loss_sum(single, x_BT, y_BT) / (y_BT != -100).sum()).backward()
-yours_P, naive_P, single_P = (flat(p.grad for p in model.parameters()) for model in (yours, naive, single))
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-assert (yours_P - single_P).abs().max() < 1e-10
-off = ((naive_P - single_P).norm() / single_P.norm()).item()
-if rank == 0:
-    say("your loss: the gradient of one process, to 1e-10")
-    say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
-    say(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
-metrics.exact(weighted_gradient=fingerprint([yours_P]))
-metrics.close(weighted_gradient_norm=yours_P.norm())
-metrics.measured(mean_of_means_off=off)
-
-# %% [markdown]
-# The mean of means is not noise, which would average out. It is a *bias*: in every step the tokens of short sequences weigh
-# more. The same happens *in time*: accumulation over micro-batches with different counts is a mean of means on one GPU. Large
-# libraries mended it in October 2024 ([transformers#34191](https://github.com/huggingface/transformers/pull/34191),
-# [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875)). Exercise 2 has both at once.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the loss</summary>
-#
-# *Say:* "an average of averages is a weighted average; ask who chose the
-# weights". *Usual mistakes:* dividing by the local count and fixing it with the number of ranks; counting padding;
-# forgetting that DDP divides. *When late:* open the solution, show the three lines of output. *Ask:* "our sequences all have
-# the same length. Are we safe?" (Yes, until somebody masks prompts.)
-#
-# </details>
-
-# %% [markdown]
-# ## The same trajectory on 1, 2 and 4 ranks (CORE, 5 min)
-#
-# **Why.** Now all of it together: the same global batch, dealt to n ranks, in micro-batches, weighted by tokens. If all is right,
-# one rank and four get the same losses. Your code must pass this test before you trust it with a thousand GPU hours. We use plain
-# SGD: Adam divides by the size of the gradient, and so would hide a wrong factor.
-#
-# **Predict.** "The same numbers": how many digits, in float64 and in float32? Does the difference stay, or grow
-# from step to step?
-#
-# <details><summary>Answer</summary>
-#
-# Not to the last bit: sums are taken in a different order. Float64 carries 16 digits, float32 seven, and each update passes its
-# rounding on, so the difference grows slowly. 1e-10 in float64 is a limit that only rounding can keep.
-#
-# </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "uneven_batch", "loss_sum")
-
-
-# %%
-# %%ranks
-def gradient_row(model, x_bT, y_bT, divisor):
-    """Gradients of this rank's losses / divisor, added up over its micro-batches, and the sum of its losses: [P + 1]."""
-    total = 0
-    for x, y in zip(x_bT.split(micro_batch), y_bT.split(micro_batch), strict=True):
-        part = loss_sum(model, x, y)
-        (part / divisor).backward()  # adds up: accumulation
-        total = total + part.detach()
-    return torch.cat([flat(p.grad for p in model.parameters()), total.view(1)])
-
-
-# %% [markdown]
-# `weigh=False` trains with the mean of the ranks' means. In either case we record the loss per token, so that the curves compare
-# one thing.
-
-
-# %%
-# %%ranks
-from torch.nn.utils import vector_to_parameters
-
-
-def trajectory(n, dtype=torch.float64, weigh=True):
-    """Losses per token [steps] of SGD on the first n ranks, None on the others. All ranks call it."""
-    group = group_of[n]
-    if rank >= n:
-        return None
-    model, losses = new_model(dtype), []
-    for step in range(steps):
-        x_bT, y_bT = (ids_BT.chunk(n)[rank] for ids_BT in uneven_batch(step))
-        mine = (y_bT != -100).sum()
-        tokens = mine.clone()
-        dist.all_reduce(tokens, group=group)
-        row = gradient_row(model, x_bT, y_bT, tokens if weigh else n * mine)
-        dist.all_reduce(row, group=group)  # gradients and loss in one call
-        vector_to_parameters(flat(model.parameters()) - 0.5 * row[:-1], model.parameters())
-        model.zero_grad()
-        losses.append(row[-1] / tokens)
-    return torch.stack(losses)
-
-
-# %% tags=["nbval-check-output"]
-# %%ranks --timeout 120
-sizes = sorted(group_of)
-by_n = {n: trajectory(n) for n in sizes}
-if rank == 0:
-    for n, losses in by_n.items():
-        apart = (losses - by_n[1]).abs().max().item()
-        assert apart < 1e-10, f"n={n} is {apart:.1e} off"
-        say(f"n={n}: {steps} losses, equal to those of one rank to 1e-10")
-
-# %% [markdown]
-# What must you tell from rounding? Below, each training on all ranks is compared with one rank in the same precision.
-
-# %%
-# %%ranks --timeout 120
-single_fp32, all_fp32 = trajectory(1, torch.float32), trajectory(world_size, torch.float32)
-unweighted = trajectory(world_size, weigh=False)
-metrics.exact(trajectory=by_n[world_size], trajectory_fp32=all_fp32)
-metrics.close(trajectory_close=by_n[world_size])
-if rank == 0 and world_size > 1:
-    from manyhands.plots import results
-
-    pairs = {
-        "mean of means": (unweighted, by_n[1]),
-        "float32": (all_fp32, single_fp32),
-        "float64": (by_n[world_size], by_n[1]),
-    }
-    figure = results.differences(pairs, 1e-10, f"{world_size} ranks against one")
-    show(
-        figure,
-        "trajectories",
-        "differences of losses at each update, float64 lowest, the mean of means highest",
-    )
-
-# %% [markdown]
-# In float64 a mistake stands far above rounding; float32 leaves less room. (No point: equal to the last bit.)
-#
-# **What still betrays n.** BatchNorm takes its statistics over a rank's share (`SyncBatchNorm`: over all). Dropout draws a mask
-# per rank. Clipping needs the norm of the *averaged* gradient. A schedule that counts updates changes with the global batch; let
-# it count tokens.
-
-# %% [markdown]
-# ## Learning rate against batch (CORE, 9 min)
-#
-# **Why.** With more ranks you may *want* a larger global batch: fewer updates, less communication per character.
-# What must change with it?
-#
-# A larger batch does not "smooth the landscape": the function that is minimised is the same. The gradient of a batch is a *noisy
-# measurement* of the gradient of everything, and a mean over B sequences has 1/B of the **variance** (measured in MORE).
-#
-# ![Gradients of single batches scatter around the gradient of everything: widely for batches of 1, less for 4, little for
-# 16](../assets/05_noise.svg)
+# ## Two rules of thumb, on a grid of rates (MORE, 9 min)
 #
 # A batch k times as large makes k times fewer updates of the same data. Each must go further:
 #
@@ -649,7 +871,7 @@ if rank == 0 and world_size > 1:
 # - **Square root**, Malladi et al. 2022, for Adam: rate √k·η. Adam divides by the gradient's size. Where that is mostly noise, √k
 #   times less noise makes steps √k times longer already. (Their rule changes β₁, β₂ and ε too; we do not.)
 #
-# ### Build C: the rule, with warm-up
+# ### Exercise 4: the rule, with warm-up
 #
 # Write `learning_rate(kind, base, k, step, updates)`: the rate of update `step` = 0, 1, ... of `updates`. `base` is good for the
 # small batch, ours is `k` times as large; `kind` is "SGD" (linear) or "Adam" (square root). Over the first `updates // 10`
@@ -666,7 +888,7 @@ def learning_rate(kind, base, k, step, updates):
 checks.rate_rule(learning_rate, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution C</summary>
+# <details><summary>Solution 4</summary>
 #
 # ```python
 # def learning_rate(kind, base, k, step, updates):
@@ -677,6 +899,10 @@ checks.rate_rule(learning_rate, ranks)
 # ```
 #
 # </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "train", "learning_rate")
 
 # %% [markdown]
 # Now the rules meet our model: rates a factor √8 apart at batch 4 and at batch 32 (k = 8), three seeds each, every run over as
@@ -693,29 +919,6 @@ checks.rate_rule(learning_rate, ranks)
 # </details>
 #
 # Each run is small, so **every rank takes different settings**. On a cluster that is an array job (`jobs/sweep.pbs`).
-
-# %%
-# %%ranks
-import math
-
-
-def train(kind, batch, rate, seed):
-    """Validation loss of one training in this process alone; where it diverged, that of knowing nothing."""
-    model = new_model(seed=seed)
-    optimizer = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}[kind](model.parameters(), lr=rate)
-    updates = sweep_tokens // (batch * T)
-    for step in range(updates):
-        optimizer.param_groups[0]["lr"] = learning_rate(kind, rate, 1, step, updates)
-        x_BT, y_BT = get_batch(corpus.train_ids, step, batch, T, 0, 1, seed=seed)
-        optimizer.zero_grad()
-        model(x_BT.to(device), y_BT.to(device))[1].backward()
-        optimizer.step()
-    with torch.no_grad():
-        x_BT, y_BT = get_batch(corpus.val_ids, 0, 256, T, 0, 1, seed=9)
-        loss = model(x_BT.to(device), y_BT.to(device))[1].item()
-    knowing_nothing = math.log(len(corpus.vocab))
-    return loss if loss < knowing_nothing else knowing_nothing
-
 
 # %%
 # %%ranks --timeout 600
@@ -738,8 +941,6 @@ best = {
 }
 advised = {kind: learning_rate(kind, best[kind, 4], k, 1, 2) for kind in rates}
 if rank == 0:
-    from manyhands.plots import results
-
     figure = results.by_rate(losses, advised, f"{len(seeds)} seeds")
     show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
     for kind, batch in best:
@@ -755,16 +956,6 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 # **tuned** at the small batch; if yours was too small, a larger batch "wins" by any rule. And compare at equal *data*: after
 # equally many updates the larger batch has read k times as much.
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: learning rate</summary>
-#
-# The sweep takes about a quarter of a minute; collect bets before it. *Say:* "the
-# rules are for crossing the street, not the ocean: from there, tune". *Usual mistakes:* comparing at equal numbers
-# of updates instead of equal data; scaling the rate for accumulation as if it were a larger batch; a warm-up that begins with
-# rate 0. *When late:* the stored picture. *Ask:* "where is the batch so large that no rule helps?" (The noise scale, in MORE.)
-#
-# </details>
-
 # %% [markdown]
 # ### The noise of a gradient, measured (MORE, 2 min)
 #
@@ -772,26 +963,12 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 # free number: the variance of one sequence, divided by B (less 1/256, as the mean of all contains the group).
 
 
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "gradients", "summed")
+
 # %%
 # %%ranks
-def gradients(model, num=256):
-    """This rank's share of `num` gradients, each of one sequence: [b, P]."""
-    x_BT, y_BT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, num, T, 0, 1, seed=11))
-    rows = []
-    for i in range(rank, num, world_size):
-        model.zero_grad()
-        model(x_BT[i : i + 1], y_BT[i : i + 1])[1].backward()
-        rows.append(flat(p.grad for p in model.parameters()))
-    return torch.stack(rows)
-
-
-def summed(value):
-    """The sum over the ranks, as a tensor. All ranks call it."""
-    value = torch.as_tensor(value, dtype=torch.float32, device=device)
-    dist.all_reduce(value)
-    return value
-
-
 grads_bP = gradients(new_model())
 mean_P = summed(grads_bP.sum(0)) / 256
 variance = (summed(((grads_bP - mean_P) ** 2).sum()) / 255).item()  # of one sequence, all parameters together
@@ -805,77 +982,31 @@ for size in sizes_B:
     measured.append((total / count).item())
     predicted.append(variance * (1 / size - 1 / 256))
 if rank == 0:
-    from manyhands.plots import results
-
     show(results.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
     say(f"measured / predicted: {min(ratios):.2f} to {max(ratios):.2f}")
 
 # %% [markdown]
 # The groups of 32 are few (eight in all), so the right end scatters most.
-#
-# ### How large may a batch be? The gradient noise scale (MORE, 4 min)
-#
-# While noise is larger than the gradient itself, twice the batch is worth nearly two updates. Where the noise is
-# small, the second half of the batch tells what the first half has told. The border is the [**gradient noise
-# scale**](../assets/glossary.md#gradient-noise-scale) (McCandlish et al. 2018): B_noise = (variance of one
-# sequence's gradient) / |mean gradient|². Data parallel training
-# tells it for free: the ranks' own gradients, before the all-reduce, and their mean, after it.
-#
-# **Predict.** Is it larger at the first step, or after some training?
-#
-# <details><summary>Answer</summary>
-#
-# After some training. At first all sequences agree on what is wrong (the frequencies of letters): a strong
-# gradient. Later they disagree, the mean shrinks and the noise stays. So the useful batch *grows* during training.
-#
-# </details>
-
-
-# %%
-# %%ranks --timeout 120
-def noise_scale(model, num=256):
-    """B_noise in sequences, from gradients of one sequence each. All ranks call it."""
-    grads_bP = gradients(model, num)
-    mean_P = summed(grads_bP.sum(0)) / num
-    variance = summed(((grads_bP - mean_P) ** 2).sum()) / (num - 1)
-    signal = (mean_P**2).sum() - variance / num  # the mean of 256 still carries noise
-    return (variance / signal).item()
-
-
-model = DDP(new_model())
-optimizer, scales = torch.optim.Adam(model.parameters(), lr=2e-3), {0: noise_scale(model.module)}
-for step in range(1, 5 * steps + 1):
-    x_bT, y_bT = get_batch(corpus.train_ids, step, global_batch, T, rank, world_size, seed=5)
-    optimizer.zero_grad()
-    model(x_bT.to(device), y_bT.to(device))[1].backward()
-    optimizer.step()
-    if step in (steps, 5 * steps):
-        scales[step] = noise_scale(model.module)
 
 # %% [markdown]
-# What follows from it, in the paper's formulas: with a batch of B a target takes S_min·(1 + B_noise/B) updates,
-# which read E_min·(1 + B/B_noise) data. S_min is the fewest updates, with a huge batch; E_min the least data, with
-# a tiny one.
+# ### Time against data (MORE, 2 min)
+#
+# In the paper's formulas a batch of B needs S_min·(1 + B_noise/B) updates to reach a target, which read E_min·(1 + B/B_noise) data.
+# S_min is the fewest updates, with a huge batch; E_min the least data, with a tiny one.
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 if rank == 0:
-    for step, scale in scales.items():
-        off = 100 * (scale / 256) ** 0.5  # of the mean of 256 gradients, in percent of the true mean's length
-        say(f"after {step:2d} updates: noise scale {scale:.1f} sequences (the mean itself is {off:.0f} % off)")
     for ratio in (1 / 8, 1 / 2, 1, 2, 8):
         say(f"batch = {ratio:5g} B_noise: {1 + 1 / ratio:4.2f} S_min updates read {1 + ratio:4.2f} E_min")
-metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
 
 # %% [markdown]
-# (Rough numbers: where the mean of 256 gradients is itself far off, the formula subtracts that, and what is left is rough.) A
-# batch equal to the noise scale, the **critical batch**, needs twice the minimum of both. Far below it you waste time, far above
-# it data. It is small in the first updates, so a large batch buys least there: one more reason for a warm-up.
-
+# A batch equal to the noise scale, the **critical batch**, needs twice the minimum of both. Far below it you waste time, far above it
+# data.
 
 # %% [markdown]
-# ## Experiment: strong and weak scaling (CORE, 6 min)
+# ## Strong and weak scaling (MORE, 8 min)
 #
 # **Why.** "How much faster on more ranks?" is two questions. [*Strong scaling*](../assets/glossary.md#strong-scaling) shares the
 # same global batch. [*Weak scaling*](../assets/glossary.md#weak-scaling) keeps the micro-batch, so the global batch grows.
@@ -917,13 +1048,19 @@ virtual_s = [virtual_step(n) for n in sizes]
 metrics.exact(virtual_strong_s=virtual_s)
 
 # %% [markdown]
-# Fit Amdahl's law, T(n) = a + b/n, to these few points and extrapolate to 64. Beside it the formula with the ring, not fitted.
+# Fit Amdahl's law, T(n) = a + b/n, to these few points and extrapolate to 64. Next to it are two formulas, not fitted: the ring, and
+# the pipelined double tree that NCCL prefers on many nodes.
 
 
 # %%
 # %%ranks
 def ring_s(n):
     return 2 * (n - 1) * link.cost_s(4 * math.ceil(num_params / n))
+
+
+def tree_s(n):
+    """Up and down a pipelined tree: all bytes twice, and a latency per level."""
+    return 2 * link.cost_s(4 * num_params) + 2 * (math.ceil(math.log2(n)) - 1) * link.latency_s if n > 1 else 0.0
 
 
 def amdahl_fit(sizes, times_s):
@@ -937,8 +1074,11 @@ a, b = amdahl_fit(sizes, virtual_s)
 if rank == 0:
     for n, step_s in zip(sizes, virtual_s, strict=True):
         say(f"n={n}: {1e3 * step_s:.3f} ms, by formula {1e3 * (serial_s + work_s / n + ring_s(n)):.3f}")
-    fitted_ms, formula_ms = 1e3 * (a + b / 64), 1e3 * (serial_s + work_s / 64 + ring_s(64))
-    say(f"64 ranks: Amdahl's fit says {fitted_ms:.2f} ms, the formula {formula_ms:.2f}")
+    fitted_ms = 1e3 * (a + b / 64)
+    ring_ms, tree_ms = (1e3 * (serial_s + work_s / 64 + send_s(64)) for send_s in (ring_s, tree_s))
+    say(
+        f"64 ranks: Amdahl's fit says {fitted_ms:.2f} ms, the formula with a ring {ring_ms:.2f}, with a tree {tree_ms:.2f}"
+    )
 
 # %% [markdown]
 # Now the same two questions on this machine, with real DDP and a step of the optimizer.
@@ -996,8 +1136,6 @@ metrics.measured(
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.plots import results
-
     for kind, by_n in ups.items():
         for n in sizes[1:]:
             low, middle, high = by_n[n][0], np.median(by_n[n]), by_n[n][-1]
@@ -1005,6 +1143,7 @@ if rank == 0:
     many = range(1, 65)
     curves_s = {
         "with the ring": [serial_s + work_s / n + ring_s(n) for n in many],
+        "with a tree": [serial_s + work_s / n + tree_s(n) for n in many],
         "Amdahl's fit": [a + b / n for n in many],
     }
     alt = "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
@@ -1012,8 +1151,8 @@ if rank == 0:
 
 # %% [markdown]
 # **The residual.** Left: the points lie on the formula, because the formula *is* the schedule. Amdahl's line passes close to the
-# same points and is still wrong at 64 ranks: the ring's latency grows with n, and a fit to a few small n cannot know that.
-# Extrapolate from a model of what happens, not from a curve.
+# same points and is still wrong at 64 ranks: the ring's latency grows with n, a tree's with log n, and a fit to a few small n cannot
+# know either. Extrapolate from a model of what happens, not from a curve.
 #
 # Right: whiskers reach over all rounds. Beyond the number of cores nothing is left to compute on, and a fitted "serial share"
 # would be missing hardware. A fit always gives a number; what it *means* you must know from elsewhere.
@@ -1051,10 +1190,8 @@ error = 76 / math.sqrt(10)  # of a mean of 10 steps, if 76 is the standard devia
 readings = {"the error of the mean": 76, "the spread of one step": error, "1.96 such spreads": error / 1.96}
 if rank == 0:
     for name, off in readings.items():
-        say(f"if 76 is {name}, one GPU does 281 +- {off:.0f}, and the efficiencies are")
-        for n, rate in list(images_per_s.items())[1:]:
-            middle, low, high = (100 * rate / n / (281 + shift) for shift in (0, off, -off))
-            say(f"  {n:2d} GPUs: {middle:3.0f} %, {low:3.0f} to {high:3.0f} %")
+        middle, low, high = (100 * images_per_s[8] / 8 / (281 + shift) for shift in (0, off, -off))
+        say(f"8 GPUs, if 76 is {name}: {middle:3.0f} %, {low:3.0f} to {high:3.0f} %")
     say(f"from 8 to 16 GPUs: {3627 / 1341:.2f} times as fast")
 
 # %% [markdown]
@@ -1067,45 +1204,6 @@ if rank == 0:
 # numbers, and none is given. Look at the last line: 16 GPUs are 2.7 times as fast as 8. More than twice is no
 # scaling law. Something else was different: a cold start inside the ten steps, another node, another batch. **± 27
 # % over ten steps says: warm up, measure longer, repeat, and give every point its error bar**, as above.
-
-# %% [markdown]
-# ### One slow rank (MORE, 2 min)
-#
-# An all-reduce ends when the last rank has come. One rank that computes 3 times as slowly, a
-# [**straggler**](../assets/glossary.md#straggler), slows down *all*.
-#
-# ![Four ranks: one computes three times as long, and the three others wait for it](../assets/05_straggler.svg)
-#
-# **Predict.** Rank 1 is 3 times as slow in updates 3 to 5 (without a rank 1: rank 0). In the map of *waiting*
-# times, which rows are dark?
-#
-# <details><summary>Answer</summary>
-#
-# All others. The culprit never waits: look for the *light* row.
-#
-# </details>
-
-
-# %%
-# %%ranks
-def slowdown(r, step):
-    return 3.0 if r == min(1, world_size - 1) and 3 <= step <= 5 else 1.0
-
-
-network = VirtualNetwork(ranks, Link(50e-6, 1e9), slowdown=slowdown)
-for step in range(8):
-    with network.step(step):
-        network.compute(10e-3, "forward and backward")
-        network.all_reduce(torch.ones(config.num_params()))
-spent = network.gather_steps()  # all ranks
-if rank == 0:
-    from manyhands.plots.heat_map import heat_map
-
-    figure = heat_map(spent["waiting"], "time spent waiting", "s", virtual=True)
-    show(figure, "straggler", "waiting by rank and step: in steps 3 to 5 all ranks but the slow one wait")
-    total = sum(spent["total"][0])
-    say(f"8 updates took {1e3 * total:.0f} virtual ms instead of {1e3 * (total - 3 * 20e-3):.0f}")
-    metrics.exact(straggler_waiting_s=spent["waiting"])
 
 # %% [markdown]
 # ## Feed the ranks (MORE, 7 min)
@@ -1276,8 +1374,6 @@ def who_read(read, i):
 
 
 if rank == 0:
-    from manyhands.plots import results
-
     found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
     alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
     show(results.times_read(found), "three_runs", alt)
@@ -1385,8 +1481,6 @@ if rank == 0:
 # %%
 # %%ranks
 if rank == 0:
-    from manyhands.plots import results
-
     pairs = {}
     for name, (one, many, dtype) in trainings.items():
         one, many = (torch.tensor(losses, dtype=torch.float64) for losses in (one, many))
@@ -1425,82 +1519,7 @@ checks.betrays(betrays, ranks)
 # </details>
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 3 min)
-#
-# Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per update on every
-# rank, so an update on n ranks should read n times as many. Here are the relevant lines in our words; in the original they lie a
-# page apart. It runs, the loss falls. **Look at the reported speed-up. What is wrong, and what do you measure to find out?**
-
-
-# %%
-# %%ranks
-def update_on(n, accumulate=8):
-    """(a function: one update on the first n ranks; a list: what this rank read in it). All ranks call it."""
-    group = group_of[n]
-    model = DDP(new_model(), process_group=group) if rank < n else None
-    accumulate //= n
-    x_bT, y_bT = (ids.to(device) for ids in get_batch(corpus.train_ids, 0, 12, T, 0, 1, seed=rank))
-    read = []
-
-    def update():
-        read.clear()
-        for i in range(accumulate if rank < n else 0):
-            model.require_backward_grad_sync = i == accumulate - 1  # what no_sync() sets, before forward
-            (model(x_bT, y_bT)[1] / accumulate).backward()
-            read.append(len(x_bT))
-
-    return update, read
-
-
-# %%
-# %%ranks --timeout 120
-from manyhands.measure.timing import take_turns
-
-updates = {n: update_on(n) for n in (1, 2, 4) if n <= world_size}
-update_s = take_turns({n: update for n, (update, _) in updates.items()}, repeats, ranks)
-if rank == 0:
-    for n, taken in update_s.items():
-        ups = sorted(n * one / t for one, t in zip(update_s[1], taken, strict=True))
-        say(f"n={n}: reported speed-up {np.median(ups):.1f} ({ups[0]:.1f} to {ups[-1]:.1f})")
-
-# %% [markdown]
-# A speed-up above the number of ranks, or of cores on the CPU, is too good to be true. The rate divides what was *asked for* by the time.
-# Count what was *read*:
-
-# %%
-# %%ranks
-for n, (_, read) in updates.items():
-    counted = torch.tensor(sum(read), device=device)
-    dist.all_reduce(counted)
-    if rank == 0:
-        say(f"n={n}: asked for {8 * 12 * n} sequences per update, read {counted}")
-        ups = [counted.item() / 96 * one / t for one, t in zip(update_s[1], update_s[n], strict=True)]
-        say(f"  so the speed-up is {np.median(ups):.1f}")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. That keeps the global
-# batch constant, which is a good idea. But whoever believes that they asked for 8 per rank gets a scaling curve of updates that
-# shrink. On 3 ranks 8 // 3 = 2 loses a quarter, on 16 nothing is left. It is
-# [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it comes out even).
-#
-# </details>
-#
-# **Mend it:** let the *global batch* be what one asks for, compute the rest, and refuse what does not come out even, as
-# `accumulation` does at the beginning of this lesson. And log the sequences that were counted, not those that were configured.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the zoo</summary>
-#
-# Let them bet on what is wrong from the speed-ups alone. Most suspect the timing.
-# The instrument is a counter of what was read, the same as for samplers. *Ask:* "is it a bug at all?" (The
-# arithmetic is what its author wanted; the silence is the bug.)
-#
-# </details>
-
-# %% [markdown]
-# ## On the cluster
+# ## On the cluster (MORE, 1 min)
 #
 # The trainer keeps this lesson's rules: `--train.global-batch` is what you ask for, the accumulation follows from
 # `--train.micro-batch` and the number of ranks, and a batch that does not split is refused before the first step.
@@ -1519,28 +1538,6 @@ for n, (_, read) in updates.items():
 # **What to look for:** the same `trajectory_close` in the run's `metrics.json` from `mpiexec -n 8` as on your
 # laptop, to 1e-10; the sequences that were counted beside those that were asked for; a time per step whose *spread*
 # you know, on 1, 2, 4 nodes, before anyone computes an efficiency.
-
-# %% [markdown]
-# ## Recap
-#
-# 1. Global batch = micro-batch × ranks × accumulation; ask for the global batch, and let the rest follow or refuse.
-# 2. Deal one deck with equal seeds and `set_epoch`, or throw dice with streams of their own; count what was read.
-# 3. Add up sums and counts over ranks and micro-batches, divide once: equal to one process to 1e-10 in float64.
-# 4. A larger batch has less noise, not another landscape. Papers advise k times the tuned rate with warm-up for SGD, √k for
-#    Adam: a place to start tuning from.
-# 5. Amdahl asks about the same work, Gustafson about more; neither knows the network, and no efficiency is better than its
-#    error bar.
-#
-# ## Further reading
-#
-# - Goyal et al. 2017, [Accurate, large minibatch SGD](https://arxiv.org/abs/1706.02677), with a list of subtle mistakes.
-# - McCandlish et al. 2018, [An empirical model of large-batch training](https://arxiv.org/abs/1812.06162): the noise scale.
-# - Malladi et al. 2022, [On the SDEs and scaling rules for adaptive gradient algorithms](https://arxiv.org/abs/2205.10287).
-# - For batches of tens of thousands, a rate per layer: You et al. 2017, [LARS](https://arxiv.org/abs/1708.03888); You et al.
-#   2020, [LAMB](https://arxiv.org/abs/1904.00962); Yamazaki et al. 2019, [81,920 images per
-#   update](https://arxiv.org/abs/1903.12650).
-# - Amdahl 1967, *Validity of the single processor approach*; Gustafson 1988, *Reevaluating Amdahl's law*.
-# - PyTorch: for unequal numbers of batches [`Join`](https://docs.pytorch.org/tutorials/advanced/generic_join.html).
 
 # %%
 # %%ranks

@@ -412,6 +412,18 @@ REJECTED = {
         gathers_all_targets: "a count is 8 bytes",
         marks_the_targets: "y was changed; leave it as it is",
     },
+    "gain": {
+        "linear": (lambda k, batch, noise: k, "that is k, the linear rule: it holds only far below the noise scale"),
+        "square root": (lambda k, batch, noise: k**0.5, "that is the square root of k"),
+        "upside down": (lambda k, batch, noise: (1 + noise / (k * batch)) / (1 + noise / batch),
+            "that is the factor upside down: the larger batch has the larger rate"),
+        "of the large batch": (lambda k, batch, noise: 1 / (1 + noise / (k * batch)),
+            "that is the large batch's own factor; divide by the small one's"),
+        "changed places": (lambda k, batch, noise: (1 + batch / noise) / (1 + k * batch / noise),
+            "batch and noise have changed places"),
+        "forgets the batch": (lambda k, batch, noise: (1 + noise) / (1 + noise / k),
+            "k = 8, batch 4, noise 12: the factor should be 2.909, not 5.2"),
+    },
     "rate_rule": {
         "keeps the rate": (lambda kind, base, k, step, updates: rate_after(updates // 10, kind, base, 1, step, updates),
             "that is the base itself; the rule is linear: k times"),
@@ -492,6 +504,7 @@ RIGHT = {
         as_a_generator,
     ],
     "token_mean": [adds_up_losses_too, gathers_small_counts],
+    "gain": [lambda k, batch, noise: k * (batch + noise) / (k * batch + noise)],
     "rate_rule": [in_numpy],
     "token_weighted": [
         accumulated(gathered_share),

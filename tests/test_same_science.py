@@ -41,7 +41,16 @@ def lesson(*names, **given):
     }  # fmt: skip
     needed = [
         name
-        for name in ("new_model", "flat", "uneven_batch", "loss_sum", "gradient_row", "summed", "gradients")
+        for name in (
+            "new_model",
+            "flat",
+            "uneven_batch",
+            "loss_sum",
+            "gradient_and_loss",
+            "summed",
+            "gradients",
+            "validation",
+        )
         if name not in names
     ]
     return taken_from(LESSON, *needed, *names, **around | given)

@@ -139,7 +139,28 @@ def token_mean(answer, ranks):
         expect_traffic(seen, "the gradients are right", "a count is 8 bytes", calls=2, payload=y.nbytes - 1)
 
 
-@exercise("C", "the rule, with warm-up")
+@exercise("C", "how much further")
+def gain(answer, ranks=None):
+    """`answer(k, batch, noise)` is the factor by which the best rate grows from `batch` to k * batch sequences."""
+    for k, batch, noise in (
+        (8, 4, 12.0), (8, 4, 0.5), (2, 64, 3000.0), (1, 16, 40.0),
+        (luck(1).randrange(3, 30), luck(2).randrange(2, 50), luck(3).uniform(5, 500)),
+    ):  # fmt: skip
+        full = (1 + noise / batch) / (1 + noise / (k * batch))
+        slips = {
+            "that is k, the linear rule: it holds only far below the noise scale": k,
+            "that is the square root of k": k**0.5,
+            "that is the factor upside down: the larger batch has the larger rate": 1 / full,
+            "that is the large batch's own factor; divide by the small one's": 1 / (1 + noise / (k * batch)),
+            "batch and noise have changed places": (1 + batch / noise) / (1 + k * batch / noise),
+        }
+        if k == 1:
+            slips = {}
+        expect_number(number(answer(k, batch, noise)), full, f"k = {k}, batch {batch}, noise {noise:.4g}: the factor",
+                      slips=slips, rel=1e-6)  # fmt: skip
+
+
+@exercise(4, "the rule, with warm-up")
 def rate_rule(answer, ranks=None):
     """`answer(kind, base, k, step, updates)` is the learning rate of an update: linear or square root, with warm-up."""
     with wire.watch() as seen:

@@ -200,6 +200,32 @@ def differences(pairs, limit, title, ylabel="|loss - loss of one rank|"):
     return figure
 
 
+def curves(named, ylabel, title):
+    """Draw one line per name, the first one wide, so that equal lines can be told. named: {name: values by update}."""
+    figure, axes = looks.new_figure(7.5, 3.4)
+    for (name, values), look, width in zip(named.items(), looks.ALTERNATIVES, (5, 1.6, 1.6), strict=False):
+        axes.plot(values, **look | {"lw": width, "marker": "none"}, label=name)
+    axes.legend(frameon=False)
+    axes.set(xlabel="update", ylabel=ylabel, title=title)
+    return figure
+
+
+def batch_growth(here, published, title):
+    """Draw this model's noise scale and published batches, in tokens, against tokens read; both axes logarithmic.
+
+    here: [[tokens read, noise scale in tokens], ...]. published: dicts with `name` and `points` of the same kind.
+    """
+    figure, axes = looks.new_figure(7.5, 3.6)
+    series = {"noise scale here": here} | {f"batch of {one['name']}": one["points"] for one in published}
+    for (name, points), look in zip(series.items(), looks.ALTERNATIVES, strict=False):
+        x, y = zip(*points, strict=True)
+        axes.loglog(x, y, **look | {"ms": 5})
+        looks.note(axes, name, (x[0], y[0]), (0, 8), look["color"])
+    axes.margins(y=0.15)
+    axes.set(xlabel="tokens read", ylabel="tokens per update", title=title)
+    return figure
+
+
 def by_rate(losses, advised, title):
     """Validation loss against learning rate: a panel for each optimizer, a curve for each batch.
 
@@ -214,7 +240,7 @@ def by_rate(losses, advised, title):
             x = [rate for rate, _ in runs]
             axes.errorbar(x, middles, yerr=errors, **{**looks.WHISKERS, **look, "ms": 5})
             up = 8 if middles[0] == max(statistics.mean(losses[kind, b, x[0]]) for b in batches) else -18
-            looks.note(axes, f"batch {batch}", (x[0], middles[0]), (0, up), look["color"])
+            looks.note(axes, f"batch {batch}", (x[0], middles[0]), (2, up + 6 if up > 0 else up), look["color"])
         axes.axvline(advised[kind], **looks.PREDICTED)
         place = {"xycoords": ("data", "axes fraction")}
         looks.note(axes, "the rule", (advised[kind], 1), (4, -10), looks.PREDICTED["color"], **place)
@@ -239,7 +265,8 @@ def noise(sizes, measured, predicted):
 def scaling(sizes, virtual_s, curves_s, speed_ups):
     """Left virtual step times on `sizes` ranks and curves up to many ranks, right this machine's speed-ups."""
     figure, (left, right) = looks.new_figure(10, 3.8, 1, 2)
-    styles = (looks.PREDICTED, {"color": looks.ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6})
+    dotted = {"color": looks.ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6}
+    styles = (looks.PREDICTED, looks.PREDICTED | {"ls": "-."}, dotted)
     for (name, seconds), look in zip(curves_s.items(), styles, strict=True):
         left.loglog(range(1, len(seconds) + 1), [1e3 * s for s in seconds], **look)
         looks.end_label(left, len(seconds), 1e3 * seconds[-1], name, look["color"])
