@@ -394,6 +394,8 @@ checks.trainee_state((state_of, go_on), ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on")
+
 import hashlib
 import json
 import os
@@ -483,6 +485,10 @@ def restore(path, trainee):
         raise ValueError(f"{path.name} was saved by {wrote} ranks and here are {trainee.n}; reshard it")
     go_on(trainee, safetensors.torch.load((path / f"rank-{trainee.rank}.safetensors").read_bytes()))
 
+
+trainee = Trainee()
+for _ in range(6):
+    train_step(trainee)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -791,7 +797,7 @@ import safetensors.torch
 
 
 def save_as_always(path, trainee):
-    whole = {f"whole {name}": p.full_tensor() for name, p in trainee.model.named_parameters()}  # all ranks call it
+    whole = {f"whole {name}": p.full_tensor().clone() for name, p in trainee.model.named_parameters()}  # all ranks
     if trainee.rank == 0:
         write(path, safetensors.torch.save(state_of(trainee) | whole))
         say("saved")
