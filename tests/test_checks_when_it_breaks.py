@@ -15,8 +15,8 @@ from manyhands.checks import when_it_breaks as checks
 
 LESSON = "11_when_it_breaks"
 OWN = (
-    "calls_in", "usual", "missing_call", "where_it_stands", "culprit", "write", "save_whole", "damaged", "state_of",
-    "go_on", "all_of", "put_back",
+    "calls_in", "usual", "missing_call", "where_it_stands", "culprit", "write", "sync", "save_whole", "damaged",
+    "state_of", "go_on", "all_of", "put_back",
 )  # fmt: skip
 ours = FromLesson(LESSON, *OWN)
 
@@ -372,6 +372,7 @@ def a_manifest(folder, files):
 def renamed(path, files):
     a_manifest(_partial(path), files)
     _partial(path).rename(path)
+    ours.sync(path.parent)
 
 
 def saving(write=written, finish=renamed, waits=True):
@@ -399,6 +400,7 @@ def saves_in_a_folder_of_another_name(path, name, content, rank, gather):  # rig
     if not rank:
         ours.write(started / "manifest.json", json.dumps({"step": 6, "files": entries}, indent=1).encode())
         os.replace(started, path)
+        ours.sync(path.parent)
     gather(0)
     return path
 
@@ -415,6 +417,7 @@ def every_rank_writes_the_manifest(path, name, content, rank, gather):
     gather(None)
     if rank == 0:
         _partial(path).rename(path)
+        ours.sync(path.parent)
     gather(None)
 
 
@@ -459,6 +462,13 @@ SAVES = {
         "and not each shard as write() wrote it and the manifest says"),
     "and never renames": (saving(finish=lambda path, files: a_manifest(_partial(path), files)),
         "(in the folder: step-0006.partial): nobody has renamed anything to it"),
+    "no sync of the folder": (
+        saving(finish=lambda path, files: (a_manifest(_partial(path), files), _partial(path).rename(path))),
+        "after it, sync the folder that holds step-0006"),
+    "a sync before the rename": (
+        saving(finish=lambda path, files: (
+            a_manifest(_partial(path), files), ours.sync(path.parent), _partial(path).rename(path))),
+        "after it, sync the folder that holds step-0006"),
     "a copy": (
         saving(finish=lambda path, files: (a_manifest(_partial(path), files), shutil.copytree(_partial(path), path))),
         "step-0006 was there, under its final name, before rank 0 had all on the disk"),

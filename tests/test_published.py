@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from manyhands.launch import recorded_runs
 from manyhands.plots.bars import held_against_limit
-from manyhands.plots.times import beside_published, kept_per_gpu
+from manyhands.plots.times import beside_published, between_failures, kept_per_gpu
 from test_recorded import metrics
 
 FILES = sorted(recorded_runs.PUBLISHED.glob("*.json"))
@@ -60,3 +60,16 @@ def test_the_rungs_stand_next_to_published_rates_with_the_limit_of_memory():
     assert bars.lines[0].get_xdata()[0] == pytest.approx(5)
     assert [list(line.get_ydata()) for line in rates.lines] == [[y for _, y in one["points"]] for one in published]
     assert len(held_against_limit(rungs, 5e6, "MB").axes) == 1
+
+
+def test_a_single_point_between_failures_gets_a_line_down_to_64_gpus_and_projections_are_hollow():
+    published = [
+        {"name": "one", "points": [[128, 10]]},
+        {"name": "some", "points": [[8, 100], [1024, 2]], "projected_from": 1024},
+    ]
+    (axes,) = between_failures(published, lambda seconds: seconds / 2).axes
+    lines = [(line.get_ls(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert ("-", [64, 128], [20, 10]) in lines, "hours x GPUs is constant"
+    assert ("--", [64, 128], [10, 5]) in lines and ("--", [8, 1024], [50, 1]) in lines, "how often to save"
+    points = {line.get_xdata()[0]: line.get_mfc() for line in axes.lines if line.get_ls() == "None"}
+    assert points[1024] == "none" and "none" not in (points[8], points[128])

@@ -18,10 +18,12 @@ from manyhands.course.folders import SCRIPTS
 from manyhands.data.corpus import Corpus, load_corpus
 from manyhands.launch.processes import ChildError, Torchrun
 from rank_pool import RankFailed, run_on_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 LESSON = "11_when_it_breaks"
-TRAINEE = ("small_gpt", "windows", "Trainee", "train_step", "adam", "state_of", "go_on")
-RUN = (*TRAINEE, "write", "save_whole", "save", "restore", "damaged", "newest", "train", "heard_so_far")
+TRAINEE = ("small_gpt", "Trainee", "train_step", "state_of", "go_on")
+SAVED = ("write", "sync", "save_whole", "save", "restore", "damaged", "newest")
+RUN = (*TRAINEE, *SAVED, "begin_or_resume", "note", "ask_to_requeue", "train", "heard_so_far")
 STEPS, EVERY = 14, 4
 
 
@@ -152,9 +154,10 @@ def killed_at_each_operation(ranks, folder):
 
 def test_a_save_that_is_interrupted_anywhere_leaves_the_one_before_it(pool, tmp_path):
     found = pool.run(1, killed_at_each_operation, tmp_path)[0]
-    *interrupted, last = found
+    *interrupted, renamed, last = found
     assert len(interrupted) >= 4, "two files to sync, a folder, a rename"
     assert all(newest == "step-0001" and not any(damages) for _, newest, damages in interrupted)
+    assert renamed[1] == f"step-{len(found):04d}" and not any(renamed[2]), "before the folder is synced it is whole"
     assert last[0] and last[1] == f"step-{1 + len(found):04d}" and not any(last[2])
 
 
@@ -188,7 +191,12 @@ def damaged_is_replaced(ranks, folder):
     lesson.restore(trusted, fresh)
     lesson.train_step(fresh)
     again = lesson.save(Path(folder), fresh)  # the same step, over the damaged one
-    return trusted.name, again.name, lesson.damaged(again), torch.equal(fresh.row_P, trainee.row_P)
+    return (
+        trusted.name,
+        again.name,
+        lesson.damaged(again),
+        all(torch.equal(part, trainee.state[name]) for name, part in fresh.state.items()),
+    )
 
 
 def test_a_truncated_checkpoint_is_passed_over_and_replaced_by_the_same_numbers(pool, tmp_path):
@@ -202,10 +210,10 @@ def refuses_another_world(ranks, folder):
     dist.barrier()
     path = Path(folder) / "step-0000"
     trainee = lesson.Trainee()
-    before = trainee.row_P.clone()
+    before = {name: part.clone() for name, part in trainee.state.items()}
     with pytest.raises(ValueError, match="saved by 2 ranks and here are 3; reshard it"):
         lesson.restore(path, trainee)
-    return torch.equal(before, trainee.row_P)
+    return all(torch.equal(part, trainee.state[name]) for name, part in before.items())
 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_anything_changes(pool, tmp_path):
@@ -221,9 +229,10 @@ def hang(ranks, guilty):
     lesson = taken_from(LESSON, "train_together", "flight_record", "calls_in", "usual", "missing_call")
     name = f"training {guilty}"
     dist.barrier()  # none of them spends the group's patience on its imports
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=3), group_desc=name)
-    with contextlib.suppress(RuntimeError):
-        lesson.train_together(group, 4 if ranks.rank == guilty else 5)
+    patience = timedelta(seconds=3)
+    groups = [dist.new_group(backend="gloo", timeout=patience, group_desc=each) for each in (name, "validation")]
+    with pytest.raises(RuntimeError):  # on every rank, the one at fault too
+        lesson.train_together(4 if ranks.rank == guilty else 5, *groups)
     records = [None] * ranks.world_size
     dist.all_gather_object(records, lesson.flight_record([name]))
     return lesson.missing_call(lesson.calls_in(name, records))
@@ -242,8 +251,22 @@ def flipped_bit(ranks):
     model = lesson.small_gpt()
     if ranks.rank == 1:
         lesson.flip_bit(model.blocks[1].mlp.up.weight, 100)
-    ids = torch.arange(32)[None] % 8
+    ids = torch.arange(24)[None] % 8
     return lesson.first_not_finite(model, ids), lesson.who_is_not_finite([model(ids)[0]])
+
+
+def looked_at_before_averaging(ranks):
+    lesson = taken_from(LESSON, "look_and_average", "who_is_not_finite", world_size=ranks.world_size)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    seen = []
+    model.register_comm_hook(seen, lesson.look_and_average)
+    x = torch.full((1, 2), float("inf") if ranks.rank == 1 else 1.0)
+    model(x).sum().backward()
+    return lesson.who_is_not_finite(seen), lesson.who_is_not_finite([p.grad for p in model.parameters()])
+
+
+def test_the_comm_hook_names_the_rank_before_averaging_gives_its_infinity_to_all(pool):
+    assert pool.run(3, looked_at_before_averaging) == [([1], [0, 1, 2])] * 3
 
 
 def test_a_flipped_bit_is_traced_to_its_rank_and_to_the_layer_where_it_overflows(pool):

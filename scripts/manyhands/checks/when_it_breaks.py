@@ -346,22 +346,28 @@ def save_whole(answer, ranks, folder):
         with mock.patch.object(os, "fsync", disk.fsync), mock.patch.object(os, "mkdir", disk.mkdir):
             answer(path, names[ranks.rank], _content(ranks.rank), ranks.rank, gather)
         _judge_save(path, ranks.rank, names, disk, gather.sent_bytes)
-        of_all, n = [None] * ranks.world_size, ranks.world_size
+        of_all, n, renames = [None] * ranks.world_size, ranks.world_size, [None] * ranks.world_size
         dist.all_gather_object(of_all, disk.synced)
+        dist.all_gather_object(renames, disk.rename_synced)
         if sum(of_all) < n + 1:
             raise Wrong(
                 f"{sum(of_all)} of {n + 1} files, the shards and the manifest, were forced onto the disk: use write"
             )
         if sum(of_all) > n + 1:
             raise Wrong(f"the ranks wrote {of_all} files, and {n + 1} are needed: one rank alone writes the manifest")
+        if not any(renames):
+            raise Wrong(f"a power cut may still undo the rename: after it, sync the folder that holds {path.name}")
 
 
 class _Disk:
-    """A slow one: it counts files that are forced onto it, and notes whether `path` was there before they were."""
+    """A slow one: it counts files that are forced onto it, and notes whether `path` was there before they were.
+
+    It also notes whether the folder that holds `path` was forced onto it after the rename.
+    """
 
     def __init__(self, path, late_s):
         self._path, self._late_s, self._fsync, self._mkdir = path, late_s, os.fsync, os.mkdir
-        self._files, self.early = set(), None
+        self._files, self.early, self.rename_synced = set(), None, False
 
     @property
     def synced(self):
@@ -369,8 +375,11 @@ class _Disk:
 
     def fsync(self, handle):
         status = os.fstat(handle)
-        if stat.S_ISREG(status.st_mode):  # a folder may be forced as well
-            self._files.add(status.st_ino)
+        if stat.S_ISDIR(status.st_mode):
+            if self._path.exists() and os.path.samestat(status, self._path.parent.stat()):
+                self.rename_synced = True
+            return self._fsync(handle)
+        self._files.add(status.st_ino)
         for moment in (0.0, self._late_s):
             time.sleep(moment)
             if self._path.exists() and self.early is None:

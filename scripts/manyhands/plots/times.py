@@ -114,6 +114,36 @@ def kept_per_gpu(published, title):
     return figure
 
 
+def between_failures(published, best_interval):
+    """Draw hours between failures against GPUs, both axes logarithmic, and below each curve how often to save.
+
+    published: dicts with `name` and `points`, [[GPUs, hours], ...]; from `projected_from` GPUs on they are hollow. A
+    single point is drawn down to 64 GPUs by the rule hours x GPUs = constant. best_interval: a function of the seconds
+    between failures. Returns a Figure.
+    """
+    figure, axes = style.new_figure(8, 3.8)
+    looks = _looks([one["name"] for one in published])
+    for one in published:
+        look, points = {**looks[one["name"]], "ls": "none", "ms": 7}, one["points"]
+        for n, hours in points:
+            hollow = {"mfc": "none"} if n >= one.get("projected_from", math.inf) else {}
+            axes.plot(n, hours, **look | hollow)
+        if len(points) == 1:
+            ((n, hours),) = points
+            points = [[64, hours * n / 64], *points]
+        gpus, hours = zip(*points, strict=True)
+        axes.plot(gpus, hours, color=look["color"], lw=1)
+        axes.plot(gpus, [best_interval(3600 * h) / 3600 for h in hours], **style.PREDICTED | {"color": look["color"]})
+        style.note(axes, one["name"], (gpus[0], hours[0]), (10, 4), look["color"])
+    style.note(axes, "save every ... hours (dashed)", (gpus[0], best_interval(3600 * hours[0]) / 3600), (0, 12))
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="hours", title="a failure every ... hours")
+    axes.set_ylim(top=3000)
+    axes.set_xticks([8, 64, 1024, 16384, 131072], ["8", "64", "1,024", "16,384", "131,072"])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    return figure
+
+
 def against_trial(steps_s, trial, stopwatch_s, typical_s):
     """Steps after the first `trial` of them in blocks, median and whiskers in ms; as lines, two guesses made before.
 
