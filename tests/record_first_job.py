@@ -4,7 +4,8 @@
     python tests/record_first_job.py queue          # 13 min: when four jobs start, in three queues
     python tests/record_first_job.py run            # 2 min: lesson 03's job
     python tests/record_first_job.py failed         # 1 min: the same with a mistake on one rank, a file per node
-    python tests/record_first_job.py doctor         # 1 min: jobs/doctor.slurm, and again with all ranks of a node on one core
+    python tests/record_first_job.py imports        # 10 s, needs strace: what `import torch` asks the file system
+    python tests/record_first_job.py doctor         # 1 min: jobs/doctor.slurm, and again with one core per node
 
 Needs root and Debian's slurm-wlm and munge (see slurm_nodes). Everything is what the real programs printed; only the
 folder of the course is written as ~/many-hands.
@@ -201,6 +202,27 @@ def doctor():
         save("15_doctor.json", {"conditions": conditions(slurm), "one_core": flag})
 
 
+def imports():
+    """How often `import torch` asks the file system, counted by strace; sizes and modules by Python itself."""
+    command = ["strace", "-c", "-f", "-e", "trace=file", sys.executable, "-c", "import torch"]
+    rows = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+    calls = {name: int(n) for n, name in re.findall(r"^ *[\d.]+ +[\d.]+ +\d* +(\d+) .*?(\w+)$", rows, re.M)}
+    count = "import sys, torch; print(sum(bool(getattr(m, '__file__', None)) for m in list(sys.modules.values())))"
+    modules = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, timeout=60, check=True)
+    libraries = sum(file.stat().st_size for file in Path(torch.__file__).parent.glob("lib/*.so*"))
+    content = {
+        "calls": calls.pop("total"),
+        "by_call": calls,
+        "modules": int(modules.stdout),
+        "library_bytes": libraries,
+        "conditions": {
+            "date": date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
+            "command": "strace -c -f -e trace=file python -c 'import torch'",
+        },
+    }  # fmt: skip
+    save("15_import_torch.json", content)
+
+
 if __name__ == "__main__":
-    jobs = {"pending": pending, "queue": queue, "run": run, "failed": failed, "doctor": doctor}
+    jobs = {"pending": pending, "queue": queue, "run": run, "failed": failed, "doctor": doctor, "imports": imports}
     jobs[sys.argv[1]]()
