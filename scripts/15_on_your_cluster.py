@@ -221,7 +221,7 @@ checks.cores_beside(cores_beside, ranks)
 # ## Question 2: which GPUs? (CORE, 4 min)
 
 # %% tags=["active-ipynb"]
-# job.grep("GPUs")
+# job.grep("GPUs  ")
 
 # %% [markdown]
 # Expect as many ranks as GPUs, a GPU for each, and nearly all of its memory free. Memory decides what you can train.
@@ -393,11 +393,7 @@ guess_calls = ____  # your turn: questions
 traced = recorded_runs.numbers("15_import_torch.json")
 compare("file-system calls of 256 ranks that import torch", guess_calls, 256 * traced["calls"])
 if rank == 0:
-    say(
-        "one process: {calls:,} calls for {modules:,} modules, and {library_bytes:,} bytes of libraries".format(
-            **traced
-        )
-    )
+    say(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
 
 # %% [markdown]
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one

@@ -2,11 +2,13 @@
 
 import os
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from manyhands.launch import devices
+from manyhands.launch.program import say
 from manyhands.launch.run_folder import show
 from manyhands.measure.timing import take_turns
 
@@ -58,16 +60,18 @@ def draw(shared, ranks):
     """Show on rank 0 both times, and the line at which one core should be."""
     if ranks.rank:
         return
-    from statistics import median
-
     from manyhands.plots.looks import PREDICTED, note
     from manyhands.plots.times import compared
 
-    title = f"{PRODUCTS} products on each of {shared.n_ranks} ranks of a node"
+    title = f"{shared.n_ranks} ranks of a node, each multiplies {PRODUCTS} times"
     figure = compared(shared.samples, title, "ms, slowest rank")
     (axes,) = figure.axes
-    x = 1e3 * shared.predicted * median(shared.samples[ALL])
+    all_s, one_s = (median(shared.samples[name]) for name in (ALL, ONE))
+    x = 1e3 * shared.predicted * all_s
     axes.axvline(x, **PREDICTED)
     axes.set_xlim(0, 1.15 * max([x, *(1e3 * s for times in shared.samples.values() for s in times)]))
     note(axes, f"predicted: {shared.predicted} times as long", (x, 0), (-4, 0), ha="right")
     show(figure, "one_core", "times of the same products on all cores and on one, and the predicted line for one")
+    ratio = one_s / all_s
+    off = "" if 0.8 < ratio / shared.predicted < 1.25 else ": other programs use these cores too, look at the whiskers"
+    say(f"measured {ratio:.1f} times as long, predicted {shared.predicted}{off}")

@@ -67,14 +67,14 @@ def _gpu(device):
     none = {"gpu": None, "gpu_id": None, "free_bytes": 0, "visible": 0, "near": []}
     if device.type != "cuda":
         return none
-    facts = torch.cuda.get_device_properties(device)
-    place = [getattr(facts, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    properties = torch.cuda.get_device_properties(device)
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     near = []
     if None not in place:
         bus = "{:04x}:{:02x}:{:02x}.0".format(*place)
         listed = Path("/sys/bus/pci/devices") / bus / "local_cpulist"
         near = numbers_in(listed.read_text()) if listed.exists() else []
-    found = {"gpu": facts.name, "gpu_id": str(getattr(facts, "uuid", device.index)), "near": near}
+    found = {"gpu": properties.name, "gpu_id": str(getattr(properties, "uuid", device.index)), "near": near}
     return found | {"free_bytes": torch.cuda.mem_get_info(device)[0], "visible": torch.cuda.device_count()}
 
 
