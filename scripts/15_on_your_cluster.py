@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 15 On your cluster
 #
-# **40 minutes** for the sections marked CORE, 72 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 65 with those marked MORE.
 #
 # A job runs without an error, and trains at half the speed of your neighbour's. The file is the same. What differs is
 # what the job got, and nobody tells you unless you ask.
@@ -123,14 +123,6 @@ if rank == 0:
 # %% [markdown]
 # The job ended with exit status 0. Only the line `cores` shows that two ranks took turns on one core.
 #
-# **Predict.** Suppose that happens on this machine: all ranks compute on one core instead of on all cores. How many times as
-# long does a matrix product take?
-
-# %%
-# %%ranks
-guess_slower = ____  # your turn: times as long
-
-# %% [markdown]
 # Now ask your own job. Without a scheduler it runs here, with two ranks.
 
 # %% tags=["active-ipynb"]
@@ -146,7 +138,15 @@ guess_slower = ____  # your turn: times as long
 # job.grep("____")  # your turn: the word at the beginning of the line that you want
 
 # %% [markdown]
-# Then repeat the mistake here. The measurement takes turns: all ranks on all cores, all ranks on one.
+# **Predict.** Repeat the mistake on this machine: all ranks compute on one core instead of on all cores. How many times as long
+# does a matrix product take?
+
+# %%
+# %%ranks
+guess_slower = ____  # your turn: times as long
+
+# %% [markdown]
+# The measurement takes turns: all ranks on all cores, all ranks on one.
 
 # %%
 # %%ranks
@@ -541,6 +541,7 @@ if rank == 0:
 
 # %%
 # %%ranks
+from manyhands.config.options import read_options
 from manyhands.train.dry_run import describe
 
 if rank == 0:
