@@ -16,47 +16,43 @@
 # %% [markdown]
 # # 15 On your cluster
 #
-# **40 minutes** for the sections marked CORE, 54 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 65 with those marked MORE.
+#
+# A job runs without an error, and trains at half the speed of your neighbour's. The file is the same. What differs is
+# what the job got, and nobody tells you unless you ask.
 #
 # After this lesson **you can**
-# - move a run from the laptop to PBS or Slurm, onto nodes without internet;
-# - say beforehand whether a preset fits, and choose its wrapping;
-# - put each rank on the cores beside its GPU, and each node's data on its own disk;
-# - read what NCCL says of the network, and find the variable that spoils it;
-# - watch a running job from inside, and run a sweep whose rows are each trained once.
+# - ask a job four questions before a long run: which cores, which GPUs, which channels, how slow are imports?
+# - put each rank on the cores next to its GPU;
+# - read in NCCL's log which network carries your data, and find the variable that breaks it;
+# - prepare a job for nodes without internet, and copy data once per node;
+# - run a sweep that trains every row exactly once.
 #
-# **You need** a first job ([lesson 04](04_first_job.ipynb)), DDP ([lesson 03](03_data_parallel.ipynb)) and FSDP: shards, and
-# units that are gathered when they are needed ([lesson 06](06_zero_fsdp.ipynb)).
+# **You need** a first job ([lesson 04](04_first_job.ipynb)) and what a rank holds under DDP and FSDP
+# ([lesson 06](06_zero_fsdp.ipynb)). MORE also uses [lesson 10](10_meshes_and_planning.ipynb)'s fake backend.
 #
 # **New here:** [module](../assets/glossary.md#module), [container](../assets/glossary.md#container),
 # [node-local](../assets/glossary.md#node-local), [NUMA domain](../assets/glossary.md#numa-domain),
-# [array job](../assets/glossary.md#array-job).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/15_on_your_cluster.py
-# mpiexec -n 4 python scripts/15_on_your_cluster.py --largest 64
-# ```
+# [array job](../assets/glossary.md#array-job). Variables, flags and sources are in
+# [the handbook](../assets/handbook/15_on_your_cluster.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# The headings say the minutes. Builds take about four minutes each, exercise 1 five.
+# Minutes of the CORE: start 1, submit 4, cores 10, GPUs 4, channels 9, imports 7, zoo 2, card 1. The rest is for questions.
 #
-# *Before the event:* run `make jobs` with your site's account, submit `jobs/train.*` with both presets scaled down, and bring
-# the log of one job of your own with `NCCL_DEBUG=INFO`: it teaches more than the published one.
+# *Before the event:* run `make jobs` with your site's account and submit `jobs/doctor.*` on two GPU nodes: its output is the
+# best slide of the lesson. Bring the log of one job of your own with `NCCL_DEBUG=INFO` as well.
 #
 # *Say:* "Nothing in this lesson makes the loss better. It is what stands between you and the numbers of the other lessons."
 #
-# *In pairs, while the builds are checked:* one edits `TRAIN_ARGS` and submits, the other follows with `tail -f`; then a second
-# wrapping, and compare tokens per second. Full sizes need the nodes that the dry run names: on two nodes take `--model.n-layer 4`.
+# *Three usual mistakes:* a download inside the job; variables copied from another machine's wiki; a job that uses one core
+# of 64.
 #
-# *Three usual mistakes:* a download inside the job; variables copied from another machine's wiki; a job that uses one core of 64.
+# *When late:* give solution C, and keep the log and the zoo.
 #
-# *When late:* skip build A (read the solution), keep the log and the zoo.
-#
-# *Ask the room:* "Your job is three times slower than the neighbour's, with the same file. What differs?" (The environment.)
+# *Ask the room:* "Your job is three times slower than the neighbour's, with the same file. What differs?" (What it got: its
+# nodes, its cores and its environment variables.)
 #
 # </details>
 
@@ -65,11 +61,11 @@ n_ranks = 4  # processes; in a script the launcher decides
 layers = 4  # layers of the presets scaled down, 2 to 12
 largest = 1024  # most ranks that the fake backend plays, 64 to 4096
 repeats = 5  # samples of each timing, at least 1
+submit_via = "auto"  # who takes the job, one of auto, slurm, pbs, bash
+wait_s = 60  # seconds that a cell watches the job before the lesson goes on, 0 to 3600
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
-#
-# The first cell starts four ranks, on which cells that begin with `%%ranks` run. Each section needs only the cells of this one.
+# ## Start (CORE, 1 min)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -81,13 +77,22 @@ repeats = 5  # samples of each timing, at least 1
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import on_your_cluster as checks
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.launch.run_folder import run_folder
+from manyhands.launch import recorded_runs
+from manyhands.measure import one_core
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from types import SimpleNamespace
+
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.launch.run_folder import run_folder
+from manyhands.measure.timing import take_turns
+
 corpus = load_corpus(ranks)
 metrics = Metrics(ranks, corpus, {"layers": layers, "largest": largest})
 agreed = [run_folder(ranks) if rank == 0 else None]
@@ -95,478 +100,368 @@ dist.broadcast_object_list(agreed)  # all ranks: rank 0 says where
 folder = agreed[0]
 
 # %% [markdown]
-# ## Warm-up: the same step on more ranks (CORE, 2 min)
+# ## Submit, then ask (CORE, 4 min)
 #
-# A preset fixes the step: 512 sequences of 2,048 tokens. The job decides how many ranks share it, and each rank reads 4
-# sequences at a time.
-#
-# **Predict.** On 64 GPUs: how many micro-batches does a rank read per step, and how many tokens is a step? And on two nodes of
-# 12 GPUs?
-#
-# <details><summary>Answer</summary>
-#
-# 512 / (64 · 4) = 2 micro-batches, and 512 · 2,048 = 1,048,576 tokens on any number of ranks. Over 24 ranks 512 does not split:
-# the trainer refuses. Give it `--train.global-batch 480 --train.micro-batch 5`, or 20 of the 24.
-#
-# </details>
+# Submit first: a job may wait. This one asks for two nodes. Each of its ranks answers four questions, and then it ends.
 
+# %% tags=["active-ipynb"]
+# from manyhands.jobs.submit import scheduler, submit
+#
+# via = scheduler() or "bash" if submit_via == "auto" else submit_via
+# job = submit("doctor", via=via)
+
+# %% [markdown]
+# While it waits, look at a recorded job on two nodes of two cores. Its owner had copied one flag from another machine's
+# page: `--cpu-bind=map_cpu:0`.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-def micro_batches(global_batch, n, micro_batch):
-    """Micro-batches of each rank in a step, or why there is no such number."""
-    share, left = divmod(global_batch, n * micro_batch)
-    return f"{n} ranks: {share} per step" if not left else f"{n} ranks x {micro_batch} do not divide {global_batch}"
-
-
+sick = recorded_runs.text("15_doctor_one_core.out").splitlines()
 if rank == 0:
-    say("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
-    say(micro_batches(480, 24, 5))
+    say("\n".join(line for line in sick[1:] if not line.startswith(" " * 20)))
 
 # %% [markdown]
-# ## What a compute node lacks (CORE, 7 min)
+# The job ended with exit status 0. Only the line `cores` shows that two ranks took turns on one core.
 #
-# **Why.** On the laptop, whatever is missing comes from the internet while you wait. Compute nodes often have no internet, and a
-# job that asks for it waits for a time-out, with all its GPUs.
+# Now ask your own job. Without a scheduler it runs here, with two ranks.
+
+# %% tags=["active-ipynb"]
+# state = job.watch(wait_s)
+# job.tail(14)
+
+# %% [markdown]
+# ## Question 1: which cores? (CORE, 10 min)
 #
-# ![The login node loads packages and data from the internet onto the shared file system; compute nodes have no internet, read the
-# shared file system, and keep a copy of what they read often on a disk of their own](../assets/15_offline.svg)
-#
-# So everything is there *before* the job starts:
-#
-# | what | on the login node | why not in the job |
-# |---|---|---|
-# | Python, torch, MPI | `make kernel`, or the site's [**modules**](../assets/glossary.md#module) with `SITE_PYTHON=...` | no internet |
-# | the corpus | `make kernel` fetches it; yours: `prepare_data.py` | no internet |
-# | all of it as one file | `apptainer build manyhands.sif jobs/manyhands.def` | thousands of small files |
-# | modules, variables | `site_setup` in the job file; `make jobs SITE=...` writes it | your shell's do not come along under PBS |
-#
-# A [**container**](../assets/glossary.md#container) holds the environment as one file. Ours installs the course's pinned versions.
-# It must also hold what the *network* needs: an image without `libibverbs` made NCCL fall back to TCP, and adding it "greatly
-# [speeds up](https://github.com/sgl-project/sglang/pull/1427)" jobs on several nodes.
-#
-# **Predict.** How many files does `import torch` read? How many are that on 64 nodes with 4 ranks each, at the same time?
+# `grep` finds a line of your job's output:
+
+# %% tags=["active-ipynb"]
+# job.grep("____")  # your turn: the word at the beginning of the line that you want
+
+# %% [markdown]
+# **Predict.** Repeat the mistake on this machine: all ranks compute on one core instead of on all cores. How many times as long
+# does a matrix product take?
 
 # %%
 # %%ranks
-import subprocess
-import sys
-
-if rank == 0:
-    count = "print(sum(bool(getattr(m, '__file__', None)) for m in list(sys.modules.values())))"
-    command = [sys.executable, "-c", f"import sys, torch; {count}"]
-    files = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    say(f"import torch: {files:,} modules, each a file; on 256 ranks {256 * files:,} files are opened")
+guess_slower = ____  # your turn: times as long
 
 # %% [markdown]
-# A shared file system answers each of these over the network. One container, opened once per node, spares it nearly all of them.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: offline nodes</summary>
-#
-# Ask who has seen a job hang in `from_pretrained`. *Usual mistakes:* a proxy that works on one node; `pip install` in the job
-# file; an environment in `$HOME`, which some sites mount read-only on compute nodes.
-#
-# </details>
-
-# %% [markdown]
-# ### Build A: one copy per node
-#
-# Data that each epoch reads again belongs on the node's own disk ([**node-local**](../assets/glossary.md#node-local)). One rank
-# of each node copies, and nobody reads before the copy is whole. Write `stage(copy, source, target, local_rank)`. `copy(source,
-# target)` copies. A job that was killed may have left half a file at `target`. All ranks call `stage`.
-
+# The measurement takes turns: all ranks on all cores, all ranks on one.
 
 # %%
 # %%ranks
-def stage(copy, source, target, local_rank):
-    """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
-    raise NotImplementedError  # your turn
-
-
-checks.stage(stage, ranks, folder=folder)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution A</summary>
-#
-# ```python
-# def stage(copy, source, target, local_rank):
-#     """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
-#     if local_rank == 0:  # not rank: rank 0 is on the first node only
-#         copy(source, target)  # also over what is there: it may be half a file
-#     dist.barrier()  # all ranks
-# ```
-#
-# </details>
+shared = one_core.time_on_one_core(ranks, repeats)
+one_core.draw(shared, ranks)
+metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.samples[one_core.ALL])
+compare("one core instead of all: times as long", guess_slower, shared.predicted)
 
 # %% [markdown]
-# ## Two presets (CORE, 7 min)
+# n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer. Data loading,
+# kernel launches and the threads that feed the network do.
 #
-# **Why.** `scripts/train.py` has two sizes for a cluster. Before you ask for nodes, ask whether they fit:
-
-# %%
-# %%ranks
-from manyhands.config.options import read_options
-from manyhands.train.dry_run import describe
-
-if rank == 0:
-    for preset, n in (("olmo-1b", 8), ("olmo-7b", 64)):
-        options = read_options(["--preset", preset, "--dry-run", "--ranks", str(n), "--gpu-gib", "80"])
-        told = [line[2:] for line in describe(options, n).splitlines() if line.startswith("# ")]
-        say("\n".join(line for line in told if line.startswith(("model", "ranks", "a step", "it fits", "IT DOES"))))
-
-# %% [markdown]
-# The sizes and learning rates are those of [OLMo](https://github.com/allenai/OLMo/tree/main/configs/official); the model is this
-# course's GPT. The 1B fits whole, so it runs under DDP, which averages once per step, after the last micro-batch. (OLMo calls
-# that `grad_sync_mode: batch`. Its `find_unused_params` stays false: true makes DDP walk the graph in each step, for models that
-# leave parameters out.) The 7B needs FSDP, a unit per block, with gathers in bf16.
+# A node's cores, GPUs and network cards sit in [**NUMA domains**](../assets/glossary.md#numa-domain). Within a domain,
+# copies are short. So a rank should run on the cores next to its GPU.
 #
-# **Predict.** Two micro-batches per step. How many bytes do DDP's all-reduces carry per parameter, once per step, and once per
-# micro-batch?
+# ![A node of Polaris: four domains of eight cores; the GPUs are numbered from the other end, GPU 3 in the domain of cores 0 to 7,
+# and rank 0, bound to cores 0 to 7 by mistake, reaches GPU 0 across the whole node](../assets/15_affinity.svg)
 #
-# <details><summary>Answer</summary>
+# On [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/) **the GPUs are numbered from the other
+# end**. Ranks that are bound to cores in order are all far from their GPUs. `nvidia-smi topo -m` prints this table for your
+# own node.
 #
-# Gradients are fp32: 4 bytes once per step, 8 once per micro-batch.
+# ### Build A: the cores next to a GPU
 #
-# </details>
-#
-# On the ranks of this notebook both presets run for real, scaled down: the same flags, a smaller model.
-
-# %%
-# %%ranks
-from manyhands.measure import wire
-from manyhands.train.dry_run import model_from_flags
-
-SMALL = (
-    f"--model.n-layer {layers} --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 128 "
-    f"--train.global-batch {4 * world_size} --train.micro-batch 2 "
-)
-
-
-def one_step(flags, precision="fp32"):
-    """(loss, calls, what is spread) of a step of the preset in `flags`, scaled down. All ranks call it."""
-    spread = model_from_flags(f"{SMALL} {flags} --train.precision {precision}", ranks, len(corpus.vocab))
-    share = get_batch(corpus.train_ids, 0, 4 * world_size, 32, rank, world_size, seed=1)
-    with wire.watch() as seen:
-        loss = spread.parallel.forward_backward(*(ids.to(device) for ids in share))
-    return spread.parallel.mean_loss(loss).item(), seen, spread
-
-
-# %%
-# %%ranks
-loss_1b, seen, spread = one_step("--preset olmo-1b --parallel.all-reduce buckets")
-P = spread.config.num_params()
-by_ddp = seen.payload_bytes("all_reduce") / P
-if rank == 0:
-    say(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
-    say(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
-
-# %% [markdown]
-# ### Wrapping and sharding
-#
-# The 7B has more to choose. What is gathered at once (`--parallel.wrapping`), in which precision, and for how long
-# (`--parallel.sharding`): by block, in pairs of blocks, or all as one unit, the root.
-#
-# **Predict.** With 2 micro-batches, which of them makes the most all-gathers, and which the fewest? Does the loss change?
-#
-# <details><summary>Answer</summary>
-#
-# By block the most: each block before its forward and its backward, in each micro-batch. The root alone is gathered once per
-# micro-batch: it is kept for the backward. The loss is the same but for bf16's rounding: wrapping decides *when* weights are
-# there, not what they are.
-#
-# </details>
-
-# %%
-# %%ranks
-WAYS = {
-    "by block": "",
-    "by block, in bf16": "",
-    "in pairs of blocks": "--parallel.wrapping block_group:2",
-    "one unit, the root": "--parallel.wrapping size:1000000000000",
-    "kept after forward": "--parallel.sharding grad_op",
-}
-losses = {}
-for name, flags in WAYS.items():
-    flags = f"--preset olmo-7b --parallel.activation-checkpointing none {flags}"
-    losses[name], seen, spread = one_step(flags, "bf16" if "bf16" in name else "fp32")
-    gathers, gathered = seen.count("all_gather"), seen.payload_bytes("all_gather")
-    formula = spread.sent_by_formula.get("all_gather")  # from the configuration alone
-    assert formula is None or (gathers, gathered) == (formula.calls, formula.payload_bytes)
-    if rank == 0:
-        say(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
-
-# %% [markdown]
-# The calls and bytes are those of the dry run's formula. And the loss is that of one process, which reads the whole batch:
-
-# %%
-# %%ranks
-from manyhands.parallel.strategy import full_model
-
-whole_batch = get_batch(corpus.train_ids, 0, 4 * world_size, 32, 0, 1, seed=1)
-alone = full_model(spread.config, spread.options).to(device)
-with torch.no_grad():
-    expected = alone(*(ids.to(device) for ids in whole_batch))[1].item()
-apart = {name: abs(loss - expected) for name, loss in losses.items()}
-assert max(gap for name, gap in apart.items() if "bf16" not in name) < 1e-5
-if rank == 0:
-    say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
-
-# %% [markdown]
-# Fewer, longer messages cost memory: as one unit, the whole model is there at once. In full
-# size, on ranks that are not here, the [fake backend](../assets/glossary.md#fake-backend) of
-# [lesson 10](10_meshes_and_planning.ipynb) cuts the real shapes (512 sequences do not split over
-# 1,024 ranks, so the step grows):
-
-# %%
-# %%ranks --timeout 300
-import math
-
-from manyhands.predict.simulated_rank import in_own_process
-
-full_size = {}
-if rank == 0:  # nothing is sent: one process plays rank 0 of each world
-    worlds = sorted({8, 64, largest})
-    batch = ["--train.global-batch", str(4 * math.lcm(64, largest))]
-    for preset in ("olmo-1b", "olmo-7b"):
-        played = in_own_process(worlds, ["--preset", preset, *batch], timeout_s=240)
-        for n, found in zip(worlds, played, strict=True):
-            held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
-            full_size[f"{preset} {n}"] = held
-            say(f"{preset} on {n:5,} ranks, {found['layout']:12} rank 0 holds {held / 1e9:7.3f} GB")
-            assert abs(held / planned - 1) < 0.02, "the dry run would say something else"
-
-# %% [markdown]
-# DDP's line does not move; FSDP's falls with the number of ranks.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: presets</summary>
-#
-# The dry run counts activations, the fake backend only what lasts from step to step. *Ask:* "why not one unit, if it makes the
-# fewest calls?" (13 GB of weights in bf16 at once, and no overlap: nothing computes while it is gathered.)
-#
-# </details>
-
-# %% [markdown]
-# ### What wrapping costs on many nodes (MORE, 2 min)
-#
-# A ring's all-gather of B bytes on n ranks takes (n - 1) α + B (n - 1) / (n β). The bytes are the same for any wrapping; the
-# first part is paid per call. α = 3.31 µs and β = 4 MiB / 181.7 µs are
-# [measured](https://github.com/EESSI/docs/blob/main/docs/blog/posts/2026/05/eessi-cray-slingshot11-part2.md) between two GH200 nodes
-# (MPI on Slingshot 11). NCCL's own α is another: put in yours.
-
-# %%
-# %%ranks
-alpha_s, beta = 3.31e-6, 2**22 / 181.7e-6  # per hop; bytes/s
-weights = 2 * 6.715e9  # bytes of 7 B in bf16
-if rank == 0:
-    for name, calls, gathered in (("by block", 2 * 32 + 1, 2 * weights), ("one unit", 1, weights)):
-        for n in (64, 256, 1024):
-            latency_s, bytes_s = calls * (n - 1) * alpha_s, gathered * (n - 1) / n / beta
-            say(f"{name}, {n:5,} ranks: {latency_s:5.2f} s of latency + {bytes_s:4.2f} s of bytes per micro-batch")
-
-# %% [markdown]
-# By block the gathers hide behind computation, and one unit's cannot. So which is faster on how many nodes is a measurement: run
-# both on the nodes that you will use.
-
-# %% [markdown]
-# ## Cores beside the GPU (CORE, 9 min)
-#
-# **Why.** A node's cores, GPUs and network cards sit in [**NUMA domains**](../assets/glossary.md#numa-domain). Within one, copies
-# are short; from one to another they cross the processor. And a rank without cores of its own waits for somebody else's.
-#
-# ![A node of Polaris: four domains of eight cores; the GPUs are numbered from the other end, GPU 3 beside cores 0 to 7 and a
-# network card, GPU 1 beside cores 16 to 23 and the other card](../assets/15_affinity.svg)
-#
-# [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/), as `nvidia-smi topo -m` shows it:
-# **the GPUs are numbered from the other end**. Bind ranks to cores in order, and every one of them is far from its GPU.
-#
-# ### Build B: the cores beside a GPU
-#
-# Write `cores_beside(gpu, domains)`. `domains` is a list of `(cores, gpus)`. A GPU gets an equal share of its domain's cores, in
-# the order in which the GPUs stand there; what does not divide stays free.
+# `domains` is a list of `(cores, gpus)`. A GPU gets an equal share of its domain's cores, in the order of `gpus`. An
+# example: with `[([0, 1, ..., 11], [5, 2])]`, GPU 5 gets cores 0 to 5 and GPU 2 gets cores 6 to 11.
 
 
 # %%
 # %%ranks
 def cores_beside(gpu, domains):
     """The cores for the rank of this GPU: a list."""
-    raise NotImplementedError  # your turn
+    for cores, gpus in domains:
+        if ____:  # is it in this domain?
+            each = ____  # cores for each GPU of the domain
+            k = ____  # its place among them: 0, 1, ...
+            return ____  # its cores
 
 
 checks.cores_beside(cores_beside, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution B</summary>
+# <details><summary>Solution A</summary>
 #
 # ```python
 # def cores_beside(gpu, domains):
 #     """The cores for the rank of this GPU: a list."""
 #     for cores, gpus in domains:
 #         if gpu in gpus:
-#             each, k = len(cores) // len(gpus), gpus.index(gpu)
+#             each = len(cores) // len(gpus)
+#             k = gpus.index(gpu)
 #             return cores[k * each : (k + 1) * each]
 # ```
 #
 # </details>
 
 # %% [markdown]
-# In a job the launcher does it: `--cpu-bind list:24-31:16-23:8-15:0-7` (PALS), `--gpu-bind=closest` (Slurm). With torchrun one
-# process is bound, and its ranks inherit what it got. If that is **one core**, all ranks of the node share it.
+# In a job a flag does this: `torchrun --numa-binding node`, or Slurm's `--gpu-bind=closest` if Slurm
+# starts each rank. The handbook has PBS's flags.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: cores</summary>
 #
-# **Predict.** Here: all ranks on one core against all on the cores that there are. How many times as long does a matrix product
-# take?
-#
-# <details><summary>Answer</summary>
-#
-# n ranks on c cores take turns n / c times, or not at all; on one core n times. So min(n, c) times as long.
+# 10 minutes, four of them for build A. *Say:* `print(os.sched_getaffinity(0))` in the first minute of a job. *Usual mistakes:*
+# counting cores by the GPU's number; giving all cores of a domain to each of its GPUs. *Usual question:* "does numa-binding
+# matter?" PyTorch's page says 1 to 10 % in practice, more for some, nothing for others. One core for all ranks costs far more.
+# *When late:* give solution A.
 #
 # </details>
 
-# %%
-# %%ranks
-import os
+# %% [markdown]
+# ## Question 2: which GPUs? (CORE, 4 min)
 
-from manyhands.launch import devices
-from manyhands.measure.timing import take_turns
-
-spread_over = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-everyones = [None] * world_size
-dist.all_gather_object(everyones, (ranks.host, spread_over))
-neighbours = [set(cores) for host, cores in everyones if host == ranks.host]
-common = sorted(set.intersection(*neighbours))  # empty where ranks are bound apart already, or on a Mac
-matrix, threads = torch.randn(256, 256), torch.get_num_threads()
-
-
-def multiply_on(cores):
-    """Ten products by one thread that may run on these cores."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-    for _ in range(10):
-        matrix @ matrix
-
-
-# %%
-# %%ranks
-torch.set_num_threads(1)
-calls = {"on all cores": lambda: multiply_on(spread_over), "on one core": lambda: multiply_on(common[:1])}
-times = take_turns(calls, repeats, ranks)
-multiply_on(spread_over)
-torch.set_num_threads(threads)
-n_here, usable = len(neighbours), devices.cores(devices.look(os.environ))
-predicted = min(n_here, usable) if common else 1
+# %% tags=["active-ipynb"]
+# job.grep("GPUs  ")
 
 # %% [markdown]
-# Expect the lower row's point at the dashed line, which is the upper row's times the prediction.
-
-# %%
-# %%ranks
-from statistics import median
-
-from manyhands.plots.looks import PREDICTED
-from manyhands.plots.times import compared
-
-if rank == 0:
-    all_ms, one_ms = (1e3 * median(times[name]) for name in calls)
-    figure = compared(times, f"{n_here} ranks of a node, {usable} cores", "ms for ten products, slowest rank")
-    figure.axes[0].axvline(predicted * all_ms, **PREDICTED)
-    show(figure, "one_core", "times of ten products on all cores and on one, and the predicted line for one")
-    ratio, samples = one_ms / all_ms, len(times["on one core"])
-    beside = "as predicted" if 0.8 < ratio / predicted < 1.2 else "more than a fifth off: look at the whiskers"
-    say(f"{ratio:.1f} times as long ({samples} samples); predicted {predicted}: {beside}")
-
-# %% [markdown]
-# No error, no warning, and a fraction of the speed. `print(os.sched_getaffinity(0))` in the first minute of a job shows it. On
-# GPUs the arithmetic does not suffer; data loading, launches and gradients on their way to the network do.
-
-# %% [markdown]
-# ## What NCCL says (CORE, 8 min)
+# Expect as many ranks as GPUs, a GPU for each, and nearly all of its memory free. Memory decides what you can train.
+# `scripts/train.py` has two **presets** for a cluster, sets of flags under one name: `olmo-1b` runs under DDP, `olmo-7b`
+# under FSDP. Both hold fp32 weights, gradients and Adam's two moments: 16 bytes per parameter.
 #
-# **Why.** NCCL takes the best network that it *finds*. If it finds none, it takes TCP, and says so only if asked:
-# `NCCL_DEBUG=INFO`. Here are two nodes with a V100 each, from the administrator's manual of NVIDIA's Base Command Manager (chapter
-# on workload management, page 342; some lines left out):
+# **Predict.** The 1B preset has 0.94 billion parameters. How many GB of these does each GPU hold on 64 GPUs, under DDP?
+
+# %%
+# %%ranks
+guess_gb = ____  # your turn: GB
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.config.options import model_config, read_options
+from manyhands.plots.bars import held_against_limit
+
+P_of = {
+    name: model_config(read_options(["--preset", name]), len(corpus.vocab)).num_params()
+    for name in ("olmo-1b", "olmo-7b")
+}
+
+
+def on_a_gpu(preset, n=1):
+    """GB on each of n GPUs that share the model, as the picture wants it."""
+    gb = P_of[preset] / n / 1e3
+    return SimpleNamespace(parameters=4 * gb, gradients=4 * gb, optimizer=8 * gb)
+
+
+# %%
+# %%ranks
+compare("GB on each of 64 GPUs, 1B under DDP", guess_gb, round(16 * P_of["olmo-1b"] / 1e9, 1), "GB")
+if rank == 0:
+    rungs = {"1B, DDP": on_a_gpu("olmo-1b"), "7B, DDP": on_a_gpu("olmo-7b")}
+    rungs |= {f"7B, FSDP on {n}": on_a_gpu("olmo-7b", n) for n in (8, 64, 1024)}
+    show(held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
+
+# %% [markdown]
+# DDP's memory stays put; FSDP's shrinks as ranks are added. Activations come on top: `train.py --dry-run` counts them too.
+
+# %% [markdown]
+# ## Question 3: which channels? (CORE, 9 min)
+
+# %% tags=["active-ipynb"]
+# job.grep("channels")
+
+# %% [markdown]
+# NCCL takes the best network that it finds. If it finds none, it silently falls back to TCP, unless you set
+# `NCCL_DEBUG=INFO`. The doctor sets it, and counts what NCCL's *channels* go `via`. (A channel is one of the parallel paths
+# along which NCCL sends.)
+#
+# | `via` | it means |
+# |---|---|
+# | `NET/IB/0/GDRDMA` | another node: network `IB`, card 0, straight from the GPU's memory |
+# | `NET/IB/0` | another node, through the host's memory: slower |
+# | `NET/Socket/0` | another node over TCP: much slower, and fine only where there is no other network |
+# | `P2P/CUMEM`, `P2P/IPC` | a GPU of the same node, directly |
+#
+# Here are two nodes with a V100 each, from the administrator's manual of NVIDIA's Base Command Manager. Newer versions write
+# `Channel 00/0 : 0[0] -> 1[0]`. The arrows are ours:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-from manyhands.launch import recorded_runs
-
 log = recorded_runs.text("15_nccl_sockets.out")
 if rank == 0:
-    say(log.replace(" NCCL INFO", "").rstrip())
+    for line in log.replace(" NCCL INFO", "").splitlines()[1:9]:
+        say(("-> " if any(word in line for word in ("DISABLE", "Using network", "via")) else "   ") + line)
 
 # %% [markdown]
-# | line | it means |
-# |---|---|
-# | `node001:175945:175945 [0]` | host, process, thread, GPU *of this node* |
-# | `Bootstrap : Using ens3` | how ranks meet: always TCP, and no sign of trouble |
-# | `NET/Plugin : No plugin found` | no library of the site (`libnccl-net.so`); on Slingshot or EFA there must be one |
-# | `NCCL_IB_DISABLE set by environment to 1` | **somebody's variable**: InfiniBand is not even looked for |
-# | `NET/Socket : Using [0]ens3` | found: a network card for TCP |
-# | `Using network Socket` | chosen |
-# | `Channel 00 : 0[60] -> 1[60] [send] via NET/Socket/0` | rank 0 sends to rank 1, over TCP. Good: `NET/IB/0/GDRDMA`, straight from the GPU's memory |
+# Somebody has set `NCCL_IB_DISABLE`, so NCCL did not look for InfiniBand. **The log cannot tell whether there was any.** Unset
+# the variable, run again, and look for `NET/IB : Using`.
 #
-# The manual's test reached 0.81 GB/s. Two A100 nodes with a working network reach
-# [185](https://github.com/oracle-quickstart/oci-hpc-oke) (16 GPUs, large messages).
+# ### Build B: which network?
 #
-# A variable in a wiki was right for one machine, on one day. NVIDIA's
-# [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) keeps some for the system's configuration; those for
-# debugging "should not be used in production nor retained in scripts". So look what you have inherited, `env | grep -E
-# "^(NCCL|FI|GLOO|UCX)_"`, and unset what your site's own page does not ask for:
-#
-# | variable | what it does | when to unset |
-# |---|---|---|
-# | `NCCL_IB_DISABLE=1`, `NCCL_P2P_DISABLE=1` | TCP for all; no NVLink | always, unless you are debugging |
-# | `NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` | which card the ranks meet on | where it names a card that your nodes lack |
-# | `NCCL_NET`, `NCCL_CROSS_NIC`, `NCCL_NET_GDR_LEVEL`, `NCCL_COLLNET_ENABLE` | Polaris's settings for its plugin | where a program [hangs](https://docs.alcf.anl.gov/polaris/applications-and-libraries/libraries/nccl/) with them |
-#
-# And a *plugin* decides for itself: with `NCCL_IB_DISABLE=1` one user still
-# [saw](https://github.com/NVIDIA/nccl-tests/issues/373) every channel go `via NET/IBext_v8`, a plugin below `/opt/hpcx`.
-#
-# ### Exercise 1: what the log says
-#
-# Write `network(log)`. It returns `(name, direct)`: the network over which channels send between nodes, such as `"IB"` or
-# `"IBext_v8"`, and whether *all* of these channels say `GDRDMA`. On one node no channel says `via NET/...`: return None.
+# Return the name of the network between nodes (`"IB"`), and whether *all* its channels say `GDRDMA`. Without any `via NET/`,
+# return None: then no channel leaves the node (or the rack, where NVLink joins nodes: `P2P/MNNVL`).
 
 
 # %%
 # %%ranks
-import re
-
-
 def network(log):
     """(name of the network between nodes, do all its channels reach the GPUs' memory directly?), or None."""
-    raise NotImplementedError  # your turn
+    ways = [line.split(" via ")[1] for line in log.splitlines() if " via " in line]  # "NET/IB/0/GDRDMA", "P2P/CUMEM"
+    between = [way.split("/") for way in ways if ____]  # those to another node, in pieces
+    if between:
+        name = ____
+        direct = ____
+        return name, direct
 
 
 checks.network(network, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 1</summary>
+# <details><summary>Solution B</summary>
 #
 # ```python
 # def network(log):
 #     """(name of the network between nodes, do all its channels reach the GPUs' memory directly?), or None."""
-#     ways = re.findall(r"via NET/([^/\n]+)/(\S+)", log)  # what is used, not what was found
-#     if ways:
-#         return ways[0][0], all("GDRDMA" in device for _, device in ways)
+#     ways = [line.split(" via ")[1] for line in log.splitlines() if " via " in line]  # what is used, not what was found
+#     between = [way.split("/") for way in ways if way.startswith("NET/")]
+#     if between:
+#         name = between[0][1]
+#         direct = all("GDRDMA" in way for way in between)
+#         return name, direct
 # ```
 #
 # </details>
 
+# %% [markdown]
+# NCCL also reads `/etc/nccl.conf` and the file in `NCCL_CONF_FILE`, which `env` does not show. NVIDIA's
+# [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of debugging variables: use them "only as
+# workaround", and remove them "as soon as the issue is resolved". The handbook lists the usual suspects.
+#
+# The right network may still be slow. Before a long run, time an all-reduce on the nodes that you *got*, with
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests): `srun all_reduce_perf -b 32K -e 4G -f 2`. If one node is slow, exclude
+# it (`sbatch --exclude`). The curves are published; your nodes should show the same shape.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+from statistics import median
+
+from manyhands.plots.times import beside_published
+
+
+def time_all_reduce(sizes_b=(2**15, 2**18, 2**21, 2**23)):
+    """Draw the bus bandwidth of an all-reduce here next to published machines. All ranks call it."""
+    tensors = {b: torch.ones(b // 4, device=device) for b in sizes_b}
+    samples = take_turns({b: lambda b=b: dist.all_reduce(tensors[b]) for b in sizes_b}, repeats, ranks)
+    if rank == 0:
+        curves = recorded_runs.all_reduce_curves()
+        seconds = [median(samples[b]) for b in sizes_b]
+        figure = beside_published(sizes_b, seconds, world_size, curves, "an all-reduce on the nodes that you got")
+        show(figure, "all_reduce", "bus bandwidth against bytes: GPU nodes and, far below, this machine")
+        say("; ".join(f"{curve['name']}: {curve['hardware']}" for curve in curves))
+
+
+# %%
+# %%ranks --timeout 120
+time_all_reduce()
+
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the log</summary>
 #
-# Let pairs read the log aloud, line by line, before the table. *Usual mistakes:* taking `Bootstrap : Using eth0` for the data's
-# way; taking the GPU in brackets for the rank; believing `NET/IB : Using`, which says what was found. *Usual question:* "is
-# GDRDMA missing an error?" No: it works through the host's memory, slower.
+# 9 minutes, four for build B. Let pairs read the log aloud before the table. *Usual mistakes:* taking `Bootstrap : Using eth0`
+# for the data's way (ranks always meet over TCP); taking the GPU in brackets for the rank; believing `NET/IB : Using`, which
+# says what was found. *Usual question:* "is a missing GDRDMA an error?" No: it works through the host's memory, slower.
+#
+# </details>
+
+# %% [markdown]
+# ## Question 4: how slow are imports? (CORE, 7 min)
+
+# %% tags=["active-ipynb"]
+# job.grep("imports")
+
+# %% [markdown]
+# `import torch` asks the file system for thousands of files. On the laptop they come from memory. On a cluster each question
+# goes over the network to one shared file system.
+#
+# **Predict.** How many questions (opening a file, or looking whether it exists) does `import torch` ask, when 64 nodes x 4
+# ranks all start at once?
+
+# %%
+# %%ranks
+guess_calls = ____  # your turn: questions
+
+# %%
+# %%ranks
+traced = recorded_runs.numbers("15_import_torch.json")
+compare("file-system calls of 256 ranks that import torch", guess_calls, 256 * traced["calls"])
+if rank == 0:
+    say(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
+
+# %% [markdown]
+# ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
+# file: it removes almost all of that traffic.
+#
+# Compute nodes often have **no internet** either, and a library that asks for it waits for a time-out, with all your GPUs:
+#
+# ![The login node loads packages and data from the internet onto the shared file system; compute nodes have no internet, read the
+# shared file system, and keep a copy of what they read often on a disk of their own](../assets/15_offline.svg)
+#
+# So download on the login node, and say in the job that nobody should try:
+#
+# ```bash
+# export HF_HOME=/shared/hf HF_HUB_OFFLINE=1 WANDB_MODE=offline
+# ```
+#
+# ### Build C: one copy per node
+#
+# Data that you reread every epoch belongs on the node's local disk ([**node-local**](../assets/glossary.md#node-local)). One
+# rank per node copies, and no rank reads until the copy is complete. Two cases: a killed job has left half a file, or an
+# earlier job has left the whole one. Tell them apart by *name*: copy to `part`, and rename it when it is complete.
+
+
+# %%
+# %%ranks
+def stage(copy, source, target, local_rank):
+    """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
+    part = target.with_name(target.name + ".part")  # the name of a copy that is not complete
+    if ____:  # which rank copies, and when is there nothing to do?
+        copy(source, ____)
+        ____  # complete: give it its name (part.rename)
+    ____  # all ranks
+
+
+checks.stage(stage, ranks, folder=folder)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def stage(copy, source, target, local_rank):
+#     """Have `source` at `target`, on this node's disk, before any rank returns. All ranks call it."""
+#     part = target.with_name(target.name + ".part")
+#     if local_rank == 0 and not target.exists():  # not rank: rank 0 is on the first node only
+#         copy(source, part)  # also over what a killed job left
+#         part.rename(target)
+#     dist.barrier()  # all ranks
+# ```
+#
+# </details>
+
+# %% [markdown]
+# A barrier has a time-out, 10 minutes with NCCL. For terabytes, copy before the ranks start: `sbcast` or one `cp` per node.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: imports and offline nodes</summary>
+#
+# 7 minutes, four for build C. Ask who has seen a job hang in `from_pretrained`. *Usual mistakes:* a proxy that works on one
+# node; `pip install` in the job file; an environment in `$HOME`, which some sites mount read-only on compute nodes; `rank == 0`
+# for `local_rank == 0`. *When late:* give solution C.
 #
 # </details>
 
 # %% [markdown]
 # ## A bug from the zoo: each row once (CORE, 2 min)
 #
-# A sweep is an [**array job**](../assets/glossary.md#array-job): one file, many tasks, and each takes a row of a table by its number.
-# Somebody's line for it, in a workshop's array job, for tasks 1 to 6. **What is wrong, and what would show it?**
+# A sweep is an [**array job**](../assets/glossary.md#array-job): one file, many tasks, and each takes a row of a table by its
+# number. A line from a workshop's array job, for tasks 1 to 6. **What is wrong, and what would show it?**
 
 # %%
 # %%ranks
@@ -588,10 +483,230 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Tasks count from 1, Python from 0. Row 1 is never trained, and task 6 gets nothing: it trains with the defaults, and ends well.
-# Count what ran: as many different settings as rows. No loss curve shows it.
+# Tasks count from 1, Python from 0. Row 1 is never trained. Task 6 gets nothing, trains with the defaults, and ends well. No
+# loss curve shows it. Count the settings that ran: as many as rows?
 #
 # </details>
+
+# %% [markdown]
+# ## Recap (CORE, 1 min)
+
+# %%
+# %%ranks
+card(
+    "Ask first: cores, GPUs, channels, imports. A job that got too little ends with status 0.",
+    "A rank runs on the cores next to its GPU. GPUs may be numbered from the other end.",
+    "`via NET/...` in NCCL's log is the network in use. Unset what your site does not ask for.",
+    "Compute nodes have no internet: environment, data and caches are there before the job.",
+    "Local rank 0 copies for its node, under another name until the copy is complete; then a barrier.",
+    figure="a node's cores, GPUs and network cards (15_affinity.svg)",
+    command="sbatch jobs/doctor.slurm   (or: qsub jobs/doctor.pbs)",
+)
+
+# %% [markdown]
+# Below is the lab, to pick from. Variables, flags and links are in
+# [the handbook](../assets/handbook/15_on_your_cluster.md).
+
+# %% [markdown]
+# ## Lab: two presets, for real (MORE, 10 min)
+#
+# A preset fixes the global batch: 512 sequences of 2,048 tokens. The job decides how many ranks share it, and each rank reads 4
+# sequences at a time.
+#
+# **Predict.** On 64 GPUs: how many micro-batches does a rank read per step, and how many tokens is a step? And on two nodes of
+# 12 GPUs?
+#
+# <details><summary>Answer</summary>
+#
+# 512 / (64 · 4) = 2 micro-batches, and 512 · 2,048 = 1,048,576 tokens on any number of ranks. Over 24 ranks 512 does not split:
+# the trainer refuses. Give it `--train.global-batch 480 --train.micro-batch 5`, or use 16 of the 24.
+#
+# </details>
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+def micro_batches(global_batch, n, micro_batch):
+    """Micro-batches of each rank in a step, or why there is no such number."""
+    share, left = divmod(global_batch, n * micro_batch)
+    return f"{n} ranks: {share} per step" if not left else f"{n} ranks x {micro_batch} do not divide {global_batch}"
+
+
+if rank == 0:
+    say("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
+    say(micro_batches(480, 24, 5))
+
+# %% [markdown]
+# Before you ask for nodes, ask whether the model fits:
+
+# %%
+# %%ranks
+from manyhands.config.options import read_options
+from manyhands.train.dry_run import describe
+
+if rank == 0:
+    for preset, n in (("olmo-1b", 8), ("olmo-7b", 64)):
+        options = read_options(["--preset", preset, "--dry-run", "--ranks", str(n), "--gpu-gib", "80"])
+        told = [line[2:] for line in describe(options, n).splitlines() if line.startswith("# ")]
+        say("\n".join(line for line in told if line.startswith(("model", "ranks", "a step", "it fits", "IT DOES"))))
+
+# %% [markdown]
+# The sizes follow [OLMo](https://github.com/allenai/OLMo/blob/0bb7f7dbd0c54e26fdfb0c7deeb1324ed2c84662/configs/official/OLMo-7B.yaml)
+# of 2024; the model is this course's GPT, with a smaller vocabulary and a smaller step. So its learning rate need not suit
+# yours ([lesson 05](05_same_science.ipynb)); the handbook has the differences.
+#
+# The ranks of this notebook run both presets for real, scaled down: the same flags, a smaller model, and two micro-batches per
+# step.
+#
+# **Predict.** How many bytes do DDP's all-reduces carry per parameter, once per step, and once per micro-batch?
+#
+# <details><summary>Answer</summary>
+#
+# Gradients are fp32: 4 bytes once per step, 8 once per micro-batch. The trainer averages once, after the last micro-batch.
+#
+# </details>
+
+# %%
+# %%ranks
+from manyhands.measure import wire
+from manyhands.train.dry_run import model_from_flags
+
+SMALL = (
+    f"--model.n-layer {layers} --model.n-head 2 --model.n-embd 32 --model.block-size 32 --model.vocab-size 128 "
+    f"--train.global-batch {4 * world_size} --train.micro-batch 2 "
+)
+
+
+def one_step(flags, precision="fp32"):
+    """(loss, calls, the model spread over the ranks) of a step of the preset in `flags`, scaled down. All ranks call it."""
+    placed = model_from_flags(f"{SMALL} {flags} --train.precision {precision}", ranks, len(corpus.vocab))
+    share = get_batch(corpus.train_ids, 0, 4 * world_size, 32, rank, world_size, seed=1)
+    with wire.watch() as seen:
+        loss = placed.parallel.forward_backward(*(ids.to(device) for ids in share))
+    return placed.parallel.mean_loss(loss).item(), seen, placed
+
+
+# %%
+# %%ranks
+loss_1b, seen, placed = one_step("--preset olmo-1b --parallel.all-reduce buckets")
+P = placed.config.num_params()
+by_ddp = seen.payload_bytes("all_reduce") / P
+if rank == 0:
+    say(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
+    say(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
+
+# %% [markdown]
+# ### Wrapping and sharding
+#
+# The 7B has more to choose: what is gathered at once (`--parallel.wrapping`: each block, two blocks, or all as one unit, the
+# root), in which precision, and for how long it stays (`--parallel.sharding`).
+#
+# **Predict.** With 2 micro-batches, which choice makes the fewest all-gathers, and which gathers the fewest bytes? Does the
+# loss change?
+#
+# <details><summary>Answer</summary>
+#
+# One unit makes the fewest calls: one per micro-batch. (It is kept for its backward.) By block there is a call for each block
+# before its forward and before its backward, in each micro-batch. The fewest bytes: kept after forward (`grad_op`), one gather
+# per unit for the whole step, because what stays whole over both micro-batches need not be gathered again. Apart from bf16
+# rounding the loss is the same: wrapping changes when weights are gathered, not their values.
+#
+# </details>
+
+# %%
+# %%ranks
+WAYS = {
+    "by block": "",
+    "by block, in bf16": "",
+    "in pairs of blocks": "--parallel.wrapping block_group:2",
+    "one unit, the root": "--parallel.wrapping size:1000000000000",
+    "kept after forward": "--parallel.sharding grad_op",
+}
+losses = {}
+for name, flags in WAYS.items():
+    flags = f"--preset olmo-7b --parallel.activation-checkpointing none {flags}"
+    losses[name], seen, placed = one_step(flags, "bf16" if "bf16" in name else "fp32")
+    gathers, gathered = seen.count("all_gather"), seen.payload_bytes("all_gather")
+    formula = placed.sent_by_formula.get("all_gather")  # from the configuration alone
+    assert formula is None or (gathers, gathered) == (formula.calls, formula.payload_bytes)
+    if rank == 0:
+        say(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
+
+# %% [markdown]
+# The calls and bytes are those of the dry run's formula. And the loss is that of one process, which reads the whole batch:
+
+# %%
+# %%ranks
+from manyhands.parallel.strategy import full_model
+
+whole_batch = get_batch(corpus.train_ids, 0, 4 * world_size, 32, 0, 1, seed=1)
+alone = full_model(placed.config, placed.options).to(device)
+with torch.no_grad():
+    expected = alone(*(ids.to(device) for ids in whole_batch))[1].item()
+apart = {name: abs(loss - expected) for name, loss in losses.items()}
+assert max(gap for name, gap in apart.items() if "bf16" not in name) < 1e-5
+if rank == 0:
+    say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
+
+# %% [markdown]
+# Fewer, longer messages cost memory: as one unit, the whole model is there at once. At full size, for ranks we do not have, the
+# [fake backend](../assets/glossary.md#fake-backend) of [lesson 10](10_meshes_and_planning.ipynb) shards the real shapes (512
+# sequences do not split over 1,024 ranks, so the step grows):
+
+# %%
+# %%ranks --timeout 300
+import math
+
+from manyhands.predict.simulated_rank import in_own_process
+
+full_size = {}
+if rank == 0:  # nothing is sent: one process plays rank 0 of each world
+    worlds = sorted({8, 64, largest})
+    batch = ["--train.global-batch", str(4 * math.lcm(64, largest))]
+    for preset in ("olmo-1b", "olmo-7b"):
+        played = in_own_process(worlds, ["--preset", preset, *batch], timeout_s=240)
+        for n, found in zip(worlds, played, strict=True):
+            held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
+            full_size[f"{preset} {n}"] = held
+            say(f"{preset} on {n:5,} ranks, {found['layout']:12} rank 0 holds {held / 1e9:7.3f} GB")
+            assert abs(held / planned - 1) < 0.02, "the dry run would say something else"
+metrics.exact(by_ddp=by_ddp, full_size=full_size, losses=[loss_1b, *losses.values()])
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: presets</summary>
+#
+# The dry run counts activations, the fake backend only what lasts from step to step. *Ask:* "why not one unit, if it makes the
+# fewest calls?" (13 GB of weights in bf16 at once, and no overlap: nothing computes while it is gathered.)
+#
+# </details>
+
+# %% [markdown]
+# ### What wrapping costs on many nodes
+#
+# A flat ring's all-gather of B bytes on n ranks takes at most (n - 1) α + B (n - 1) / (n β). The bytes are the same for any
+# wrapping; the first part is paid per call. α = 3.31 µs and β = 4 MiB / 181.7 µs are
+# [measured](https://github.com/EESSI/docs/blob/main/docs/blog/posts/2026/05/eessi-cray-slingshot11-part2.md) between two GH200
+# nodes (MPI on Slingshot 11). This is an **upper bound**: most hops of a ring stay within a node, where α is smaller, and NCCL
+# can also use trees, with about log₂ n hops ([PAT](https://arxiv.org/abs/2506.20252)).
+
+# %%
+# %%ranks
+alpha_s, beta = 3.31e-6, 2**22 / 181.7e-6  # per hop; bytes/s
+weights = 2 * 6.715e9  # bytes of 7 B in bf16
+if rank == 0:
+    for name, calls, gathered in (("by block", 2 * 32 + 1, 2 * weights), ("one unit", 1, weights)):
+        for n in (64, 256, 1024):
+            latency_s, bytes_s = calls * (n - 1) * alpha_s, gathered * (n - 1) / n / beta
+            say(
+                f"{name}, {n:5,} ranks: {latency_s:5.2f} s of latency at most + {bytes_s:4.2f} s of bytes per micro-batch"
+            )
+
+# %% [markdown]
+# By block the gathers hide behind computation, and one unit's cannot. So which is faster on how many nodes is a measurement: run
+# both on the nodes that you will use.
+
+# %% [markdown]
+# ## Exercises (MORE, 12 min)
 #
 # ![Six tasks and six rows: shifted by one, the first row is never taken and the last task has none; counted from one, each task has
 # its row](../assets/15_sweep.svg)
@@ -600,10 +715,11 @@ if rank == 0:
 # configuration whose warm-up was 1,000 steps in a run of 515, so that the learning rate never reached its peak. `train.py` refuses
 # that too.)
 #
-# ### Exercise 2: mend it (MORE, 6 min)
+# ### Exercise 1: mend the sweep
 #
-# Write `flags_of(lines, task, tasks)`, for the lines of such a file: comments begin with `#`, lines may be empty, the first other
-# line is the header. Where the array has not as many `tasks` as there are rows, raise a `ValueError` that names both numbers.
+# Write `flags_of(lines, task, tasks)` for the lines of such a file. Comments begin with `#`, lines may be empty, and the first
+# other line is the header. If `tasks`, the length of the array, is not the number of rows, raise a `ValueError` that names both
+# numbers.
 
 
 # %%
@@ -616,7 +732,7 @@ def flags_of(lines, task, tasks):
 checks.flags_of(flags_of, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 2</summary>
+# <details><summary>Solution 1</summary>
 #
 # ```python
 # def flags_of(lines, task, tasks):
@@ -630,10 +746,10 @@ checks.flags_of(flags_of, ranks)
 # </details>
 
 # %% [markdown]
-# ### Exercise 3: your job's directives (MORE, 6 min)
+# ### Exercise 2: your job's directives
 #
 # Write `directives(nodes, gpus, cores, minutes)`: the `#SBATCH` lines, as a list, of a job in which one torchrun on each node
-# starts a rank per GPU. A node has so many `gpus` and `cores`; the job gets all of them, for so many `minutes`.
+# starts a rank per GPU. `gpus` and `cores` are those of one node, and the job gets all of them. `--time` is written HH:MM:SS.
 
 
 # %%
@@ -646,7 +762,7 @@ def directives(nodes, gpus, cores, minutes):
 checks.directives(directives, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 3</summary>
+# <details><summary>Solution 2</summary>
 #
 # ```python
 # def directives(nodes, gpus, cores, minutes):
@@ -659,7 +775,7 @@ checks.directives(directives, ranks)
 # </details>
 
 # %% [markdown]
-# ## On the cluster (CORE, 2 min)
+# ## On the cluster (MORE, 3 min)
 #
 # In pairs, from the course's folder on the login node. This block of the job file is yours to edit:
 
@@ -671,49 +787,27 @@ checks.directives(directives, ranks)
 #
 # ```bash
 # make jobs SITE=polaris ACCOUNT=MyProject GPUS=4 NODES=2            # your site's lines, once
-# qsub -v TRAIN_ARGS="--preset olmo-7b --model.n-layer 4" jobs/train.pbs
-# sbatch jobs/train.slurm --preset olmo-7b --model.n-layer 4 --parallel.wrapping block_group:2
+# sbatch jobs/doctor.slurm                                           # what did we get?
 # sbatch jobs/train.slurm --preset olmo-1b --model.n-layer 4         # DDP
+# sbatch jobs/train.slurm --preset olmo-7b --model.n-layer 4 --parallel.wrapping block_group:2
+# qsub -v TRAIN_ARGS="--preset olmo-7b --model.n-layer 4" jobs/train.pbs
 # tail -f train.o4711                                                # Ctrl-C leaves the job running
 # sbatch jobs/sweep.slurm --preset shakespeare                       # qsub jobs/sweep.pbs: a task per row
 # ```
 #
-# | | PBS | Slurm |
-# |---|---|---|
-# | nodes for you, now | `qsub -I -l select=1:system=polaris -l walltime=0:30:00 ...` | `salloc --nodes=1 --gpus-per-node=4 --time=0:30:00 ...` |
-# | then, there | `NPROC_PER_NODE=4 bash jobs/train.pbs --train.steps 20` | `bash jobs/train.slurm --train.steps 20` |
-# | look into a running job | `qstat -f 4711` names its nodes (`exec_host`): `ssh` there, where the site allows it | `srun --jobid=4711 --overlap --pty bash` |
-# | once inside | `nvidia-smi`, `top`, `ls -l` of the log: does it grow? | the same |
-# | one variable for one job | `NCCL_DEBUG=INFO qsub -v NCCL_DEBUG ...` | `NCCL_DEBUG=INFO sbatch ...` |
+# Into a job that runs: `srun --jobid=4711 --overlap --pty bash`, or under PBS `ssh` to a node that `qstat -f 4711` names, where
+# the site allows it. Then `nvidia-smi` and `top`; and does the log grow?
 #
-# **What changes on GPUs.** All of it: one rank per GPU, offline, bound, over the right network.
+# **What changes on GPUs.** Everything: one rank per GPU, no internet, pinned cores, the fast network.
 #
 # **What to look for.** As many ranks as GPUs; the loss of the first step near ln of the vocabulary; `via NET/` with your site's
 # network; `nvidia-smi` with all GPUs busy; tokens per second that hardly fall from one node to two.
-#
-# In the container: the same command behind `apptainer exec --nv manyhands.sif` (AMD: `--rocm`), as the head of `jobs/manyhands.def`
-# says. It was not built by us.
 
 # %% [markdown]
-# ## Recap
-#
-# 1. Compute nodes may have no internet: environment, data and container are there before the job starts.
-# 2. Ask the dry run whether it fits, the fake backend what a rank holds, and the machine which wrapping is faster.
-# 3. Local rank 0 copies for its node; everybody waits; GPUs may be numbered against the cores.
-# 4. `NCCL_DEBUG=INFO`: what the channels go `via` is the network. Unset what your site does not ask for.
-# 5. A sweep is right when each row has run once. Count them.
-#
-# ## Further reading
-#
-# - NCCL's [environment variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) and its page on troubleshooting.
-# - Apptainer's [user guide](https://apptainer.org/docs/user/main/): definition files, GPUs, MPI.
-# - Slurm's [job arrays](https://slurm.schedmd.com/job_array.html) and [CPU management](https://slurm.schedmd.com/cpu_management.html).
-# - Your site's own pages: `jobs/sites/*.toml` name those that we have read, and when.
+# ## The end (CORE)
 
 # %%
 # %%ranks
-metrics.exact(by_ddp=by_ddp, full_size=full_size, losses=[loss_1b, *losses.values()])
-metrics.measured(one_core_s=times["on one core"], all_cores_s=times["on all cores"])
 metrics.write()
 leave()
 

@@ -1,9 +1,11 @@
-"""Make the recordings that lesson 04 shows, on two Slurm nodes of this machine: assets/recorded/04_*.
+"""Make the recordings of jobs for lessons 04 and 15, on two Slurm nodes of this machine: assets/recorded.
 
     python tests/record_first_job.py pending        # 15 s: why jobs wait
     python tests/record_first_job.py queue          # 13 min: when four jobs start, in three queues
     python tests/record_first_job.py run            # 2 min: lesson 03's job
     python tests/record_first_job.py failed         # 1 min: the same with a mistake on one rank, a file per node
+    python tests/record_first_job.py imports        # 10 s, needs strace: what `import torch` asks the file system
+    python tests/record_first_job.py doctor         # 1 min: jobs/doctor.slurm, and again with one core per node
 
 Needs root and Debian's slurm-wlm and munge (see slurm_nodes). Everything is what the real programs printed; only the
 folder of the course is written as ~/many-hands.
@@ -137,13 +139,13 @@ def course(mistake=None):
         yield copy
 
 
-def job_in(folder, slurm, *flags, environ=None):
-    """Submit lesson 03's job in this copy of the course: (its output as printed, facts of scontrol)."""
+def job_in(folder, slurm, *flags, environ=None, name="ddp_shakespeare"):
+    """Submit jobs/<name>.slurm in this copy of the course: (its output as printed, facts of scontrol)."""
     environ = {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(folder / "outputs"), **(environ or {})}
-    number = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", *flags, cwd=folder, environ=environ)
+    number = slurm.submit("sbatch", f"jobs/{name}.slurm", *flags, cwd=folder, environ=environ)
     print(f"job {number}: {slurm.wait(number, timeout_s=600)}")
     shown = slurm.run("scontrol", "--oneliner", "show", "job", number).stdout
-    text = said_from(folder, (folder / f"ddp_shakespeare.o{number}").read_text())
+    text = said_from(folder, (folder / f"{name}.o{number}").read_text())
     return text, dict(word.partition("=")[::2] for word in shown.split())
 
 
@@ -187,5 +189,40 @@ def failed():
             save(f"04_failed.{node}.out", said_from(folder, of_node))
 
 
+def doctor():
+    """The doctor's job on two nodes that bind a task to its cores: as it stands, and with a flag of another machine."""
+    flag = {"SRUN_FLAGS": "--cpu-bind=map_cpu:0"}
+    settings = {"FirstJobId": "4721", "TaskPlugin": "task/affinity"}
+    with course() as folder, SlurmNodes(settings=settings) as slurm:
+        slurm.environ.pop("UCX_TLS")  # no job of this one runs MPI
+        for which, environ in (("", {}), ("_one_core", flag)):
+            text, facts = job_in(folder, slurm, name="doctor", environ=environ)
+            assert facts["JobState"] == "COMPLETED", text
+            save(f"15_doctor{which}.out", text)
+        save("15_doctor.json", {"conditions": conditions(slurm), "one_core": flag})
+
+
+def imports():
+    """How often `import torch` asks the file system, counted by strace; sizes and modules by Python itself."""
+    command = ["strace", "-c", "-f", "-e", "trace=file", sys.executable, "-c", "import torch"]
+    rows = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+    calls = {name: int(n) for n, name in re.findall(r"^ *[\d.]+ +[\d.]+ +\d* +(\d+) .*?(\w+)$", rows, re.M)}
+    count = "import sys, torch; print(sum(bool(getattr(m, '__file__', None)) for m in list(sys.modules.values())))"
+    modules = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, timeout=60, check=True)
+    libraries = sum(file.stat().st_size for file in Path(torch.__file__).parent.glob("lib/*.so*"))
+    content = {
+        "calls": calls.pop("total"),
+        "by_call": calls,
+        "modules": int(modules.stdout),
+        "library_bytes": libraries,
+        "conditions": {
+            "date": date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
+            "command": "strace -c -f -e trace=file python -c 'import torch'",
+        },
+    }  # fmt: skip
+    save("15_import_torch.json", content)
+
+
 if __name__ == "__main__":
-    {"pending": pending, "queue": queue, "run": run, "failed": failed}[sys.argv[1]]()
+    jobs = {"pending": pending, "queue": queue, "run": run, "failed": failed, "doctor": doctor, "imports": imports}
+    jobs[sys.argv[1]]()

@@ -18,7 +18,7 @@ FLAGS = {
     "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2",
     "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
     "14_llm_serving": "--steps 2 --texts 2 --draws 500",
-    "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1",
+    "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1 --wait-s 0",
 }
 
 

@@ -5,7 +5,9 @@ from manyhands.checks import on_your_cluster as checks
 
 LESSON = "15_on_your_cluster"
 SHARE = "cores[k * each : (k + 1) * each]"
-WAYS = r're.findall(r"via NET/([^/\n]+)/(\S+)", log)'
+WAYS = '[line.split(" via ")[1] for line in log.splitlines() if " via " in line]'
+BETWEEN = '[way.split("/") for way in ways if way.startswith("NET/")]'
+DIRECT = 'all("GDRDMA" in way for way in between)'
 ROW = "rows[task - 1]"
 PAIRS = 'f"#SBATCH --{option}={value}"'
 
@@ -15,8 +17,8 @@ REJECTED = {
         (SHARE, "cores", "GPUs share"),
         (SHARE, "cores[k :: len(gpus)][:each]", "those are dealt like cards"),
         (SHARE, "cores[: each]", "those are GPU"),
-        ("if gpu in gpus:", "if True:", "k = len(cores) // len(gpus), gpus.index(gpu)",
-         "k = 8, 0\n            cores = sorted(c for own, _ in domains for c in own)[8 * gpu :]",
+        ("if gpu in gpus:", "if True:", "each = len(cores) // len(gpus)", "each = 8", "k = gpus.index(gpu)",
+         "k, cores = 0, sorted(c for own, _ in domains for c in own)[8 * gpu :]",
          "on Polaris the cores for GPU 0 should be [24, 25, 26, 27, 28, 29, 30, 31], not [0, 1, 2, 3, 4, 5, 6, 7]: "
          "those are counted off by the GPU's number"),
         (SHARE, "range(k * each, (k + 1) * each)", "should be"),
@@ -24,18 +26,21 @@ REJECTED = {
         (SHARE, "','.join(map(str, cores))", "return a list of numbers, not the text"),
     ],
     "network": [
-        (WAYS, r're.findall(r"Using network (\w+)()", log)', "what you return should be"),
-        (WAYS, r're.findall(r"NET/(\w+) : Using()", log)', 'all("GDRDMA" in device for _, device in ways)',
-         'log.count("GDRDMA") == 4', "what it uses stands behind `via`"),
-        (WAYS, r're.findall(r"Bootstrap : Using (\w+)(\S+)", log)', "what you return should be"),
-        (WAYS, r're.findall(r"via NET/(\w+)/(\S+)", log)', "AWS Libfabric"),
-        ('all("GDRDMA"', 'any("GDRDMA"', "some of its channels do not say GDRDMA"),
-        ('all("GDRDMA" in device for _, device in ways)', '"GDRDMA" in ways[0][1]', "some of its channels do not say"),
-        ('all("GDRDMA" in device for _, device in ways)', 'all("GDRDMA" in device for _, device in ways[:3])',
-         "some of its channels do not say"),
-        (WAYS, r're.findall(r"via NET/(IB|Socket|IBext_v8|AWS Libfabric|Mellanox Fabric)/(\S+)", log)', "not None"),
-        ("return ways[0][0],", 'return "IB",', "IB is what NCCL has found"),
-        ("if ways:", "ways = ways or [('Socket', '')]\n    if ways:", "should be None"),
+        (BETWEEN, '[["", line.split("Using network ")[1]] for line in log.splitlines() if "Using network" in line]',
+         "what you return should be"),
+        (BETWEEN, '[line.split("NET/")[1].split() for line in log.splitlines() if "NET" in line and ": Using" in line]',
+         "between[0][1]", "between[0][0]", DIRECT, 'log.count("GDRDMA") == 4', "what it uses stands behind `via`"),
+        (BETWEEN, '[["", line.split("Using ")[1]] for line in log.splitlines() if "Bootstrap" in line]',
+         "what you return should be"),
+        ("between[0][1]", "between[0][1].split()[0]", "AWS Libfabric"),
+        (DIRECT, 'any("GDRDMA" in way for way in between)', "some of its channels do not say GDRDMA"),
+        (DIRECT, '"GDRDMA" in between[0]', "some of its channels do not say"),
+        (DIRECT, 'all("GDRDMA" in way for way in between[:3])', "some of its channels do not say"),
+        ('way.startswith("NET/")', 'way.startswith(("NET/IB", "NET/Socket", "NET/AWS", "NET/Mellanox"))', "not None"),
+        ("name = between[0][1]", 'name = "IB"', "IB is what NCCL has found"),
+        ("if between:", "between = between or [['NET', 'Socket']]\n    if between:", "should be None"),
+        ('if way.startswith("NET/")', "", "return name, direct", "return (name, direct) if name != 'IPC' else None",
+         "what you return should be ['IB'"),
     ],
     "directives": [
         ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"01:{minutes - 60}:00"', "--time"),
@@ -88,7 +93,7 @@ class TestAnswers(Answers):
     rejected, elsewhere = REJECTED, ("stage",)
     right = {
         "cores_beside": [(SHARE, "set(cores[k * each :][:each])"), (SHARE, "tuple(cores[k * each :][:each])")],
-        "network": [("return ways[0][0],", "return [ways[0][0],", "in ways)", "in ways)]")],
+        "network": [("return name, direct", "return [name, direct]")],
         "directives": [
             (PAIRS, 'f"#SBATCH --{option} {value}"'),
             ('"gpus-per-node": gpus', '"gres": f"gpu:{gpus}"'),
@@ -106,6 +111,7 @@ class TestAnswers(Answers):
 
 
 WAIT = "dist.barrier()  # all ranks"
+WHO = "if local_rank == 0 and not target.exists():"
 A_TOKEN = """rank, n, x = dist.get_rank(), dist.get_world_size(), torch.ones(1)
     for turn in range(2 if n > 1 else 0):
         if rank or turn:
@@ -119,16 +125,20 @@ class TestCopies(AnswersOfRanks):
     elsewhere = ("cores_beside", "network", "directives", "flags_of")
     rejected = {
         "stage": [
-            ("if local_rank == 0:", "if dist.get_rank() == 0:", "local rank 0 is one per node"),
-            ("if local_rank == 0:", "if True:", "2 copies of the same file"),
+            (WHO, WHO.replace("local_rank", "dist.get_rank()"), "local rank 0 is one per node"),
+            (WHO, "if not target.exists():", "copies of the same file"),
+            (WHO, "if local_rank == 0:", "node 1 has the whole file of an earlier job, and it was copied again"),
+            (WHO, "if local_rank == 0 and not part.exists():", "has no copy"),
             (WAIT, "", "was back before node 0 had its copy"),
-            ("if local_rank == 0:", "dist.barrier()\n    if local_rank == 0:", WAIT, "", "had its copy"),
+            (WHO, f"dist.barrier()\n    {WHO}", WAIT, "", "had its copy"),
             (WAIT, "dist.barrier(async_op=True)", "did not wait for it"),
             (WAIT, "dist.broadcast(torch.ones(1), 0)", "broadcast alone lets some ranks go on"),
-            ("if local_rank == 0:", "if local_rank == 0 and not target.exists():", "half a file, of a killed job"),
-            ("copy(source, target)", "target.write_bytes(source.read_bytes())", "nobody has called `copy`"),
-            (WAIT, "dist.barrier()\n    target.unlink(missing_ok=True)", "a rank removed it after the copy"),
-            ("copy(source, target)", "copy(target, source)", "the file at the target is not the source"),
+            ("copy(source, part)", "copy(source, target)", "part.rename(target)", "pass",
+             "copied to the target itself: killed now, it leaves half a file there"),
+            ("part.rename(target)", "pass", "rename the complete copy"),
+            ("copy(source, part)", "part.write_bytes(source.read_bytes())", "has no copy"),
+            (WAIT, "dist.barrier()\n    target.unlink(missing_ok=True)", "no file at the target in the end"),
+            ("copy(source, part)", "copy(part, part)", "the file at the target is not the source"),
             (WAIT, "    dist.barrier()", "all ranks wait, also those that copy nothing"),
         ],
     }  # fmt: skip

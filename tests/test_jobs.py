@@ -22,7 +22,8 @@ pytestmark = pytest.mark.ranks
 
 SITES = sorted(stamp.sites())
 FILES = ["ddp_shakespeare.pbs", "ddp_shakespeare.slurm"]
-ALL_FILES = [*FILES, "train.pbs", "train.slurm", "preflight.pbs", "preflight.slurm", "sweep.pbs", "sweep.slurm"]
+ALL_FILES = [f"{name}.{kind}" for name in ("ddp_shakespeare", "doctor", "train", "preflight", "sweep")
+             for kind in ("pbs", "slurm")]  # fmt: skip
 
 
 @pytest.fixture

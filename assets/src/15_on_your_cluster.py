@@ -39,7 +39,7 @@ def _offline():
 
 
 def _affinity():
-    figure, axes = card(92, 36, "a node of Polaris: 4 domains of 8 cores")
+    figure, axes = card(92, 40, "a node of Polaris: 4 domains of 8 cores")
     for domain in range(4):
         x, gpu = 2 + 22.4 * domain, 3 - domain
         _area(axes, x, 6, 21, 24, ec=EDGE, ls=":")
@@ -51,7 +51,10 @@ def _affinity():
         rank_box(axes, gpu, x + 2, 18.6, 17, 4, f"GPU {gpu}, rank {gpu}")
         if domain in (0, 2):
             box(axes, x + 4, 24.6, 13, 3.6, f"network card {domain // 2}")
-    write(axes, 46, 33, "ranks bound to cores in order, 0 to 7 first, are all far from their GPUs", colour=INK)
+    rank_box(axes, 0, 2, 32.5, 21, 4.4, "rank 0 on cores 0 to 7")
+    arrow(axes, (23.2, 34.7), (88, 34.7), style="-")
+    arrow(axes, (88, 34.7), (88, 22.8))
+    write(axes, 55, 36.8, "the mistake: bound in order, each rank is far from its GPU", colour=INK)
     return figure
 
 

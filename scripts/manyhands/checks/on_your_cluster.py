@@ -1,4 +1,4 @@
-"""Checks of lesson 15: the cores beside a GPU, one copy per node, a NCCL log, a job's directives, the rows of a sweep.
+"""Checks of lesson 15: the cores beside a GPU, a NCCL log, one copy per node, the rows of a sweep, a job's directives.
 
 Only the copies need messages, and a folder that all ranks see: the nodes are made up, some ranks each.
 """
@@ -37,7 +37,7 @@ def _nodes():
     return found
 
 
-@exercise("B", "the cores beside a GPU")
+@exercise("A", "the cores beside a GPU")
 def cores_beside(answer, ranks=None):
     """`answer(gpu, domains)`, domains [(cores, GPUs)]: that GPU's equal share of the cores nearest to it, in order."""
     for name, domains in in_turn(_nodes()):
@@ -68,30 +68,40 @@ MESSAGES = ("send", "recv")
 SLOW_S = 0.15  # what one node's copy takes longer
 
 
-@exercise("A", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
+@exercise("C", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
 def stage(answer, ranks, folder):
     """`answer(copy, source, target, local_rank)`: one rank of each node copies, and nobody returns before it has.
 
-    Each node is the slow one in turn, and each rank looks at all nodes' files as soon as it is back. What another job
-    left half-written at `target` does not count. `folder`: one that all ranks see.
+    Each node is the slow one in turn, and each rank looks at all nodes' files as soon as it is back. A killed job has
+    left half a file at the name with ".part" on every node; the next time all nodes but the slow one have a whole file.
+    `folder`: one that all ranks see.
     """
     n, rank = ranks.world_size, ranks.rank
-    for per_node, slow in ((k, slow) for k in sorted({1, min(2, n), n}) for slow in range(-(-n // k))):
+    cases = [
+        (k, slow, whole) for k in sorted({1, min(2, n), n}) for slow in range(-(-n // k)) for whole in (False, True)
+    ]
+    for per_node, slow, whole in cases:
         node, local_rank = divmod(rank, per_node)
         content = bytes(luck(10 * per_node + slow).randrange(256) for _ in range(100))
-        source = Path(folder) / "build A, source"
-        where = f"of {per_node}, {slow} is slow"  # a rank that goes on does not disturb those that still look
-        targets = [Path(folder) / f"build A, node {k} {where}" for k in range(-(-n // per_node))]
+        source = Path(folder) / "build C, source"
+        where = f"of {per_node}, {slow} is slow{', others have it' * whole}"  # ranks that still look are not disturbed
+        targets = [Path(folder) / f"build C, node {k} {where}" for k in range(-(-n // per_node))]
+        has_it = whole and node != slow
         if local_rank == 0:
-            targets[node].write_bytes(content[:50])  # what a killed job left
+            targets[node].unlink(missing_ok=True)
+            if has_it:
+                targets[node].write_bytes(content)
+            else:
+                targets[node].with_name(targets[node].name + ".part").write_bytes(content[:50])
         if rank == 0:
             source.write_bytes(content)
         dist.barrier()
-        made = []
+        made, trusted = [], []
         with wire.watch() as seen:
 
-            def copy(here, there, is_slow=node == slow, made=made, seen=seen):
+            def copy(here, there, is_slow=node == slow, target=targets[node], made=made, trusted=trusted, seen=seen):
                 time.sleep(SLOW_S * is_slow)
+                trusted.append(Path(there) == target)
                 Path(there).write_bytes(Path(here).read_bytes())
                 made.append(len(seen.calls))
 
@@ -99,7 +109,7 @@ def stage(answer, ranks, folder):
             without = [k for k, target in enumerate(targets) if not _holds(target, content)]
         calls = [call.op for call in seen.calls[max(made, default=0) :]]
         said = [None] * n
-        dist.all_gather_object(said, (len(made), without, calls))
+        dist.all_gather_object(said, (len(made), any(trusted), has_it, without, calls))
         _judge_copies(said, per_node, targets[node], content)
 
 
@@ -108,22 +118,28 @@ def _holds(target, content):
 
 
 def _judge_copies(said, per_node, target, content):
-    """Raise Wrong by what the ranks say: [(copies made, nodes without the file when it was back, its calls then)]."""
+    """Raise Wrong by what the ranks say.
+
+    said: [(copies made, was one made under the name of the whole file?, had the node the file before?, nodes without
+    the file when it was back, its calls then)].
+    """
     nodes = [said[first : first + per_node] for first in range(0, len(said), per_node)]
     case = f"on {count(len(nodes), 'node')} of up to {count(per_node, 'rank')}"
-    if not any(made for made, *_ in said):
-        raise Wrong(f"{case} nobody has called `copy`: what lies at the target may be half a file, of a killed job")
     for node, of_ranks in enumerate(nodes):
-        copies = sum(made for made, *_ in of_ranks)
-        if copies == 0:
+        copies, had_it = sum(made for made, *_ in of_ranks), of_ranks[0][2]
+        if had_it and copies:
+            raise Wrong(f"{case} node {node} has the whole file of an earlier job, and it was copied again")
+        if copies == 0 and not had_it:
             raise Wrong(f"{case} node {node} has no copy: rank 0 is one of the whole job, local rank 0 is one per node")
         if copies > 1:
             raise Wrong(f"{case} node {node} made {copies} copies of the same file, and one is enough for its ranks")
+        if any(trusted for _, trusted, *_ in of_ranks):
+            raise Wrong(f"{case} node {node} copied to the target itself: killed now, it leaves half a file there")
     if not target.exists():
-        raise Wrong(f"{case} the target is gone: a rank removed it after the copy")
+        raise Wrong(f"{case} there is no file at the target in the end: rename the complete copy, and keep it")
     if target.read_bytes() != content:
         raise Wrong(f"{case} the file at the target is not the source")
-    for rank, (_, without, calls) in enumerate(said):
+    for rank, (*_, without, calls) in enumerate(said):
         if without:
             raise Wrong(f"{case} rank {rank} was back before node {without[0]} had its copy: it may read half a file")
         if calls and not _all_meet(calls, len(said)):
@@ -143,8 +159,11 @@ NETWORKS = ("IB", "Socket", "IBext_v8", "AWS Libfabric", "Mellanox Fabric")
 WAYS = range(4)  # two nodes, two channels from each to the other
 
 
-def _log(name, direct, per_node=2):
-    """What NCCL says of two nodes whose channels between them go over `name`, None: of one; direct: those of WAYS."""
+def _log(name, direct, per_node=2, inside="P2P/CUMEM"):
+    """What NCCL says of two nodes whose channels between them go over `name`, None: of one; direct: those of WAYS.
+
+    inside: what its other channels go via.
+    """
     draw, nodes = luck(len(name or "")), 2 if name else 1
     lines, n, ways = [], nodes * per_node, iter(WAYS)
     for rank in range(n):
@@ -159,7 +178,7 @@ def _log(name, direct, per_node=2):
         ]  # fmt: skip
         other = (rank + 1) % n
         for channel in range(2):
-            way = "P2P/IPC"
+            way = inside
             if other // per_node != node:
                 way = f"NET/{name}/{draw.randrange(4)}" + "/GDRDMA" * (next(ways) in direct)
             send = " [send]" * way.startswith("NET")
@@ -168,14 +187,16 @@ def _log(name, direct, per_node=2):
     return "\n".join(lines) + "\n"
 
 
-@exercise(1, "what the log says")
+@exercise("B", "which network?")
 def network(answer, ranks=None):
     """`answer(log)`: (network that carries data between nodes, do all its channels say GDRDMA?); None on one node."""
     drawn = "".join(luck(5).choices(string.ascii_uppercase, k=4))
     some = [set(), {*WAYS}, *({*WAYS} - {one} for one in WAYS)]  # the one that is not direct may be any of them
     cases = [(f"a log of two nodes over {name}", _log(name, direct), (name, direct == {*WAYS}))
              for name in (*NETWORKS, drawn) for direct in some if name != "Socket" or not direct]  # fmt: skip
-    cases.append(("a log of one node, where no channel goes over a network,", _log(None, set()), None))
+    for inside in ("P2P/IPC", "P2P/CUMEM", "SHM/direct/direct", "P2P/MNNVL"):
+        log = _log(None, set(), inside=inside)
+        cases.append((f"a log whose channels all go via {inside}", log, None))
     cases.append(("the published log", recorded_runs.text("15_nccl_sockets.out"), ("Socket", False)))
     for what, log, wanted in in_turn(cases):
         given, slips = plain(answer(log)), {}
@@ -194,7 +215,7 @@ def network(answer, ranks=None):
 SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-n": "ntasks"}
 
 
-@exercise(3, "your job's directives")
+@exercise(2, "your job's directives")
 def directives(answer, ranks=None):
     """`answer(nodes, gpus, cores, minutes)`: lines for sbatch; one torchrun on each node starts a rank per GPU."""
     draw = luck(2)
@@ -263,7 +284,7 @@ def _minutes(text):
 OPTIONS = ["optimizer.lr", "train.global-batch", "optimizer.beta2", "train.seed"]
 
 
-@exercise(2, "each row once")
+@exercise(1, "each row once")
 def flags_of(answer, ranks=None):
     """`answer(lines, task, tasks)`: the flags of task number `task` of an array of `tasks`, the first one 1."""
     draw = luck(3)

@@ -24,7 +24,7 @@ from manyhands.course.pairs import PairError, as_notebook, as_script, check, for
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
-JOBS = "ddp_shakespeare", "preflight", "sweep", "train"
+JOBS = "ddp_shakespeare", "doctor", "preflight", "sweep", "train"
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
     ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
     "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt",

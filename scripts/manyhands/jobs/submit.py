@@ -330,7 +330,7 @@ def _course(name):
 def _sync(course, name):
     """Write what was saved last of the lesson's notebook and script into the other; say so if that changed anything."""
     lessons = set(re.findall(r"scripts/(\d\d_\w+)\.py", (course / "jobs" / f"{name}.pbs").read_text("utf-8")))
-    for lesson in find_lessons(course, lessons):
+    for lesson in find_lessons(course, lessons) if lessons else ():  # a job may run another program
         if pairs.difference(lesson):
             print(pairs.sync(lesson))
 

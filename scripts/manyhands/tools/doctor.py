@@ -64,16 +64,25 @@ def examine(checks):
         yield {"check": name, "status": status, "says": says, "remedy": remedy}
 
 
-def main(argv=None, description=None, checks=None) -> int:
-    """Print the findings; the exit status is 1 if one of them is an error, else 0."""
+def main(argv=None, description=None, checks=None, examine_job=None) -> int:
+    """Print the findings; the exit status is 1 if one of them is an error, else 0.
+
+    examine_job: what asks the ranks of a job, for `--job`. It returns the findings on rank 0, which prints for all.
+    """
     parser = Flags(description=description)
     parser.add_argument("--json", action="store_true", help="a list of findings for programs")
+    parser.add_argument("--job", action="store_true", help="ask the ranks of a job: cores, GPUs, channels, imports")
     options = parser.parse_args(argv)
+    found = examine_job() if options.job else examine(checks or CHECKS)
+    if options.job and not found:  # rank 0 prints
+        return 0
     findings = []
-    for finding in examine(checks or CHECKS):
+    for finding in found:
         findings.append(finding)
         if not options.json:
             print(f"{finding['check']:<11} {MARKS[finding['status']]:<8} {finding['says']}", flush=True)
+            if "expect" in finding:
+                print(f"{'':<20} expect: {finding['expect']}", flush=True)
             if finding["remedy"]:
                 print(f"{'':<20} -> {finding['remedy']}", flush=True)
     counts = {status: sum(finding["status"] == status for finding in findings) for status in MARKS}

@@ -1,0 +1,77 @@
+"""What it costs when all ranks of a node share one core: the same product on all cores and on one, in turns."""
+
+import os
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from manyhands.launch import devices
+from manyhands.launch.program import say
+from manyhands.launch.run_folder import show
+from manyhands.measure.timing import take_turns
+
+ALL, ONE = "on all cores", "on one core"
+PRODUCTS = 40  # products of a sample: a few milliseconds
+
+
+@dataclass
+class Shared:
+    """Samples in seconds, of `n_ranks` ranks of a node; `predicted`: how many times as long one core should take."""
+
+    samples: dict[str, list[float]]
+    n_ranks: int
+    predicted: int
+
+
+def time_on_one_core(ranks, repeats):
+    """Time a product of one thread, first on the cores that there are, then with all ranks on one. All ranks call it.
+
+    No more ranks of a node compute than it has cores; the others wait. Where ranks are bound apart, or cannot be bound
+    (macOS), both are the same. Each rank's cores and threads are as before at the end.
+    """
+    can_bind = hasattr(os, "sched_setaffinity")
+    mine = sorted(os.sched_getaffinity(0)) if can_bind else []
+    said = [None] * ranks.world_size
+    dist.all_gather_object(said, (ranks.host, mine))
+    of_node = [set(cores) for host, cores in said if host == ranks.host]
+    common = sorted(set.intersection(*of_node))
+    n_ranks = min(len(of_node), devices.cores(devices.look(os.environ)))
+    matrix, threads = torch.randn(256, 256), torch.get_num_threads()
+
+    def multiply_on(cores):
+        if cores:
+            os.sched_setaffinity(0, cores)
+        for _ in range(PRODUCTS if ranks.local_rank < n_ranks else 0):
+            matrix @ matrix
+
+    torch.set_num_threads(1)
+    try:
+        samples = take_turns({ALL: lambda: multiply_on(mine), ONE: lambda: multiply_on(common[:1])}, repeats, ranks)
+    finally:
+        torch.set_num_threads(threads)
+        if mine:
+            os.sched_setaffinity(0, mine)
+    return Shared(samples, n_ranks, n_ranks if common else 1)
+
+
+def draw(shared, ranks):
+    """Show on rank 0 both times, and the line at which one core should be."""
+    if ranks.rank:
+        return
+    from manyhands.plots.looks import PREDICTED, note
+    from manyhands.plots.times import compared
+
+    title = f"{shared.n_ranks} ranks of a node, each multiplies {PRODUCTS} times"
+    figure = compared(shared.samples, title, "ms, slowest rank")
+    (axes,) = figure.axes
+    all_s, one_s = (median(shared.samples[name]) for name in (ALL, ONE))
+    x = 1e3 * shared.predicted * all_s
+    axes.axvline(x, **PREDICTED)
+    axes.set_xlim(0, 1.15 * max([x, *(1e3 * s for times in shared.samples.values() for s in times)]))
+    note(axes, f"predicted: {shared.predicted} times as long", (x, 0), (-4, 0), ha="right")
+    show(figure, "one_core", "times of the same products on all cores and on one, and the predicted line for one")
+    ratio = one_s / all_s
+    off = "" if 0.8 < ratio / shared.predicted < 1.25 else ": other programs use these cores too, look at the whiskers"
+    say(f"measured {ratio:.1f} times as long, predicted {shared.predicted}{off}")

@@ -1,0 +1,103 @@
+"""The doctor in a job: each of the four questions on made-up ranks, and all of them on real ones, also under Slurm."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from course_copy import copy_course
+from manyhands.launch import recorded_runs
+from manyhands.tools import doctor, doctor_in_job
+from slurm_nodes import slurm_of_this_machine
+
+NAMES = list(doctor_in_job.JUDGES)
+
+
+def rank(number, host="node1", **changes):
+    """What one rank says; two ranks per node, with two cores and one GPU each."""
+    local = number % 2
+    said = {
+        "host": host, "rank": number, "cores": [2 * local, 2 * local + 1], "backend": "cpu:gloo,cuda:nccl",
+        "gpu": "NVIDIA H100", "gpu_id": f"{host}-{local}", "free_bytes": 79 * 2**30, "visible": 2,
+        "near": [2 * local, 2 * local + 1], "import_s": 3.0, "inherited": [], "ways": {"NET/IB/0/GDRDMA": 4},
+    }  # fmt: skip
+    return said | changes
+
+
+def job(**changes):
+    """Four ranks on two nodes, with the same changes in each."""
+    return [rank(number, f"node{1 + number // 2}", **changes) for number in range(4)]
+
+
+def finding(question, said):
+    (found,) = doctor.examine({question: lambda: doctor_in_job.JUDGES[question](said)})
+    return found["status"], f"{found['says']} -> {found['remedy']}"
+
+
+@pytest.mark.parametrize("question", NAMES)
+def test_a_job_that_got_what_it_asked_for_is_well(question):
+    assert finding(question, job())[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("question", "said", "words"),
+    [
+        ("cores", job(cores=[0], near=[]), "node1: 2 ranks take turns on 1 core (core 0)"),
+        ("cores", job(cores=[0, 1, 2, 3], near=[8, 9]), "its GPU is beside 8-9 -> torchrun --numa-binding node"),
+        ("GPUs", job(gpu_id="the same"), "node1: 2 ranks share 1 GPU"),
+        ("GPUs", job(visible=4), "node1: 4 GPUs and 2 ranks"),
+        ("channels", job(ways={"NET/Socket/0": 2, "P2P/CUMEM": 8}), "8 via NET/Socket"),
+        ("imports", [*job()[:3], rank(3, "node2", import_s=95.0)], "3.0 to 95.0 s, slowest on node2"),
+    ],
+)
+def test_what_is_wrong_is_a_warning_that_names_the_node_and_the_remedy(question, said, words):
+    status, text = finding(question, said)
+    assert status == "warning" and words in text
+
+
+def test_channels_say_what_is_set_and_that_without_gpus_it_is_gloo():
+    assert finding("channels", job(inherited=["NCCL_IB_DISABLE"]))[1].startswith(
+        "16 via NET/IB/GDRDMA; set before the job: NCCL_IB_DISABLE"
+    )
+    assert "gloo, TCP over 2 nodes" in finding("channels", job(ways={}))[1]
+
+
+def test_ways_are_those_of_channels_and_not_of_what_nccl_has_found():
+    log = (
+        "a:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n"
+        "a:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM\n"
+        "a:1:2 [0] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/AWS Libfabric/0/GDRDMA\n"
+    )
+    assert doctor_in_job.ways(log) == ["P2P/CUMEM", "NET/AWS Libfabric/0/GDRDMA"]
+    assert set(doctor_in_job.ways(recorded_runs.text("15_nccl_sockets.out"))) == {"NET/Socket/0"}
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("0-2,8\n", [0, 1, 2, 8]), ("5", [5]), ("", [])])
+def test_lists_of_cores_are_read_and_written_as_linux_does(text, numbers):
+    assert doctor_in_job.numbers_in(text) == numbers
+    assert doctor_in_job.in_short(numbers) == text.strip()
+
+
+@pytest.mark.ranks
+def test_two_ranks_answer_once_and_the_output_is_json_on_request(root):
+    command = [sys.executable, "scripts/launch.py", "--nproc", "2", "scripts/doctor.py", "--", "--job", "--json"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=180, check=True)
+    found = json.loads(done.stdout[done.stdout.index("[\n") :])
+    assert [one["check"] for one in found] == NAMES
+    assert "2 ranks" in found[0]["says"] and all(one["expect"] for one in found)
+
+
+@pytest.mark.slurm
+@pytest.mark.timeout(600)
+def test_a_real_slurm_job_answers_and_a_flag_that_binds_a_node_to_one_core_is_found(tmp_path):
+    course = copy_course(tmp_path / "many-hands", only=("15",))
+    environ = {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
+    with slurm_of_this_machine(settings={"TaskPlugin": "task/affinity"}) as slurm:
+        said = []
+        for flags in ("", "--cpu-bind=map_cpu:0"):
+            number = slurm.submit("sbatch", "jobs/doctor.slurm", cwd=course, environ=environ | {"SRUN_FLAGS": flags})
+            assert slurm.wait(number, timeout_s=240) == "COMPLETED"
+            said.append((course / f"doctor.o{number}").read_text())
+    assert "cores       OK       node1: 2 ranks on 2 cores (0-1); node2: 2 ranks on 2 cores (0-1)" in said[0]
+    assert "cores       warning  node1: 2 ranks take turns on 1 core (core 0)" in said[1]
+    assert all("gloo, TCP over 2 nodes" in text and "4 ranks, launcher torchrun" in text for text in said)
