@@ -1,0 +1,69 @@
+"""Context parallelism: its ring and the trainer's runs on it are one process's."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from manyhands.gpt.model import within_documents
+from manyhands.measure import wire
+from manyhands.parallel.context import ring_attention, zig_zag
+
+B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
+
+
+def ring(ranks, masked, low):
+    """(distance from plain attention of output and gradients, bytes and messages forward and backward)."""
+    n, group = ranks.world_size, dist.group.WORLD
+    draw = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if low else torch.float64
+    q, k, v, d_out = (torch.randn(B, H, T, K, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4))
+    ids_BT = torch.randint(8, (B, T), generator=draw)
+    ids_BT[0] = 0  # one text; the other has documents that begin within a rank's share, and end in another's
+    ids_BT[1, [0, 5, 6, 17, 31]] = SEPARATOR
+    allowed = within_documents(ids_BT, SEPARATOR if masked else None)
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*whole, attn_mask=allowed, is_causal=not masked)
+    wanted.backward(d_out.double())
+    at = [zig_zag(T, n, rank) for rank in range(n)]
+    document_BT = (ids_BT == SEPARATOR).cumsum(1)
+    here = at[ranks.rank]
+    mine = [x[:, :, here].detach().clone().requires_grad_() for x in (q, k, v)]
+    with wire.watch() as forward:
+        out = ring_attention(*mine, group, [document_BT[:, at_s] for at_s in at] if masked else None)
+    with wire.watch() as backward:
+        out.backward(d_out[:, :, here])
+    pairs = [(out, wanted), *((x.grad, y.grad) for x, y in zip(mine, whole, strict=True))]
+    apart = max((x.double() - y[:, :, here]).abs().max().item() for x, y in pairs)
+    sent = (forward.sent_bytes, forward.messages), (backward.sent_bytes, backward.messages)
+    return apart, sent, {x.dtype for x, _ in pairs}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_ring_is_plain_attention_for_n_minus_1_messages_of_keys_and_n_of_gradients(pool, n, masked):
+    unit = 2 * B * H * (T // n) * K * 8
+    for apart, sent, _ in pool.run(n, ring, masked, False):
+        assert apart < 1e-12
+        gradients = n if n > 1 else 0
+        assert sent == (((n - 1) * unit, n - 1), ((n - 1 + gradients) * unit, n - 1 + gradients))
+
+
+def test_in_low_precision_keys_travel_low_and_their_gradients_in_float32(pool):
+    numbers = 2 * B * H * (T // 2) * K
+    for apart, ((forward, _), (backward, _)), dtypes in pool.run(2, ring, False, True):
+        assert apart < 0.05 and dtypes == {torch.bfloat16}
+        assert (forward, backward) == (2 * numbers, (2 + 2 * 4) * numbers)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_zig_zag_gives_each_position_to_one_rank_and_as_many_pairs_to_all(n):
+    at = [zig_zag(T, n, rank) for rank in range(n)]
+    assert torch.equal(torch.cat(at).sort().values, torch.arange(T))
+    for step in range(1, n):
+        pairs = {int((at[r][:, None] >= at[r - step][None]).sum()) for r in range(n)}
+        assert pairs == {(T // n) ** 2 // 2}
+
+
+def test_positions_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="30 positions do not split into 2 x 4 equal pieces; use a multiple of 8"):
+        zig_zag(30, 4, 0)
