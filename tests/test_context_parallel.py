@@ -1,5 +1,7 @@
 """Context parallelism: its ring and the trainer's runs on it are one process's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from manyhands.gpt.model import within_documents
 from manyhands.measure import wire
 from manyhands.parallel.context import ring_attention, zig_zag
+from one_process import CONFIG, assert_equal, one_process, options_of, steps_of
 
 B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
 
@@ -67,3 +70,36 @@ def test_zig_zag_gives_each_position_to_one_rank_and_as_many_pairs_to_all(n):
 def test_positions_that_do_not_split_are_refused():
     with pytest.raises(ValueError, match="30 positions do not split into 2 x 4 equal pieces; use a multiple of 8"):
         zig_zag(30, 4, 0)
+
+
+# --- a trainer's steps
+
+DOCUMENTS = replace(CONFIG, separator=7, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {config: one_process(options_of(), config) for config in (CONFIG, DOCUMENTS)}
+
+
+CASES = {
+    "context 2": (2, dict(strategy="ddp", context=2)),
+    "context 4": (4, dict(strategy="ddp", context=4)),
+    "context 2 x ddp 2": (4, dict(strategy="ddp", context=2, micro_batch=2)),
+    "context 2 x ddp 2 by buckets": (4, dict(strategy="ddp", context=2, all_reduce="buckets")),
+    "context 2 x zero1 2": (4, dict(strategy="zero1", context=2)),
+    "context 2 x fsdp 2": (4, dict(strategy="fsdp", context=2, micro_batch=2)),
+    "context 2 x hybrid 2": (4, dict(strategy="fsdp", sharding="hybrid", context=2, activation_checkpointing="block")),
+    "context 2 x tensor 2": (4, dict(strategy="ddp", context=2, tensor=2, sequence_parallel=True, loss_parallel=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, references, case):
+    n, parallel = CASES[case]
+    assert_equal(pool.run(n, steps_of, options_of(**parallel)), references[CONFIG])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_attention_stays_within_documents_that_several_ranks_have_parts_of(pool, references, n):
+    assert_equal(pool.run(n, steps_of, options_of(strategy="fsdp", context=2), DOCUMENTS), references[DOCUMENTS])

@@ -14,7 +14,7 @@ In zig-zag order a rank has two of 2 n equal pieces of a sequence, one from the 
 back. Of another rank's block it then needs exactly half of the query-key pairs, so that all have as much to do.
 
 Scores are plain matrix products in float32 at least, whatever the model computes in. Those of one block are whole for a
-moment: b h s s numbers for b sequences and h heads, which a fused kernel would not hold.
+moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold them.
 
 Shapes: B sequences, h heads of this rank, T positions, s = T / n of this rank, K numbers per head, n ranks.
 """
@@ -107,8 +107,8 @@ class _Ring(torch.autograd.Function):
                 queries, given = q_wide[..., rows, :], d_out[..., rows, :]
                 keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
                 scores = _scores(queries, keys, rows, columns, me, owner, ctx.documents)
-                p = (scores - log_sums[..., rows, :]).exp_()
-                d_scores = p * (given @ values.mT - delta[..., rows, :])
+                p = scores.sub_(log_sums[..., rows, :]).exp_()
+                d_scores = (given @ values.mT).sub_(delta[..., rows, :]).mul_(p)
                 d_q[..., rows, :] += d_scores @ keys
                 if gradients_arrive:
                     d_kv = gradients_arrive()
@@ -150,10 +150,10 @@ def _scores(q, k, rows, columns, me, owner, documents):
 
 
 def _absorb(state, scores, values):
-    """Take a block of scores and values into the state, in place: the online softmax (Milakov and Gimelshein 2018)."""
+    """Take a block of scores and values into the state, in place: online softmax (Milakov and Gimelshein 2018)."""
     largest, total, weighted = state
     new = torch.maximum(largest, scores.amax(-1, keepdim=True))
-    shrink, p = (largest - new).exp(), (scores - new).exp()
+    shrink, p = (largest - new).exp(), scores.sub_(new).exp_()
     largest.copy_(new)
     total.mul_(shrink).add_(p.sum(-1, keepdim=True))
     weighted.mul_(shrink).add_(p @ values)
