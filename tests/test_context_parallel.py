@@ -1,5 +1,9 @@
 """Context parallelism: its ring and the trainer's runs on it are one process's."""
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +13,7 @@ import torch.nn.functional as F
 from manyhands.gpt.model import within_documents
 from manyhands.measure import wire
 from manyhands.parallel.context import ring_attention, zig_zag
-from one_process import CONFIG, assert_equal, one_process, options_of, steps_of
+from one_process import BATCH, CONFIG, assert_equal, build, one_process, options_of, steps_of
 
 B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
 
@@ -89,7 +93,7 @@ CASES = {
     "context 2 x ddp 2 by buckets": (4, dict(strategy="ddp", context=2, all_reduce="buckets")),
     "context 2 x zero1 2": (4, dict(strategy="zero1", context=2)),
     "context 2 x fsdp 2": (4, dict(strategy="fsdp", context=2, micro_batch=2)),
-    "context 2 x hybrid 2": (4, dict(strategy="fsdp", sharding="hybrid", context=2, activation_checkpointing="block")),
+    "context 2 x hybrid": (4, dict(strategy="fsdp", sharding="hybrid", context=2, activation_checkpointing="block")),
     "context 2 x tensor 2": (4, dict(strategy="ddp", context=2, tensor=2, sequence_parallel=True, loss_parallel=True)),
 }
 
@@ -103,3 +107,56 @@ def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, referenc
 @pytest.mark.parametrize("n", [2, 4])
 def test_attention_stays_within_documents_that_several_ranks_have_parts_of(pool, references, n):
     assert_equal(pool.run(n, steps_of, options_of(strategy="fsdp", context=2), DOCUMENTS), references[DOCUMENTS])
+
+
+# --- what the dry run says of it
+
+
+def memory_of_a_step(ranks, config, options):
+    """(bytes that autograd keeps, the most of a step, both by formula) of this rank."""
+    from manyhands.config.layout import resolve_layout
+    from manyhands.measure.memory_timeline import MemoryTimeline
+    from manyhands.measure.tensor_bytes import count_saved
+    from manyhands.predict.memory import bytes_per_rank
+
+    parallel, layout = build(ranks, options, config), resolve_layout(options, config, ranks.world_size)
+    draw = torch.Generator().manual_seed(5)
+    batch = torch.randint(config.vocab_size, (2, BATCH, config.block_size), generator=draw)
+    kept = count_saved(lambda: parallel._own_loss(parallel.model, *batch), parallel.model).bytes
+    optimizer = torch.optim.AdamW(parallel.named_parameters().values(), foreach=False)
+    for _ in range(2):
+        with MemoryTimeline(parallel.model, optimizer) as seen:
+            parallel.forward_backward(*batch)
+        optimizer.step()
+    formula = bytes_per_rank(config, layout, options)
+    return kept, seen.peak.total, formula.activations, formula.on_gpu
+
+
+def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_block_of_scores(pool):
+    config, options = replace(CONFIG, block_size=128, vocab_size=8), options_of("fp32", context=2, all_reduce="buckets")
+    for kept, peak, by_formula, peak_by_formula in pool.run(2, memory_of_a_step, config, options):
+        assert by_formula == pytest.approx(kept, rel=0.01)
+        scores = 2 * 4 * BATCH * CONFIG.n_head * 64 * 64
+        assert peak_by_formula - scores < peak < 1.05 * peak_by_formula
+
+
+@pytest.mark.ranks
+def test_what_the_dry_run_prints_runs(root, tmp_path):
+    words = (
+        "--model.n-layer 2 --model.n-embd 32 --train.global-batch 4 --train.steps 2 --log.sample 3 --parallel.context 2"
+    )
+    environ = os.environ | {"MANYHANDS_OUTPUTS": str(tmp_path)}
+
+    def run(*arguments):
+        ran = subprocess.run(
+            [sys.executable, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=200
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    printed = run("scripts/train.py", *words.split(), "--ranks", "2", "--dry-run")
+    (tmp_path / "run.toml").write_text(printed, encoding="utf-8")
+    (command,) = [line for line in printed.split("\n") if "scripts/launch.py" in line]
+    run(*command.replace("run.toml", str(tmp_path / "run.toml")).split()[2:])
+    metrics = json.loads((tmp_path / "train" / "latest" / "metrics.json").read_text())
+    assert metrics["world_size"] == 2 and list(metrics["exact"]["val_losses"]) == ["0", "2"]

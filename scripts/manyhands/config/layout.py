@@ -5,9 +5,8 @@
 The axes, outermost first: pipeline x replicate x shard x tensor. Ranks that differ only in `tensor` are neighbours, so
 that the axis with the most traffic stays within a node. Ranks that differ in `replicate` or `shard` see different data.
 
-Context ranks are no axis of their own. `context` neighbours among the ranks of replicate x shard see the same
-sequences, each a share of the positions. For all that is about weights they are data ranks: `replicate` and `shard`
-count them.
+Ranks of the context axis see the same sequences, each a share of the positions. For all that is about weights they are
+data ranks, so that `replicate` or `shard` of a Layout counts them: they lie innermost there. `sizes` counts them apart.
 """
 
 import re
@@ -54,6 +53,12 @@ class Layout:
         """Ranks, or groups of ranks, that see different sequences."""
         return self.replicate * self.shard // self.context
 
+    def sizes(self) -> dict[str, int]:
+        """Ranks per axis as a command line asks for them, context apart: their product is the world's size."""
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        sizes["shard" if self.shard % self.context == 0 else "replicate"] //= self.context
+        return sizes | {"context": self.context, "tensor": self.tensor}
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands: {"pipeline": i, "replicate": j, "shard": k, "tensor": l}."""
         place = {}
@@ -73,8 +78,7 @@ class Layout:
         return STRATEGIES[options.parallel.strategy].dp_mode
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-        return (axes or "one rank") + (f", context {self.context}" if self.context > 1 else "")
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
 
 
 def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
@@ -114,6 +118,7 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
 
 def _degrees(parallel, world_size, ranks_per_node):
     asked = {axis: getattr(parallel, axis) for axis in AXES}
+    asked |= {"context": parallel.context} if parallel.context > 1 else {}
     hybrid = parallel.strategy == "fsdp" and parallel.sharding == "hybrid"
     unsharded = parallel.strategy == "fsdp" and parallel.sharding == "none"  # NO_SHARD: every rank holds all
     # under hybrid sharding: replicas of what `shard` ranks share
@@ -136,6 +141,8 @@ def _degrees(parallel, world_size, ranks_per_node):
         product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
         why = f"{product} = {prod(degrees.values())} ranks, but {world_size} were started"
         raise LayoutError(f"{why}; start as many, or leave parallel.{leftover} out")
+    # they hold, or share, the weights as data ranks do
+    degrees["shard" if parallel.strategy == "fsdp" and not unsharded else "replicate"] *= degrees.pop("context", 1)
     return degrees
 
 
@@ -203,15 +210,12 @@ def _combinations(options, degrees):
 
 def _context(options, config, degrees):
     """A sentence for each thing that context ranks do not go together with."""
-    parallel, context, ranks = options.parallel, options.parallel.context, degrees["replicate"] * degrees["shard"]
+    parallel, context = options.parallel, options.parallel.context
     if context == 1:
         return
     asked = f"parallel.context={context}"
     if degrees["pipeline"] > 1:
         yield f"{asked} does not run inside a pipeline; use parallel.strategy=ddp or fsdp without parallel.pipeline"
-    if ranks % context:
-        why = f"{asked} does not divide the number of ranks that hold replicas or shards, {ranks}"
-        yield f"{why}; use a divisor, or a multiple of {context} as parallel.replicate or parallel.shard"
     if config.block_size % (2 * context):
         why = f"model.block_size={config.block_size} positions do not split into 2 x {context} equal pieces"
         yield f"{why} for {context} context ranks; use a multiple of {2 * context}"
