@@ -532,8 +532,8 @@ checks.recommend(recommend, ranks)
 
 # %% [markdown]
 # The course's planner is `scripts/plan.py`. It knows the guide's axes, ways to share the state of data ranks, micro-batches,
-# schedules and recomputation. (And context parallelism, which `train.py` lacks, so it is left out here.) Five questions that
-# people bring along:
+# schedules and recomputation. (And context parallelism, for which it gives no command, so it is left out here.) Five
+# questions that people bring along:
 
 # %%
 # %%ranks

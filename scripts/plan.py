@@ -18,13 +18,13 @@ command and job lines for it. "micro 8x4" is 8 micro-batches of 4 sequences. Nam
 replicas (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3
 within a node, replicas between), offload (zero3, at rest in the host's memory). "context 4": 4 ranks share each
 sequence, by ring attention with zig-zag shares; for weights they are data ranks. "experts over 8": each of 8 data ranks
-has an eighth of the experts. Neither of the two is an axis of train.py: then the command is of the first row that it
-can run, if there is one.
+has an eighth of the experts. train.py has no experts, and its `--parallel.context` holds scores that are not planned:
+then the command is of the first row without either, if there is one.
 
 Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests,
-or, for context ranks and experts, which nothing here can run, to counts by hand; times are a model with two constants
-fitted on published runs: `--published` shows how far off it is. Not planned: V-shaped schedules, CPUs, and strategies
-without formulas, which the last line names. Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest
+or, for context ranks and experts, to counts by hand; times are a model with two constants fitted on published runs:
+`--published` shows how far off it is. Not planned: V-shaped schedules, CPUs, and strategies without formulas, which
+the last line names. Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest
 number of GPUs that would; status 2: the question makes no sense, with the cure.
 """
 

@@ -9,8 +9,8 @@
     sbatch jobs/train.slurm --preset gpt2 --train.precision bf16         # a job; jobs/README.md has PBS
 
 Any strategy (they stand below), and products of ddp, fsdp, tp and pp: `--parallel.tensor 2` gives two ranks to each
-layer, and the strategy gets the rest. Presets: `--preset`, then a file (`--config run.toml`), then flags; `--help`
-lists all.
+layer, `--parallel.context 2` two ranks to each sequence, and the strategy gets the rest. Presets: `--preset`, then a
+file (`--config run.toml`), then flags; `--help` lists all.
 
 You should see what runs, one line per interval, a sample at each evaluation, and curves at the end. The run's folder,
 outputs/train/latest, holds steps.jsonl, metrics.json and the curves, and the checkpoints unless

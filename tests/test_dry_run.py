@@ -137,6 +137,15 @@ def test_it_says_what_activations_take_and_with_which_checkpointing():
     assert "without the masks of dropout" in comments(described("--preset shakespeare"))
 
 
+def test_ranks_that_share_sequences_hold_their_part_of_the_activations():
+    flags = "--preset gpt2 --train.no-compile --train.global-batch 8 --train.micro-batch 4"
+    whole, half = (comments(described(f"{flags} {more}", n)) for more, n in (("", 2), ("--parallel.context 2", 4)))
+    assert shown_gib(half, "activations") == pytest.approx(shown_gib(whole, "activations") / 2, rel=0.01)
+    assert shown_gib(half, "parameters") == shown_gib(whole, "parameters")
+    assert "4 ranks, strategy ddp: replicate 2 x context 2" in half
+    assert "a rank's share is 4 sequences in 1 micro-batch, 512 positions of each" in half
+
+
 def test_gradients_that_fsdp_holds_whole_between_micro_batches_are_in_the_peak():
     """Measured on ranks in test_planner: 4 bytes for each parameter of the rank, from the first micro-batch to the
     last."""

@@ -17,7 +17,7 @@ def layout_of(flags, world_size, ranks_per_node=None):
 
 
 def degrees(layout):
-    return {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
+    return {axis: size for axis, size in layout.sizes().items() if size > 1}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,13 @@ def degrees(layout):
         ("--parallel.strategy pp --parallel.tensor 2 --parallel.replicate 2", 8,
          {"pipeline": 2, "replicate": 2, "tensor": 2}),
         ("--parallel.strategy tp --parallel.tensor 1", 1, {}),
+        ("--parallel.context 2", 4, {"replicate": 2, "context": 2}),
+        ("--parallel.context 4", 4, {"context": 4}),
+        ("--parallel.context 2 --parallel.strategy fsdp", 4, {"shard": 2, "context": 2}),
+        ("--parallel.context 2 --parallel.strategy tp", 4, {"context": 2, "tensor": 2}),
+        ("--parallel.context 2 --parallel.strategy fsdp --parallel.sharding hybrid", 8,
+         {"replicate": 2, "shard": 2, "context": 2}),
+        ("--parallel.context 2 --parallel.strategy fsdp --parallel.sharding none", 4, {"replicate": 2, "context": 2}),
     ],
 )  # fmt: skip
 def test_the_strategy_uses_the_ranks_that_no_axis_claims(flags, world_size, expected):
@@ -55,6 +62,12 @@ def test_hybrid_sharding_shards_within_a_node_and_copies_across():
     flags = "--parallel.strategy fsdp --parallel.sharding hybrid"
     assert degrees(layout_of(flags, 8, ranks_per_node=4)) == {"replicate": 2, "shard": 4}
     assert degrees(layout_of(f"{flags} --train.global-batch 48", 16, ranks_per_node=2)) == {"replicate": 8, "shard": 2}
+
+
+def test_context_ranks_are_neighbours_among_the_data_ranks_and_see_the_same_sequences():
+    layout = layout_of("--parallel.context 2 --parallel.strategy fsdp --parallel.tensor 2", 8)
+    assert (str(layout), layout.shard, layout.data) == ("shard 2 x context 2 x tensor 2", 4, 2)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_ranks_that_differ_only_in_tensor_are_neighbours():
@@ -102,7 +115,8 @@ def wishes(draw):
         "shard": pick(1, 2, 4),
         "tensor": pick(1, 1, 2, 4),
     }
-    world_size = prod(axes.values()) + pick(0, 0, 0, 0, 1)
+    context = pick(1, 1, 1, 2, 4)
+    world_size = prod(axes.values()) * context + pick(0, 0, 0, 0, 1)
     wish = {axis: pick(None, degree, degree) for axis, degree in axes.items()}
     wish |= {
         "strategy": pick("fsdp", *STRATEGIES),
@@ -110,6 +124,7 @@ def wishes(draw):
         "schedule": pick("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"),
         "stages_per_rank": pick(None, None, None, 1, 2, 3),
         "sequence_parallel": pick(False, False, True),
+        "context": context,
     }
     if wish["strategy"] != "pp" and axes["pipeline"] == 1:
         wish |= {
@@ -139,16 +154,18 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         return
     assert layout.world_size == layout.pipeline * layout.replicate * layout.shard * layout.tensor == world_size
     for axis in AXES:  # what was asked for is what one gets
-        assert wish[axis] in (None, getattr(layout, axis))
+        assert wish[axis] in (None, layout.sizes()[axis])
+    assert prod(layout.sizes().values()) == world_size and layout.sizes()["context"] == wish["context"]
     places = [tuple(layout.coordinates(rank).values()) for rank in range(world_size)]
     assert len(set(places)) == world_size, "two ranks stand at one place"
-    # per pipeline stage and tensor share, the data ranks are 0, 1, ..., data - 1, each once
+    # per pipeline stage and tensor share, the data ranks are 0, 1, ..., data - 1, each once per context rank
     groups = {}
     for rank in range(world_size):
         place = layout.coordinates(rank)
         groups.setdefault((place["pipeline"], place["tensor"]), []).append(layout.data_rank(rank))
     assert len(groups) == layout.pipeline * layout.tensor
-    assert all(sorted(ranks) == list(range(layout.data)) for ranks in groups.values())
+    whole = [share for share in range(layout.data) for _ in range(layout.context)]
+    assert all(ranks == whole for ranks in groups.values()), "neighbours share sequences"
     # so the shares, cut into micro-batches, are the global batch: nothing twice, nothing left over
     share, rest = divmod(global_batch, layout.data)
     size, left = divmod(share, layout.micro_batches)
@@ -202,6 +219,19 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp")),
         ("--parallel.strategy fsdp --parallel.schedule GPipe", 2, ("parallel.schedule=GPipe", "not fsdp alone")),
         ("--parallel.stages-per-rank 2", 2, ("parallel.stages_per_rank=2", "parallel.pipeline=2")),
+        # context ranks
+        ("--parallel.context 2 --model.block-size 66", 4, ("block_size=66", "2 x 2 equal pieces", "multiple of 4")),
+        ("--parallel.context 3", 4, ("4 ranks", "context=3", "multiple of 3")),
+        ("--parallel.context 2 --parallel.replicate 2", 8, ("replicate 2 x context 2 = 4 ranks", "8 were started")),
+        ("--parallel.context 2 --parallel.strategy pp", 4, ("parallel.context=2", "pipeline", "parallel.strategy=ddp")),
+        ("--parallel.context 2 --parallel.strategy deepspeed", 2, ("deepspeed", "parallel.context=2", "fsdp")),
+        ("--parallel.context 2 --model.dropout 0.1", 2, ("parallel.context=2", "model.dropout=0, not 0.1")),
+        ("--parallel.context 2 --train.compile", 2, ("parallel.context=2", "--train.no-compile")),
+        ("--parallel.context 2 --parallel.activation-checkpointing selective", 2,
+         ("parallel.context=2", "activation_checkpointing=block")),
+        ("--parallel.context 4 --parallel.tensor 4 --parallel.sequence-parallel --model.block-size 24", 16,
+         ("block_size=24", "4 context ranks leave 6", "4 tensor ranks")),
+        ("--parallel.context 2 --train.global-batch 25", 4, ("global_batch=25", "2 data-parallel ranks")),
         # schedules
         ("--parallel.strategy pp --parallel.schedule ZBVZeroBubble --parallel.stages-per-rank 1", 2,
          ("ZBVZeroBubble", "2 stages, not 1")),

@@ -103,13 +103,13 @@ def test_where_the_best_layout_has_no_command_the_best_that_train_py_runs_is_nam
     assert answer.best.layout.context > 1 and answer.best_trained.layout.context == 1
     text = as_text(answer)
     place = answer.ranked.index(answer.best_trained) + 1
-    assert "train.py has no context axis: there is no command for this layout" in text
+    assert "train.py's ring holds a block of scores, which is not planned: there is no command for this layout" in text
     assert f"the first that it runs is {place}. {answer.best_trained.name}" in text
     assert "--model.block-size 32768" in text and "context" not in text[text.index("check it:") :].split("\n")[0]
     enough = plan(Question(gpt, H100, 8, 8))
     assert enough.best is enough.best_trained, "what train.py can run is the simpler one"
     only = as_text(plan(Question(gpt, H100, 8, 8, context=8)))
-    assert "train.py has no context axis" in only and "sbatch" not in only
+    assert "train.py's ring holds a block of scores" in only and "sbatch" not in only
 
 
 def test_a_token_costs_its_own_experts_and_the_padding_that_mfu_leaves_out():

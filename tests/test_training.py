@@ -60,6 +60,8 @@ FSDP = (4, ParallelOptions(strategy="fsdp"))
 HYBRID = (4, ParallelOptions(strategy="fsdp", sharding="hybrid"))
 TP = (2, ParallelOptions(strategy="tp", sequence_parallel=True))
 PP = (2, ParallelOptions(strategy="pp"))
+CONTEXT = (2, ParallelOptions(context=2))
+CONTEXT_4 = (4, ParallelOptions(strategy="fsdp", context=4))
 FSDP_TP = (4, ParallelOptions(strategy="fsdp", tensor=2))
 
 
@@ -134,8 +136,10 @@ def assert_same_science(one_process, run):
 
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [(DDP, FSDP), (ZERO1, TP), (FSDP, ONE), (TP, PP), (PP, ZERO1), (ONE, FSDP_TP), (FSDP_TP, HYBRID), (HYBRID, DDP)],
-    ids=["ddp-fsdp", "zero1-tp", "fsdp-one", "tp-pp", "pp-zero1", "one-fsdp*tp", "fsdp*tp-hybrid", "hybrid-ddp"],
+    [(DDP, FSDP), (ZERO1, TP), (FSDP, ONE), (TP, PP), (PP, ZERO1), (ONE, FSDP_TP), (FSDP_TP, HYBRID), (HYBRID, DDP),
+     (CONTEXT, ONE), (CONTEXT, FSDP), (ONE, CONTEXT_4)],
+    ids=["ddp-fsdp", "zero1-tp", "fsdp-one", "tp-pp", "pp-zero1", "one-fsdp*tp", "fsdp*tp-hybrid", "hybrid-ddp",
+         "context-one", "context-fsdp", "one-context"],
 )  # fmt: skip
 def test_what_one_layout_saved_another_continues(pool, one_process, saves, resumes, tmp_path):
     saved = train(pool, saves, tmp_path, SHORT)

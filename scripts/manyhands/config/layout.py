@@ -4,6 +4,9 @@
 
 The axes, outermost first: pipeline x replicate x shard x tensor. Ranks that differ only in `tensor` are neighbours, so
 that the axis with the most traffic stays within a node. Ranks that differ in `replicate` or `shard` see different data.
+
+Ranks of the context axis see the same sequences, each a share of the positions. For all that is about weights they are
+data ranks, so that `replicate` or `shard` of a Layout counts them: they lie innermost there. `sizes` counts them apart.
 """
 
 import re
@@ -38,8 +41,8 @@ class Layout:
     tensor: int = 1
     micro_batches: int = 1  # per data rank and step: accumulation, or what fills a pipeline
     stages_per_rank: int = 1
-    # axes that no run has: see `predict.layouts`
-    context = expert = 1
+    context: int = 1  # of replicate x shard: ranks that share each sequence
+    expert = 1  # no run has such ranks: see `predict.layouts`
 
     @property
     def world_size(self) -> int:
@@ -48,7 +51,13 @@ class Layout:
     @property
     def data(self) -> int:
         """Ranks, or groups of ranks, that see different sequences."""
-        return self.replicate * self.shard
+        return self.replicate * self.shard // self.context
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks per axis as a command line asks for them, context apart: their product is the world's size."""
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": self.shard}
+        sizes["shard" if self.shard % self.context == 0 else "replicate"] //= self.context
+        return sizes | {"context": self.context, "tensor": self.tensor}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands: {"pipeline": i, "replicate": j, "shard": k, "tensor": l}."""
@@ -60,17 +69,16 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Which of the `data` shares of the global batch `rank` works on."""
         place = self.coordinates(rank)
-        return place["replicate"] * self.shard + place["shard"]
+        return (place["replicate"] * self.shard + place["shard"]) // self.context
 
     def dp_mode(self, options: Options) -> str:
         """How data-parallel ranks hold the model: "replicas", or what they share it by, such as "fsdp"."""
-        if self.tensor > 1 and self.data > 1 and self.pipeline == 1:
+        if self.tensor > 1 and self.replicate * self.shard > 1 and self.pipeline == 1:
             return "fsdp"  # DDP refuses DTensors; fully_shard averages replicas too, over an axis shard of one rank
         return STRATEGIES[options.parallel.strategy].dp_mode
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1)
-        return axes or "one rank"
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
 
 
 def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
@@ -99,16 +107,18 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
         _foreign_options(parallel, degrees),
         filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
         _combinations(options, degrees),
+        _context(options, config, degrees),
         _sizes(parallel, config, degrees, stages_per_rank),
     ]
     for fault in chain(*faults):
         raise LayoutError(fault)
     micro_batches = _micro_batches(options, degrees)
-    return Layout(**degrees, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
+    return Layout(**degrees, micro_batches=micro_batches, stages_per_rank=stages_per_rank, context=parallel.context)
 
 
 def _degrees(parallel, world_size, ranks_per_node):
     asked = {axis: getattr(parallel, axis) for axis in AXES}
+    asked |= {"context": parallel.context} if parallel.context > 1 else {}
     hybrid = parallel.strategy == "fsdp" and parallel.sharding == "hybrid"
     unsharded = parallel.strategy == "fsdp" and parallel.sharding == "none"  # NO_SHARD: every rank holds all
     # under hybrid sharding: replicas of what `shard` ranks share
@@ -131,6 +141,8 @@ def _degrees(parallel, world_size, ranks_per_node):
         product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
         why = f"{product} = {prod(degrees.values())} ranks, but {world_size} were started"
         raise LayoutError(f"{why}; start as many, or leave parallel.{leftover} out")
+    # they hold, or share, the weights as data ranks do
+    degrees["shard" if parallel.strategy == "fsdp" and not unsharded else "replicate"] *= degrees.pop("context", 1)
     return degrees
 
 
@@ -196,6 +208,26 @@ def _combinations(options, degrees):
         )
 
 
+def _context(options, config, degrees):
+    """A sentence for each thing that context ranks do not go together with."""
+    parallel, context = options.parallel, options.parallel.context
+    if context == 1:
+        return
+    asked = f"parallel.context={context}"
+    if degrees["pipeline"] > 1:
+        yield f"{asked} does not run inside a pipeline; use parallel.strategy=ddp or fsdp without parallel.pipeline"
+    if config.block_size % (2 * context):
+        why = f"model.block_size={config.block_size} positions do not split into 2 x {context} equal pieces"
+        yield f"{why} for {context} context ranks; use a multiple of {2 * context}"
+    if config.dropout:
+        yield f"{asked} has no dropout in its attention; use model.dropout=0, not {config.dropout:g}"
+    if options.train.compile:
+        yield f"{asked} does not go with train.compile; use --train.no-compile"
+    if parallel.activation_checkpointing == "selective":
+        why = f"{asked} with parallel.activation_checkpointing=selective would keep all of attention's scores"
+        yield f"{why}; use parallel.activation_checkpointing=block"
+
+
 def _sizes(parallel, config, degrees, stages_per_rank):
     """A sentence for each size of the model that does not split, and for wrapping that is none."""
     tensor, stages = degrees["tensor"], degrees["pipeline"] * stages_per_rank
@@ -206,9 +238,10 @@ def _sizes(parallel, config, degrees, stages_per_rank):
     if tokens * (tensor - 1) >= config.vocab_size:
         why = f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks"
         yield f"{why}, leave none for the last one; use fewer tensor ranks or a larger vocabulary"
-    if parallel.sequence_parallel and config.block_size % tensor:
-        why = f"model.block_size={config.block_size} positions do not split over {tensor} tensor ranks"
-        yield f"{why}; use a multiple of {tensor}"
+    if parallel.sequence_parallel and (positions := config.block_size // parallel.context) % tensor:
+        shared = f" over {parallel.context} context ranks leave {positions}, which"
+        why = f"model.block_size={config.block_size} positions{shared * (parallel.context > 1)} do not split over"
+        yield f"{why} {tensor} tensor ranks; use a multiple of {tensor * parallel.context}"
     if stages > config.n_layer:
         why = f"{stages} stages ({degrees['pipeline']} ranks x {stages_per_rank})"
         yield f"{why} are more than model.n_layer={config.n_layer}; use fewer pipeline ranks or more layers"
@@ -222,7 +255,7 @@ def _sizes(parallel, config, degrees, stages_per_rank):
 
 def _micro_batches(options, degrees):
     train, parallel, pipeline = options.train, options.parallel, degrees["pipeline"]
-    data = degrees["replicate"] * degrees["shard"]
+    data = degrees["replicate"] * degrees["shard"] // parallel.context
     if train.global_batch % data:
         why = f"train.global_batch={train.global_batch} does not split over {data} data-parallel ranks"
         raise LayoutError(f"{why}; use a multiple of {data}")

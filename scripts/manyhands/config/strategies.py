@@ -50,6 +50,8 @@ def _deepspeed(options: Any, degrees: Mapping[str, int]) -> str:
     parallel, train = options.parallel, options.train
     if degrees["tensor"] > 1 or degrees["pipeline"] > 1:
         return "deepspeed runs here over data-parallel ranks only; leave parallel.tensor and parallel.pipeline out"
+    if parallel.context > 1:
+        return f"deepspeed runs here without parallel.context={parallel.context}; use parallel.strategy=fsdp"
     if train.precision in ("fp64", "fp16"):
         return f"deepspeed runs here in fp32 or bf16, not {train.precision}"
     asked = f"parallel.activation_checkpointing={parallel.activation_checkpointing}"

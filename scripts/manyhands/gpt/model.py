@@ -103,7 +103,9 @@ class Attention(nn.Module):
         # a rank that holds the first rows of the matrix holds whole heads, and runs the same lines
         qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
         q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
-        if isinstance(allowed_B1TT, BlockMask):
+        if callable(allowed_B1TT):  # the attention itself: context ranks have a part of each sequence
+            y_BHTE = allowed_B1TT(q_BHTE, k_BHTE, v_BHTE)
+        elif isinstance(allowed_B1TT, BlockMask):
             y_BHTE = flex_attention(q_BHTE, k_BHTE, v_BHTE, block_mask=allowed_B1TT)
         else:
             y_BHTE = F.scaled_dot_product_attention(
@@ -176,16 +178,19 @@ class GPT(nn.Module):
             for linear in (block.attention.out, block.mlp.down):
                 nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
-    def forward(self, ids_BT, targets_BT=None):
+    def forward(self, ids_BT, targets_BT=None, positions_T=None, attention=None):
         """Logits [B, T, V], and the mean cross-entropy in nats, in float32 at least (None without targets).
 
-        Raises ValueError if the sequences are longer than `block_size`.
+        Where the T tokens are a part of longer sequences, `positions_T` says where they stand, and `attention(q, k, v)`
+        attends to the whole. Raises ValueError if the sequences are longer than `block_size`.
         """
         T = ids_BT.shape[1]
         if self.config.block_size < T:
             raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
-        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(torch.arange(T, device=ids_BT.device)))
-        allowed_B1TT = self.allowed(ids_BT, self.config.separator)
+        if positions_T is None:
+            positions_T = torch.arange(T, device=ids_BT.device)
+        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(positions_T))
+        allowed_B1TT = attention or self.allowed(ids_BT, self.config.separator)
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
         logits_BTV = self.head(self.norm(x_BTD))

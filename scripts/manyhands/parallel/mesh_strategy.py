@@ -22,6 +22,7 @@ from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
+from manyhands.parallel.context import share_of_context
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
 from manyhands.parallel.optimizer import clip_gradients, global_norm
@@ -38,6 +39,7 @@ class MeshStrategy(Strategy):
     replicas: Any = None  # without one: who takes micro-batches through the model
     flat: FlatReplicas | None = None
     pipeline_group: dist.ProcessGroup | None = None
+    context_group: dist.ProcessGroup | None = None  # of ranks that share each sequence
 
     def __init__(
         self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
@@ -45,6 +47,12 @@ class MeshStrategy(Strategy):
         super().__init__(config, layout, options, ranks)
         shape = tuple(getattr(layout, axis) for axis in AXES)
         self.mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=AXES)
+        if layout.context > 1:  # the same ranks in the same order, by the sequences that they see
+            by_sequence = {
+                "pipeline": layout.pipeline, "data": layout.data, "context": layout.context, "tensor": layout.tensor
+            }  # fmt: skip
+            mesh = init_device_mesh(ranks.device.type, tuple(by_sequence.values()), mesh_dim_names=tuple(by_sequence))
+            self.context_group = mesh["context"].get_group()
         low = LOW_PRECISION.get(options.train.precision)
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
@@ -103,7 +111,7 @@ class MeshStrategy(Strategy):
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
         if not self.stages:
-            return self._forward_backward(_own_loss, (ids_bT, targets_bT), timer)
+            return self._forward_backward(self._own_loss, (ids_bT, targets_bT), timer)
         self._micro_batch_size(len(ids_bT))
         loss = self.stages.forward_backward(ids_bT, targets_bT)
         finish_gradients(self._named.values())
@@ -114,8 +122,10 @@ class MeshStrategy(Strategy):
         return loss
 
     def forward_backward_by(self, loss_of, tensors, timer=None):
-        if self.stages or self.options.parallel.loss_parallel:
-            raise ValueError("no rank of a pipeline, or under loss_parallel, holds whole logits; leave them out")
+        if self.stages or self.context_group or self.options.parallel.loss_parallel:
+            raise ValueError(
+                "no rank of a pipeline, of a context group, or under loss_parallel, holds whole logits; leave them out"
+            )
         return self._forward_backward(loss_of, tensors, timer)
 
     def _forward_backward(self, loss_of, tensors, timer):
@@ -150,7 +160,7 @@ class MeshStrategy(Strategy):
                 return self.stages.evaluate(ids_bT, targets_bT)
             shares = self._micro_batches(ids_bT, targets_bT)
             with sharded_loss(self.options.parallel.loss_parallel), self.autocast():
-                return torch.stack([_own_loss(self.model, *share) for share in shares]).mean()
+                return torch.stack([self._own_loss(self.model, *share) for share in shares]).mean()
 
     @torch.no_grad()
     def logits(self, ids_BT):
@@ -206,6 +216,13 @@ class MeshStrategy(Strategy):
 
     # --- inside a step
 
+    def _own_loss(self, model, ids_bT, targets_bT):
+        """The GPT's: mean cross-entropy of the next token, over the positions that this rank has of a sequence."""
+        part = ids_bT, targets_bT
+        if self.context_group:
+            part = share_of_context(*part, self.config.separator, self.context_group)
+        return model(*part)[1]
+
     def _micro_batches(self, *tensors):
         size = self._micro_batch_size(len(tensors[0]))
         for share in zip(*(tensor.split(size) for tensor in tensors), strict=True):
@@ -236,8 +253,3 @@ def skips_blocks(config: GPTConfig, options: Options, device: torch.device) -> b
     """
     plain = not config.dropout and options.parallel.activation_checkpointing == "none"
     return config.separator is not None and device.type == "cuda" and plain and options.train.precision != "fp64"
-
-
-def _own_loss(model, ids_bT, targets_bT):
-    """The GPT's: mean cross-entropy of the next token."""
-    return model(ids_bT, targets_bT)[1]

@@ -100,7 +100,7 @@ class Strategy:
         """The mean over the global batch of what `forward_backward` or `evaluate` returned. All ranks must call it."""
         total = torch.as_tensor(loss, device=self.ranks.device).detach().clone()
         dist.all_reduce(total)
-        return total / (self.data_size * self.layout.tensor)
+        return total / (self.data_size * self.layout.context * self.layout.tensor)
 
     # --- without gradients
 

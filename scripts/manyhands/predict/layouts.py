@@ -9,12 +9,13 @@ Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank
 GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and
 save memory.
 
-Two axes are planned that `train.py` does not have. Ranks of the context axis share each sequence: a rank has two of 2 c
-equal pieces of it, one from the front and one from the back (zig-zag), so that all have as much attention to do under
-the causal mask. They have the same weights, or shards of the same weights, and sum their gradients with the data ranks:
-for all that is about weights they are data ranks, and `replicate` and `shard` count them. Experts are spread over
-`expert` neighbours among these, which keep the dense weights as they are. From the inside: tensor, context, shard,
-replicate, pipeline.
+Context ranks share each sequence, as in `train.py`: a rank has two of 2 c equal pieces of it, one from the front and
+one from the back (zig-zag), so that all have as much attention to do under the causal mask. For all that is about
+weights they are data ranks, and `replicate` and `shard` count them. Planned are kernels that hold no scores. `train.py`
+holds those of a block and may need more, so that it gets no command for such a plan.
+
+One axis is planned that `train.py` does not have: experts are spread over `expert` neighbours among these ranks, which
+keep the dense weights as they are. From the inside: tensor, context, shard, replicate, pipeline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -76,15 +77,9 @@ ALONE = next(iter(SHARINGS))  # with nobody to share with all are the same
 
 @dataclass(frozen=True)
 class PlannedLayout(Layout):
-    """A Layout whose data ranks hold a part of a sequence, or a part of the experts."""
+    """A Layout whose data ranks hold a part of the experts."""
 
-    context: int = 1  # of replicate x shard
     expert: int = 1  # of replicate x shard
-
-    @property
-    def data(self) -> int:
-        """Groups of ranks that see different sequences."""
-        return self.replicate * self.shard // self.context
 
 
 @dataclass(frozen=True)
@@ -200,9 +195,9 @@ def families(
                     shard = per_node // tensor if how.hybrid else whole
                     degrees = pipeline, group // shard, shard, tensor
                     for expert in _experts(question.model, how, tensor, group, per_node):
-                        own = {"context": context, "expert": expert}
-                        planned = context > 1 or expert > 1
-                        split = PlannedLayout(*degrees, **own) if planned else Layout(*degrees)
+                        split = Layout(*degrees, context=context)
+                        if expert > 1:
+                            split = PlannedLayout(*degrees, context=context, expert=expert)
                         yield _family(question, sharing, split, checkpointing, most_micro_batch)
 
 

@@ -322,7 +322,7 @@ def _within_a_step(model, layout, options):
     several micro-batches. Workspace is the most that single operations need: the logits in 32 bits and their gradient,
     on the last stage; under FSDP the gradient of the largest unit, in low precision and once more in 32 bits, on its
     way into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
-    their way; tokens on their way to experts and back.
+    their way, and in the trainer's ring a block of scores and their gradient; tokens on their way to experts and back.
     """
     low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
     sharded = layout.dp_mode(options) == "fsdp"
@@ -330,6 +330,9 @@ def _within_a_step(model, layout, options):
     workspace = 2 * 4 * tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
     if layout.context > 1:
         workspace += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
+    if options.parallel.context > 1:  # the trainer's; a plan takes kernels that hold none
+        positions = model.block_size // layout.context
+        workspace += 2 * tokens * positions * ceil(model.n_head / layout.tensor) * size
     if layout.expert > 1:
         workspace += ceil(2 * tokens * model.routed * model.n_embd * low)
     if sharded:

@@ -66,7 +66,7 @@ class Plan(Candidate):
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
         kind = list(SHARINGS).index(self.sharing)
         again, schedule = CHECKPOINTING.index(self.checkpointing), list(SCHEDULES).index(self.schedule)
-        # a context axis comes last: train.py has none
+        # context ranks come last: there is no command for them
         return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
 
 
@@ -99,7 +99,7 @@ def not_trained(question: Question, candidate: Candidate) -> str:
     if question.model.n_expert > 1:
         return "train.py has no experts: there is no command for this model"
     if candidate.layout.context > 1:
-        return "train.py has no context axis: there is no command for this layout"
+        return "train.py's ring holds a block of scores, which is not planned: there is no command for this layout"
     return ""
 
 

@@ -55,14 +55,14 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
 
     In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred
     bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises
-    ValueError for other strategies, and with tensor or pipeline ranks.
+    ValueError for other strategies, and with tensor, pipeline or context ranks.
     """
-    strategy, plain = options.parallel.strategy, layout.tensor == layout.pipeline == 1
+    strategy, plain = options.parallel.strategy, layout.tensor == layout.pipeline == layout.context == 1
     registered = STRATEGIES[strategy]
     if not plain or registered.dp_mode not in OF_DATA:
         raise ValueError(
-            f"there is no formula for strategy={strategy} with tensor={layout.tensor} and pipeline={layout.pipeline};"
-            " use ddp, zero1 or fsdp, without tensor and pipeline ranks"
+            f"there is no formula for strategy={strategy} with tensor={layout.tensor}, pipeline={layout.pipeline} and"
+            f" context={layout.context}; use ddp, zero1 or fsdp, without tensor, pipeline and context ranks"
         )
     flat = "all_reduce" in registered.options and options.parallel.all_reduce != "buckets"
     calls, payloads = Counter(), Counter()

@@ -412,7 +412,8 @@ def about_run(options, config, layout):
         f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
         "ranks": f"{size} ranks, strategy {parallel.strategy}: {layout}" if size > 1 else "one rank",
         "a step": f"{train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
-        f" {share} sequence{'s' * (share > 1)} in {many} micro-batch{'es' * (many > 1)}",
+        f" {share} sequence{'s' * (share > 1)} in {many} micro-batch{'es' * (many > 1)}"
+        + (f", {config.block_size // layout.context:,} positions of each" if layout.context > 1 else ""),
         "the run": f"preset {options.preset}: {train.steps:,} steps, {train.steps * tokens:,} tokens",
     }
 

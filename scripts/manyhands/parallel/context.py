@@ -1,0 +1,178 @@
+"""Context parallelism: the ranks of a group share each sequence, and keys and values go round a ring of them.
+
+    at_s = zig_zag(T, n, rank)                                   # this rank's positions
+    out = ring_attention(q, k, v, group)                         # of them; causal; all ranks of the group
+    part = share_of_context(ids_BT, targets_BT, separator, group)
+    logits_BsV, loss = model(*part)                              # `loss` is the mean over this rank's positions
+
+Norms, MLPs and the loss look at one position at a time. Attention alone needs the other ranks' keys: a rank works on
+the block that it has while the next one arrives (Liu et al. 2023, Ring Attention). The forward keeps the output and the
+log of each query's sum. The backward computes the scores again; gradients of keys and values travel with them, and one
+more message brings them home. Lesson 09 builds all of it.
+
+In zig-zag order a rank has two of 2 n equal pieces of a sequence, one from the front and its mirror image from the
+back. Of another rank's block it then needs exactly half of the query-key pairs, so that all have as much to do.
+
+Scores are plain matrix products in float32 at least, whatever the model computes in. Those of one block are whole for a
+moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold them.
+
+Shapes: B sequences, h heads of this rank, T positions, s = T / n of this rank, K numbers per head, n ranks.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+def zig_zag(T: int, n: int, rank: int) -> torch.Tensor:
+    """The positions of a rank [T/n], ascending. Raises ValueError if T is no multiple of 2 n."""
+    if T % (2 * n):
+        raise ValueError(f"{T} positions do not split into 2 x {n} equal pieces; use a multiple of {2 * n}")
+    pieces = torch.arange(T).chunk(2 * n)
+    return torch.cat([pieces[rank], pieces[2 * n - 1 - rank]])
+
+
+def share_of_context(
+    ids_BT: torch.Tensor, targets_BT: torch.Tensor, separator: int | None, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
+    """What `GPT.forward` takes on this rank: ids and targets [B, s], their positions [s], and the attention. Local."""
+    n, T = group.size(), ids_BT.shape[1]
+    at = [zig_zag(T, n, rank).to(ids_BT.device) for rank in range(n)]
+    documents = None
+    if separator is not None:  # of all ranks: each knows the whole sequence's ids
+        document_BT = (ids_BT == separator).cumsum(1)
+        documents = [document_BT[:, at_s] for at_s in at]
+    own = at[group.rank()]
+    return ids_BT[:, own], targets_BT[:, own], own, partial(ring_attention, group=group, documents=documents)
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup,
+    documents: list[torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention [B, h, s, K] of this rank's queries over all ranks' keys. All ranks of `group` call it.
+
+    Each holds its zig-zag share of the sequences. `documents[r]`, [B, s], numbers the documents at the positions of
+    rank r: a query sees the keys of its own one. None: all is one document.
+    """
+    return _Ring.apply(q, k, v, group, documents)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q, k, v, group, documents):
+        n, me = group.size(), group.rank()
+        with torch.autocast(q.device.type, enabled=False):
+            q_wide, kv = _scaled(q), torch.stack([k, v])
+            # nothing seen yet: the largest is finite, so that no difference is inf - inf
+            largest = torch.full_like(q_wide[..., :1], torch.finfo(q_wide.dtype).min)
+            total, weighted = torch.zeros_like(largest), torch.zeros_like(q_wide)
+            for step in range(n):
+                owner = (me - step) % n
+                arrive = _pass_on(kv, group) if step < n - 1 else None
+                rows, columns = _meeting(me, owner, q.shape[-2])
+                state = [x[..., rows, :] for x in (largest, total, weighted)]
+                keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
+                scores = _scores(q_wide[..., rows, :], keys, rows, columns, me, owner, documents)
+                _absorb(state, scores, values)
+                if arrive:
+                    kv = arrive()
+            out, log_sums = (weighted / total).to(q.dtype), largest + total.log()
+        # heads beside each other in memory, as the linear layer behind wants them: it keeps no copy
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.group, ctx.documents = group, documents
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out):
+        q, k, v, out, log_sums = ctx.saved_tensors
+        group, n, me = ctx.group, ctx.group.size(), ctx.group.rank()
+        with torch.autocast(q.device.type, enabled=False):
+            q_wide, kv = _scaled(q), torch.stack([k, v])
+            d_out = d_out.to(q_wide.dtype)
+            delta = (d_out * out).sum(-1, keepdim=True)  # per query, and already over all keys
+            d_q, d_kv = torch.zeros_like(q_wide), torch.zeros_like(kv, dtype=q_wide.dtype)
+            gradients_arrive = None
+            for step in range(n):
+                owner = (me - step) % n
+                arrive = _pass_on(kv, group) if step < n - 1 else None
+                rows, columns = _meeting(me, owner, q.shape[-2])
+                queries, given = q_wide[..., rows, :], d_out[..., rows, :]
+                keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
+                scores = _scores(queries, keys, rows, columns, me, owner, ctx.documents)
+                p = scores.sub_(log_sums[..., rows, :]).exp_()
+                d_scores = (given @ values.mT).sub_(delta[..., rows, :]).mul_(p)
+                d_q[..., rows, :] += d_scores @ keys
+                if gradients_arrive:
+                    d_kv = gradients_arrive()
+                d_kv[0][..., columns, :] += d_scores.mT @ queries
+                d_kv[1][..., columns, :] += p.mT @ given
+                if n > 1:  # on with the keys; after the last step, home
+                    gradients_arrive = _pass_on(d_kv, group)
+                if arrive:
+                    kv = arrive()
+            if gradients_arrive:
+                d_kv = gradients_arrive()
+            d_q /= math.sqrt(q.shape[-1])
+        return d_q.to(q.dtype), *d_kv.to(q.dtype), None, None
+
+
+def _scaled(q):
+    return q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+
+
+def _meeting(me, owner, s):
+    """(which of this rank's queries, which of the owner's keys), slices: no other pairs meet under the causal mask."""
+    front, back, everything = slice(0, s // 2), slice(s // 2, s), slice(0, s)
+    if owner == me:
+        return everything, everything
+    # an earlier rank's first piece lies before both of ours, its second behind both; a later rank's lie between ours
+    return (everything, front) if owner < me else (back, everything)
+
+
+def _scores(q, k, rows, columns, me, owner, documents):
+    """Products [B, h, rows, columns]; -inf where a key is in the future, or in another document."""
+    scores = q @ k.mT
+    if owner == me:  # both ascend
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores.masked_fill_(future, -math.inf)
+    if documents is not None:
+        apart = documents[me][:, None, rows, None] != documents[owner][:, None, None, columns]
+        scores.masked_fill_(apart, -math.inf)
+    return scores
+
+
+def _absorb(state, scores, values):
+    """Take a block of scores and values into the state, in place: online softmax (Milakov and Gimelshein 2018)."""
+    largest, total, weighted = state
+    new = torch.maximum(largest, scores.amax(-1, keepdim=True))
+    shrink, p = (largest - new).exp(), scores.sub_(new).exp_()
+    largest.copy_(new)
+    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+    weighted.mul_(shrink).add_(p @ values)
+
+
+def _pass_on(x, group):
+    """Begin to send `x` to the rank ahead: a function that waits for what comes from the one behind.
+
+    `x` must stay as it is until then.
+    """
+    n, me = group.size(), group.rank()
+    ahead, behind = (dist.get_global_rank(group, (me + step) % n) for step in (1, -1))
+    x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    operations = [dist.P2POp(dist.isend, x, ahead, group), dist.P2POp(dist.irecv, received, behind, group)]
+    works = dist.batch_isend_irecv(operations)
+
+    def arrived():
+        for work in works:
+            work.wait()
+        return received
+
+    return arrived

@@ -1,0 +1,162 @@
+"""Context parallelism: its ring and the trainer's runs on it are one process's."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from manyhands.gpt.model import within_documents
+from manyhands.measure import wire
+from manyhands.parallel.context import ring_attention, zig_zag
+from one_process import BATCH, CONFIG, assert_equal, build, one_process, options_of, steps_of
+
+B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
+
+
+def ring(ranks, masked, low):
+    """(distance from plain attention of output and gradients, bytes and messages forward and backward)."""
+    n, group = ranks.world_size, dist.group.WORLD
+    draw = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if low else torch.float64
+    q, k, v, d_out = (torch.randn(B, H, T, K, generator=draw, dtype=torch.float64).to(dtype) for _ in range(4))
+    ids_BT = torch.randint(8, (B, T), generator=draw)
+    ids_BT[0] = 0  # one text; the other has documents that begin within a rank's share, and end in another's
+    ids_BT[1, [0, 5, 6, 17, 31]] = SEPARATOR
+    allowed = within_documents(ids_BT, SEPARATOR if masked else None)
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = F.scaled_dot_product_attention(*whole, attn_mask=allowed, is_causal=not masked)
+    wanted.backward(d_out.double())
+    at = [zig_zag(T, n, rank) for rank in range(n)]
+    document_BT = (ids_BT == SEPARATOR).cumsum(1)
+    here = at[ranks.rank]
+    mine = [x[:, :, here].detach().clone().requires_grad_() for x in (q, k, v)]
+    with wire.watch() as forward:
+        out = ring_attention(*mine, group, [document_BT[:, at_s] for at_s in at] if masked else None)
+    with wire.watch() as backward:
+        out.backward(d_out[:, :, here])
+    pairs = [(out, wanted), *((x.grad, y.grad) for x, y in zip(mine, whole, strict=True))]
+    apart = max((x.double() - y[:, :, here]).abs().max().item() for x, y in pairs)
+    sent = (forward.sent_bytes, forward.messages), (backward.sent_bytes, backward.messages)
+    return apart, sent, {x.dtype for x, _ in pairs}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_ring_is_plain_attention_for_n_minus_1_messages_of_keys_and_n_of_gradients(pool, n, masked):
+    unit = 2 * B * H * (T // n) * K * 8
+    for apart, sent, _ in pool.run(n, ring, masked, False):
+        assert apart < 1e-12
+        gradients = n if n > 1 else 0
+        assert sent == (((n - 1) * unit, n - 1), ((n - 1 + gradients) * unit, n - 1 + gradients))
+
+
+def test_in_low_precision_keys_travel_low_and_their_gradients_in_float32(pool):
+    numbers = 2 * B * H * (T // 2) * K
+    for apart, ((forward, _), (backward, _)), dtypes in pool.run(2, ring, False, True):
+        assert apart < 0.05 and dtypes == {torch.bfloat16}
+        assert (forward, backward) == (2 * numbers, (2 + 2 * 4) * numbers)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_zig_zag_gives_each_position_to_one_rank_and_as_many_pairs_to_all(n):
+    at = [zig_zag(T, n, rank) for rank in range(n)]
+    assert torch.equal(torch.cat(at).sort().values, torch.arange(T))
+    for step in range(1, n):
+        pairs = {int((at[r][:, None] >= at[r - step][None]).sum()) for r in range(n)}
+        assert pairs == {(T // n) ** 2 // 2}
+
+
+def test_positions_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="30 positions do not split into 2 x 4 equal pieces; use a multiple of 8"):
+        zig_zag(30, 4, 0)
+
+
+# --- a trainer's steps
+
+DOCUMENTS = replace(CONFIG, separator=7, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {config: one_process(options_of(), config) for config in (CONFIG, DOCUMENTS)}
+
+
+CASES = {
+    "context 2": (2, dict(strategy="ddp", context=2)),
+    "context 4": (4, dict(strategy="ddp", context=4)),
+    "context 2 x ddp 2": (4, dict(strategy="ddp", context=2, micro_batch=2)),
+    "context 2 x ddp 2 by buckets": (4, dict(strategy="ddp", context=2, all_reduce="buckets")),
+    "context 2 x zero1 2": (4, dict(strategy="zero1", context=2)),
+    "context 2 x fsdp 2": (4, dict(strategy="fsdp", context=2, micro_batch=2)),
+    "context 2 x hybrid": (4, dict(strategy="fsdp", sharding="hybrid", context=2, activation_checkpointing="block")),
+    "context 2 x tensor 2": (4, dict(strategy="ddp", context=2, tensor=2, sequence_parallel=True, loss_parallel=True)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, references, case):
+    n, parallel = CASES[case]
+    assert_equal(pool.run(n, steps_of, options_of(**parallel)), references[CONFIG])
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_attention_stays_within_documents_that_several_ranks_have_parts_of(pool, references, n):
+    assert_equal(pool.run(n, steps_of, options_of(strategy="fsdp", context=2), DOCUMENTS), references[DOCUMENTS])
+
+
+# --- what the dry run says of it
+
+
+def memory_of_a_step(ranks, config, options):
+    """(bytes that autograd keeps, the most of a step, both by formula) of this rank."""
+    from manyhands.config.layout import resolve_layout
+    from manyhands.measure.memory_timeline import MemoryTimeline
+    from manyhands.measure.tensor_bytes import count_saved
+    from manyhands.predict.memory import bytes_per_rank
+
+    parallel, layout = build(ranks, options, config), resolve_layout(options, config, ranks.world_size)
+    draw = torch.Generator().manual_seed(5)
+    batch = torch.randint(config.vocab_size, (2, BATCH, config.block_size), generator=draw)
+    kept = count_saved(lambda: parallel._own_loss(parallel.model, *batch), parallel.model).bytes
+    optimizer = torch.optim.AdamW(parallel.named_parameters().values(), foreach=False)
+    for _ in range(2):
+        with MemoryTimeline(parallel.model, optimizer) as seen:
+            parallel.forward_backward(*batch)
+        optimizer.step()
+    formula = bytes_per_rank(config, layout, options)
+    return kept, seen.peak.total, formula.activations, formula.on_gpu
+
+
+def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_block_of_scores(pool):
+    config, options = replace(CONFIG, block_size=128, vocab_size=8), options_of("fp32", context=2, all_reduce="buckets")
+    for kept, peak, by_formula, peak_by_formula in pool.run(2, memory_of_a_step, config, options):
+        assert by_formula == pytest.approx(kept, rel=0.01)
+        scores = 2 * 4 * BATCH * CONFIG.n_head * 64 * 64
+        assert peak_by_formula - scores < peak < 1.05 * peak_by_formula
+
+
+@pytest.mark.ranks
+def test_what_the_dry_run_prints_runs(root, tmp_path):
+    words = (
+        "--model.n-layer 2 --model.n-embd 32 --train.global-batch 4 --train.steps 2 --log.sample 3 --parallel.context 2"
+    )
+    environ = os.environ | {"MANYHANDS_OUTPUTS": str(tmp_path)}
+
+    def run(*arguments):
+        ran = subprocess.run(
+            [sys.executable, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=200
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    printed = run("scripts/train.py", *words.split(), "--ranks", "2", "--dry-run")
+    (tmp_path / "run.toml").write_text(printed, encoding="utf-8")
+    (command,) = [line for line in printed.split("\n") if "scripts/launch.py" in line]
+    run(*command.replace("run.toml", str(tmp_path / "run.toml")).split()[2:])
+    metrics = json.loads((tmp_path / "train" / "latest" / "metrics.json").read_text())
+    assert metrics["world_size"] == 2 and list(metrics["exact"]["val_losses"]) == ["0", "2"]
