@@ -169,14 +169,13 @@ except RuntimeError as error:
     say(f"after {time.perf_counter() - begin:.0f} s: {str(error).split('] ')[-1]}")
 
 # %% [markdown]
-# Every rank complains, and no message names the rank at fault. (You have read the code. In a job of 1,000 ranks you
-# have only the errors.)
+# Every rank complains, and no message names the rank at fault. In a job of 1,000 ranks these lines are all you have.
 #
-# **Predict.** Six all-reduces were planned in the group `train`. How many has the rank at fault called?
+# **Predict.** Which rank is at fault? Commit to a suspicion.
 
 # %%
 # %%ranks
-guess_calls = ____  # your turn: type a number
+guess_rank = ____  # your turn: type a rank
 
 # %% [markdown]
 # `torch.distributed` keeps each rank's last calls in a ring buffer, the
@@ -241,10 +240,10 @@ checks.missing_call(missing_call, ranks)
 # %%
 # %%ranks
 found = missing_call(calls_in("train", records)) if any(records) else None
-number, odd = found or (7, [])
+number, odd = found or (0, [])
 if rank == 0:
     say(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
-compare("all-reduces that the rank at fault called", guess_calls, number - 1)
+compare("the rank at fault", guess_rank, odd[0] if odd else "nobody")
 
 # %% [markdown]
 # The rank has a name now. On a cluster look at what it does: `py-spy dump --pid PID` on its node prints its Python
@@ -265,8 +264,7 @@ compare("all-reduces that the rank at fault called", guess_calls, number - 1)
 #
 # The next failure ends a process, and its memory with it. So write that memory down: a
 # [**checkpoint**](../assets/glossary.md#checkpoint). Our run is `Trainee`, a small ShakespeareGPT under FSDP with
-# AdamW. Its `state` has this rank's shards of weights and of Adam's moments, as a view: who writes into it writes into
-# the model.
+# AdamW. Its `state` has this rank's shards of weights and of Adam's moments. They share the model's memory: if you write into them, you write into the model.
 
 
 # %% jupyter={"source_hidden": true}
