@@ -66,7 +66,7 @@ batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
 # The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
-# them; any other cell runs in the notebook itself. An output next to `[ ]` is recorded, one next to a number is yours.
+# them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded.
 # (A login node gives you two processes, without MPI: on a hub, start your server on a compute node.)
 
 # %% tags=["active-ipynb"]

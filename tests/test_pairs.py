@@ -102,15 +102,24 @@ def run(module, *arguments, cwd):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=150)
 
 
-def test_outputs_that_a_notebook_stores_do_not_pass_for_the_readers_own(lesson):
-    """JupyterLab shows a cell's number as run in this session; `[ ]` next to an output says that it is recorded."""
+def test_the_cells_of_a_notebook_with_outputs_are_numbered_in_their_order(lesson):
+    """nbval takes a cell with an output and no number for one that never ran."""
     notebook = nbformat.read(lesson.notebook, 4)
     result = nbformat.v4.new_output("execute_result", {"text/plain": "42"}, execution_count=7)
     notebook.cells[-1].outputs, notebook.cells[-1].execution_count = [result], 7
     stored = nbformat.reads(pairs.as_notebook(notebook), 4)
     code = [cell for cell in stored.cells if cell.cell_type == "code"]
     assert code[-1].outputs[0].data == {"text/plain": "42"}
-    assert {cell.execution_count for cell in code} == {code[-1].outputs[0].execution_count} == {None}
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+    assert code[-1].outputs[0].execution_count == len(code)
+    for cell in stored.cells:
+        cell.pop("outputs", None)
+    empty = nbformat.from_dict(
+        {**stored, "cells": [c | {"outputs": []} if c.cell_type == "code" else c for c in stored.cells]}
+    )
+    assert {c.execution_count for c in nbformat.reads(pairs.as_notebook(empty), 4).cells if c.cell_type == "code"} == {
+        None
+    }
 
 
 # ------------------------------------------------------------------ the same?

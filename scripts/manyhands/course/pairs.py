@@ -149,7 +149,8 @@ def as_script(notebook):
 def as_notebook(notebook):
     """The text of `notebook` as an .ipynb file, without what changes from run to run: times, random cell names.
 
-    Cells have no number: JupyterLab shows `[ ]` next to an output that is recorded, a number once its reader runs it.
+    Where there are outputs, the cells have numbers in their order: nbval takes a cell without one for a cell that never
+    ran.
     """
     import nbformat
 
@@ -158,12 +159,13 @@ def as_notebook(notebook):
     notebook.metadata["jupytext"] = {
         name: value for name, value in notebook.metadata.get("jupytext", {}).items() if name != "text_representation"
     }
-    seen = {}
+    seen, code = {}, [cell for cell in notebook.cells if cell.cell_type == "code"]
+    ran = any(cell.outputs for cell in code)
+    for number, cell in enumerate(code, 1):
+        cell.execution_count = number if ran else None
+        for result in (output for output in cell.outputs if output.output_type == "execute_result"):
+            result.execution_count = cell.execution_count
     for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.execution_count = None
-            for result in (output for output in cell.outputs if output.output_type == "execute_result"):
-                result.execution_count = None
         cell.metadata = _only(cell.metadata, KEPT_CELL_METADATA)
         name = hashlib.sha1(f"{cell.cell_type}{cell.source}".encode()).hexdigest()[:10]
         seen[name] = seen.get(name, 0) + 1
@@ -213,7 +215,8 @@ def store_outputs(lesson, timeout_s=600):
             str(lesson.notebook), str(executed), cwd=str(lesson.notebook.parent), progress_bar=False,
             kernel_name="manyhands", execution_timeout=timeout_s,
         )  # fmt: skip
-        notebook = nbformat.read(executed, 4)
+        text = executed.read_text("utf-8").replace(sys.executable, "python").replace(f"{lesson.root}/", "")
+        notebook = nbformat.reads(text, 4)  # without the paths of this machine
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if output.output_type == "stream" and output.name == "stderr":
