@@ -1380,8 +1380,9 @@ for factor in (1.0, 1.25, 2.0):
 # %% [markdown]
 # ## On the cluster
 #
-# Both are axes of the mesh, beside data and tensor. The course's trainer has neither of them. This file runs there as
-# [lesson 04](04_first_job.ipynb)'s does: in the job file, put it in place of lesson 03's. Inside an allocation, by hand:
+# Both are axes of the mesh, beside data and tensor. The course's trainer has the first: `--parallel.context 4` is this
+# ring, in zig-zag order. It has no experts. This file runs there as [lesson 04](04_first_job.ipynb)'s does: in the job
+# file, put it in place of lesson 03's. Inside an allocation, by hand:
 #
 # ```bash
 # python scripts/launch.py scripts/09_context_and_experts.py -- --positions 2048 --tokens 2048

@@ -469,6 +469,7 @@ def test_a_method_has_defaults_and_flags_win(tmp_path):
         ("grpo --train.global-batch 20", "train.global_batch=20 answers are no groups of grpo.group=8"),
         ("sft --parallel.strategy pp", "alignment needs whole logits on a rank: not pp"),
         ("sft --parallel.pipeline 2", "alignment needs whole logits"),
+        ("sft --parallel.context 2", "parallel.context=2: alignment needs whole sequences on a rank; leave it out"),
         ("dpo --lora.rank 2 --parallel.strategy tp", "lora.rank=2: adapters are not split over tensor ranks"),
         ("sft --data.length 13", "data: words of 13 different letters out of 12"),
         ("sft --data.speeches 1", "data.speeches=1.0 is too large; use less than 1"),
