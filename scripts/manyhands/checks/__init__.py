@@ -42,6 +42,7 @@ from manyhands.course.catch_up import go_on_without
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
+FACT = ContextVar("fact", default="")  # what a right answer communicated in its last trial, for the learner
 TURN = ContextVar("turn", default=(0, 0))  # (seed of the check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
@@ -79,6 +80,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
         @functools.wraps(body)
         def check(answer, ranks=None, seed=0, **given):
             witness = None
+            FACT.set("")
             for turn in range(2):
                 witness = Witness(body, in_place, in_flight, witness)
                 verdict = _one_turn((seed, turn), witness, answer, ranks, given, timeout_s, if_calls_differ)
@@ -86,6 +88,8 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
                     break
             kind = "exercise" if str(number).isdigit() else "build"
             shown = verdict if verdict in (CORRECT, NOT_ATTEMPTED) else f"not yet. {verdict}"
+            if verdict == CORRECT and FACT.get():
+                shown += f". {FACT.get()}"
             if verdict == NOT_ATTEMPTED and (names := go_on_without(*(answer if type(answer) is tuple else (answer,)))):
                 shown += f". The cells below use the lesson's own {' and '.join(names)}."
             if ranks is None or ranks.rank == 0:

@@ -28,7 +28,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from manyhands.checks import Wrong
+from manyhands.checks import FACT, Wrong
 from manyhands.checks.witness import listed, said, shown
 
 FLOAT32 = 1e-5  # how far apart results may be that were computed in float32, relative to the largest number
@@ -176,6 +176,8 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
     limit, twice = (payload, False) if volume is None else (volume, True)
     sent = sum((2 if twice and call.op == "all_reduce" else 1) * call.bytes for call in made)
     if (calls is None or len(made) <= calls) and (limit is None or sent <= limit):
+        if made:
+            FACT.set(f"It made {count(len(made), 'call')} of {listed(ops)} with {count(sent, 'byte')} on this rank.")
         return
     many, made = calls is not None and len(made) > calls, count(len(made), "call")
     counted = " (an all_reduce counts twice)" if twice and "all_reduce" in ops else ""
