@@ -309,3 +309,13 @@ def test_traffic_is_told_with_what_was_made_and_what_is_enough():
         "right, but 2 calls of all_reduce and broadcast were made, where 1 call is enough"
     )
     assert complaint(expect_traffic, seen, "right", calls=2, volume=8) == f"right, but {few}, where 8 bytes are enough"
+
+
+def test_a_right_answer_is_told_what_it_communicated_and_the_next_check_forgets_it(capsys):
+    seen = Seen([Call("all_reduce", 8), Call("recv", 4), Call("broadcast", 8)])
+    exercise(3, "two calls")(lambda answer, ranks: expect_traffic(seen, "the sum is right", calls=2))(1)
+    exercise(4, "no call")(lambda answer, ranks: expect_traffic(Seen([]), "the sum is right", calls=2))(1)
+    assert capsys.readouterr().out.splitlines() == [
+        "exercise 3 (two calls): correct. It made 2 calls of all_reduce and broadcast with 16 bytes on this rank.",
+        "exercise 4 (no call): correct",
+    ]
