@@ -5,7 +5,9 @@ import json
 import fake_course
 import psutil
 import pytest
+import torch
 from manyhands.course.lessons import find_lessons
+from manyhands.serve import load_test
 from manyhands.tools import bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
 
@@ -107,3 +109,19 @@ def test_the_first_answer_is_timed_from_the_first_cell_on(tmp_path):
     path.write_text(json.dumps({"cells": [{"source": ["text"], "metadata": {}}, *cells]}))
     assert bench.seconds_to_first_output(path) == 7
     assert bench.seconds_to_first_output(tmp_path / "none.ipynb") is None
+
+
+def test_the_engine_is_held_against_a_plain_loop_that_writes_the_same_tokens(one_thread, monkeypatch, tmp_path):
+    model = load_test.random_model(tmp_path / "random.safetensors")
+    first = torch.arange(3)[:, None]
+    written = load_test.plain_loop(model, first, 5)
+    assert [len(ids) for ids in written] == [5, 5, 5]
+    ids = first
+    for _ in range(5):  # without any cache
+        ids = torch.cat([ids, model(ids)[0][:, -1:].argmax(-1)], 1)
+    assert ids[:, 1:].tolist() == written
+    (ratio,) = load_test.share_of_plain_loop(model, clients=3, n=5, rounds=1)
+    assert ratio > 0
+    monkeypatch.setattr(load_test, "plain_loop", lambda model, first, n: [[0] * n] * len(first))
+    with pytest.raises(RuntimeError, match="write different tokens"):
+        load_test.share_of_plain_loop(model, clients=3, n=5, rounds=1)

@@ -28,12 +28,15 @@ if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
     from manyhands.launch import entry
 
 import torch
+import torch.nn.functional as F
 
 from manyhands.checkpoint.export import write_export
 from manyhands.config.command_line import parsed
 from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.sampling import Sampling
 from manyhands.serve.client import Client
+from manyhands.serve.decoder import run
 from manyhands.serve.engine import generate
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
@@ -130,6 +133,42 @@ def compare_cache(model, n: int = 256) -> None:
     print(f"KV cache: {median(times[False]) / median(times[True]):.1f} times as fast", flush=True)
 
 
+@torch.inference_mode()
+def plain_loop(model: GPT, ids_B1: torch.Tensor, n: int) -> list[list[int]]:
+    """The n likeliest tokens after one token each of B sequences, by the barest loop: its cache is one tensor."""
+    config, (B, _) = model.config, ids_B1.shape
+    shape = (config.n_layer, 2, B, config.n_head, n, config.n_embd // config.n_head)
+    cache_L2BHSE, written = torch.zeros(shape), []
+    for t in range(n):
+
+        def attend(layer, q_BH1E, k_BH1E, v_BH1E, t=t):
+            cache_L2BHSE[layer, :, :, :, t] = torch.stack((k_BH1E[:, :, 0], v_BH1E[:, :, 0]))
+            keys_BHSE, values_BHSE = cache_L2BHSE[layer, ..., : t + 1, :]
+            return F.scaled_dot_product_attention(q_BH1E, keys_BHSE, values_BHSE)
+
+        ids_B1 = run(model, ids_B1, torch.full((B, 1), t), attend)[:, -1:].argmax(-1)
+        written.append(ids_B1)
+    return torch.cat(written, 1).tolist()
+
+
+def share_of_plain_loop(model: GPT, clients: int = 16, n: int = 64, rounds: int = SAMPLES) -> list[float]:
+    """The engine's tokens per second of processor time as a share of the plain loop's: a ratio for each round.
+
+    Both write the n likeliest tokens of as many sequences, in turn. Raises RuntimeError if they differ.
+    """
+    first = torch.arange(clients).remainder(model.config.vocab_size)[:, None]
+    ratios = []
+    for _ in range(rounds):
+        began_s = time.process_time()
+        plain = plain_loop(model, first, n)
+        plain_s, began_s = time.process_time() - began_s, time.process_time()
+        ids = generate(model, first, n, Sampling(temperature=0))
+        ratios.append(plain_s / (time.process_time() - began_s))
+        if ids[:, 1:].tolist() != plain:
+            raise RuntimeError("the engine and the plain loop write different tokens")
+    return ratios
+
+
 def random_model(file: Path) -> GPT:
     """A GPT with random weights, exported to `file`."""
     torch.set_num_threads(1)
@@ -168,7 +207,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory() as name:
             file = Path(name) / "random.safetensors"
-            compare_cache(random_model(file))
+            compare_cache(model := random_model(file))
+            print(f"engine: {spread(share_of_plain_loop(model), 'of a plain batched loop per CPU second', 2)}")
             with started(file, file.parent) as address_file:
                 client = Client.from_file(address_file)
                 throughput(client, 2, 8)  # the first requests warm up

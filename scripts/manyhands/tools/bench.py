@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -71,7 +72,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Returns the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
-    add("--only", choices=("lessons", "trainer"), help="one part (default: both)")
+    add("--only", choices=("lessons", "trainer", "serving"), help="one part (default: all)")
     add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
@@ -80,7 +81,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
     if options.lesson:
         options.only = "lessons"
     try:
-        lessons = find_lessons(root, options.lesson) if options.only != "trainer" else []
+        lessons = find_lessons(root, options.lesson) if options.only in (None, "lessons") else []
     except ValueError as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 2
@@ -90,7 +91,9 @@ def main(argv=None, description=None, root=ROOT) -> int:
     with sigterm_interrupts():
         if lessons:
             numbers += lesson_numbers(lessons, output / "runs")
-        if options.only != "lessons":
+        if options.only in (None, "serving"):
+            numbers.append(engine_number())
+        if options.only in (None, "trainer"):
             rows = measure(output / "runs" / "trainer", options.rounds, options.steps)
             numbers += trainer_numbers(rows)
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
@@ -259,6 +262,16 @@ def compared(rows) -> list[Row]:
         if apart and row.ranks == apart.worlds:
             row.scaling = [mine / theirs for mine, theirs in zip(row.tokens_per_s, apart.tokens_per_s, strict=False)]
     return rows
+
+
+def engine_number() -> Number:
+    """What the paged cache and the scheduler of the server leave of a plain batched loop's speed."""
+    from manyhands.serve.load_test import random_model, share_of_plain_loop
+
+    with tempfile.TemporaryDirectory() as folder:
+        shares = share_of_plain_loop(random_model(Path(folder) / "random.safetensors"))
+    what = "the server's engine, 16 texts: tokens per CPU second / a plain loop's"
+    return Number(what, statistics.median(shares), "", 0.8, at_least=True)
 
 
 def trainer_numbers(rows) -> list[Number]:
