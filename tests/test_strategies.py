@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from manyhands.gpt.model import GPT
 from manyhands.measure import wire
+from manyhands.parallel import mesh_strategy
 from one_process import (
     CONFIG,
     EXACT,
@@ -72,6 +74,49 @@ def test_tied_weights_stay_one_weight(pool, references, case):
         dict(strategy="ddp", all_reduce=case) if case in ("buckets", "flat") else dict(strategy="fsdp", wrapping=case)
     )
     assert_equal(pool.run(4, steps_of, options_of(**parallel), TIED), references[TIED])
+
+
+# --- the vocabulary, padded as on a GPU
+
+
+def padded_steps(ranks, options, config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh_strategy, "pads_vocabulary", lambda device, low: True)
+        rows = []
+        patch.setattr(F, "linear", noting(rows, F.linear))
+        found = steps_of(ranks, options, config)
+    return found, max(rows)
+
+
+def noting(rows, linear):
+    def called(x, weight, bias=None):
+        rows.append(weight.shape[0])
+        return linear(x, weight, bias)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("parallel", "config"),
+    [
+        (dict(strategy="ddp"), CONFIG), (dict(strategy="ddp"), TIED),
+        (dict(strategy="fsdp", wrapping="block_and_size"), CONFIG), (dict(strategy="fsdp"), TIED),
+        (dict(strategy="pp"), CONFIG),
+    ],
+    ids=["ddp", "ddp tied", "fsdp", "fsdp tied", "pp"],
+)  # fmt: skip
+def test_a_head_with_rows_of_zeros_changes_no_loss_and_no_gradient(pool, references, parallel, config):
+    results = pool.run(2, padded_steps, options_of(**parallel), config)
+    assert_equal([found for found, _ in results], references[config])
+    assert max(rows for _, rows in results) == 128, "65 tokens, and zeros up to a multiple of 64"
+
+
+@pytest.mark.parametrize(
+    ("device", "low", "padded"),
+    [("cuda", torch.bfloat16, True), ("cuda", None, False), ("cpu", torch.bfloat16, False)],
+)
+def test_the_vocabulary_is_padded_on_gpus_in_16_bits(device, low, padded):
+    assert mesh_strategy.pads_vocabulary(torch.device(device), low) == padded
 
 
 # --- precision

@@ -73,6 +73,8 @@ class TrainOptions:
     micro_batch: Positive | None = None
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # bf16 and fp16: autocast over fp32 weights
     compile: bool = False  # torch.compile
+    # on GPUs in 16 bits the head computes with zeros up to a multiple of 64 tokens; tensor ranks do without
+    pad_vocab: bool = True
     seed: Seed = 1337  # of the weights, the batches and dropout
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # auto: GPUs, where every rank has one
     timeout_s: Seconds = 600.0  # a collective that takes longer has failed

@@ -29,6 +29,7 @@ from manyhands.parallel.optimizer import clip_gradients, global_norm
 from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel, finish_gradients, sharded_loss
 
+VOCABULARY_MULTIPLE = 64  # tokens: see `gpt.model.Head`
 HELD_BYTES = 2 * 2**30  # a model up to this size is gathered once for a whole sample, not for each token
 
 
@@ -58,6 +59,8 @@ class MeshStrategy(Strategy):
         self.sharded = layout.dp_mode(options) == "fsdp"
         self._keeps_unsharded = False
         model = start(config, options)
+        if layout.tensor == 1 and options.train.pad_vocab and pads_vocabulary(ranks.device, low):
+            model.head.multiple = VOCABULARY_MULTIPLE
         if layout.pipeline > 1:
             from manyhands.parallel.pipeline import Stages  # late: it brings the compiler, which takes seconds
 
@@ -244,6 +247,11 @@ class MeshStrategy(Strategy):
             finally:
                 for module in [] if self._keeps_unsharded else self.modules:
                     reshard(module)
+
+
+def pads_vocabulary(device, low) -> bool:
+    """Whether the head's products are faster with padding: on GPUs, in 16 bits (`low`: their dtype, or None)."""
+    return device.type != "cpu" and low is not None
 
 
 def skips_blocks(config: GPTConfig, options: Options, device: torch.device) -> bool:
