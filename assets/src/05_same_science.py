@@ -186,20 +186,6 @@ def reading():
     return figure
 
 
-def straggler():
-    figure, axes = card(92, 27, "one slow rank: the others wait in the all-reduce")
-    for rank in range(4):
-        y, slow = 6 + 4.6 * rank, rank == 1
-        write(axes, 2, y + 1.9, f"rank {rank}", ha="left", weight="bold")
-        colour = tint(rank_colour(rank), 0.5)
-        box(axes, 11, y, 54 if slow else 18, 3.8, "compute, three times as slow" if slow else "compute", face=colour)
-        if not slow:
-            box(axes, 29, y, 36, 3.8, "wait", edge=EDGE, dotted=True)
-        box(axes, 65, y, 12, 3.8, "average", hatch=HATCH, size=10)
-    write(axes, 46, 25.3, "the culprit is the one that never waits", size=10, colour=QUIET)
-    return figure
-
-
 def prefetch():
     figure, axes = card(92, 24, "read the next batch while this one is computed")
     for y, name, ahead in ((6.5, "one after\nthe other", False), (14.5, "with\nprefetch", True)):
@@ -243,6 +229,5 @@ FIGURES = {
     "05_noise": noise,
     "05_scaling": scaling,
     "05_reading": reading,
-    "05_straggler": straggler,
     "05_prefetch": prefetch,
 }
