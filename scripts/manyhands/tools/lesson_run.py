@@ -154,8 +154,6 @@ class Run:
             cwd=self.lesson.root, program=str(self.source), stop=stop,
         )  # fmt: skip
         texts = rank_output(self.folder / "ranks", self.log)
-        if self.executed.exists():
-            write_page(self.executed, self.executed.with_suffix(".html"))
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
         outcome = Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
         if not outcome.error:

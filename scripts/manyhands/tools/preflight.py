@@ -36,7 +36,7 @@ from manyhands.launch.processes import sigterm_interrupts
 from manyhands.launch.recorded_runs import record
 from manyhands.launch.settings import device, environment
 from manyhands.tools import flights
-from manyhands.tools.lesson_run import GPU_TIMEOUT_S, NOTEBOOK_RANKS, TIMEOUT_S, Run, positive
+from manyhands.tools.lesson_run import GPU_TIMEOUT_S, NOTEBOOK_RANKS, TIMEOUT_S, Run, positive, write_page
 
 SUBMIT_S = 600  # from which on a job of --submit that has not ended is cancelled
 NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -267,6 +267,8 @@ def carry_out(runs, timeout_s, console, outcomes, report) -> None:
                     running[pool.submit(run.carry_out, timeout_s, stop)] = run
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     run, outcome = running.pop(future), future.result()
+                    if run.executed.exists():
+                        write_page(run.executed, run.executed.with_suffix(".html"))
                     outcomes[run] = outcome
                     style = {"ok": "green", "slow": "yellow", "failed": "bold red"}[outcome.state]
                     name = f"[{len(outcomes):>2}/{len(runs)}] {run.lesson.name} {run.title}: "
