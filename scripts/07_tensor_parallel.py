@@ -33,7 +33,8 @@
 #
 # **New here:** [tensor parallel](../assets/glossary.md#tensor-parallel),
 # [column-parallel](../assets/glossary.md#column-parallel), [row-parallel](../assets/glossary.md#row-parallel),
-# [partial sum](../assets/glossary.md#partial-sum), [sequence parallel](../assets/glossary.md#sequence-parallel), and in MORE
+# [partial sum](../assets/glossary.md#partial-sum), [sequence parallel](../assets/glossary.md#sequence-parallel),
+# [fast domain](../assets/glossary.md#fast-domain), and in MORE
 # [vocabulary parallel](../assets/glossary.md#vocabulary-parallel),
 # [vector-Jacobian product](../assets/glossary.md#vector-jacobian-product), [gqa](../assets/glossary.md#gqa). Tables to look
 # things up are in [the handbook](../assets/handbook/07_tensor_parallel.md).
@@ -584,7 +585,7 @@ if rank == 0:
 assert found == [4 * layers + 2, 4 * layers, 0]
 
 # %% [markdown]
-# Four of each per layer: the volume of before. The two ends of the model add one all-gather each.
+# Four of each per layer have the volume of four all-reduces. The two ends of the model add one all-gather each.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: sequence parallelism</summary>
@@ -601,7 +602,7 @@ assert found == [4 * layers + 2, 4 * layers, 0]
 #
 # In PyTorch a *plan* names modules and says how each is split. A **placement** says what ranks hold: `Shard(1)` (own
 # positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). It is the question of this lesson as a
-# type. Collectives and their backward follow from it. Six lines are a layer:
+# type. Collectives and their backward follow from it. Seven lines split a layer:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -688,7 +689,8 @@ for name, model in ways.items():
         say(f"{name:19} {len(seen.calls)} calls; loss and all gradients equal to one process's, to 1e-10")
 if rank == 0:
     p = model.blocks[0].norm_1.weight
-    say(f"norm_1.weight of the plan is {p.placements[0]}, and its gradient is {p.grad.placements[0]}")
+    placement, of_gradient = (type(tensor.placements[0]).__name__ for tensor in (p, p.grad))
+    say(f"norm_1.weight of the plan is {placement}, and its gradient is {of_gradient}")
 metrics.exact(library_calls=len(seen.calls))
 metrics.close(float64_loss=loss_1.detach())
 
@@ -709,7 +711,7 @@ metrics.close(float64_loss=loss_1.detach())
 # ## Stay in the fast domain (CORE, 4 min)
 #
 # The next product needs the sum, so it waits for each of the four all-reduces. GPUs that a fast link joins, such as
-# NVLink, are a **fast domain**: often the 8 GPUs of a node, in some racks 72.
+# NVLink, are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks 72.
 #
 # A layer of a 7 B model computes 2,048 tokens in 6.2 ms on one GPU at 400 TFLOP/s. Four GPUs share it. The fast domain
 # moves 450 GB/s, the network between nodes 50 GB/s.
@@ -764,7 +766,7 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# One slow link in the ring costs as much as two. On the right is a real machine: a 3 B model on nodes of 8 GPUs, from the
+# Two domains take as long as four, because the slowest link sets the pace of the ring. On the right is a real machine: a 3 B model on nodes of 8 GPUs, from the
 # [Ultra-Scale Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html).
 # Each GPU loses a little up to 8, and almost half from 8 to 16, where the group leaves its node.
 #
@@ -863,13 +865,12 @@ say_drift("theirs", model, with_head_norm(new_model()))
 # <details><summary>Answer</summary>
 #
 # `head_norm.weight`. It lies *inside* the split part: each rank has used it with its own heads, so its gradient is a partial
-# sum, with or without sequence parallelism. Each rank updates its copy differently. The first part of the answer is the
-# lesson's question again: the same tensor, used differently.
+# sum, with or without sequence parallelism. So each rank updates its copy differently. The mend is to add up these
+# gradients always, as the next cell does.
 #
-# The mend is to add up these gradients always. The next cell does.
-#
-# The case is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452): the norm after a gated
-# linear attention was summed only with sequence parallelism on. After 20 steps of Adam its copies were 0.0039 apart.
+# The case is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452). There the gradient of
+# `out_norm`, the norm at the output of its GatedDeltaNet, was summed only with sequence parallelism. In the report's
+# small example the two copies were 0.0039 apart after 20 steps of Adam.
 #
 # </details>
 
@@ -1082,7 +1083,7 @@ assert all(abs(total / formula - 1) < 1e-6 for total, _, formula in chunked.valu
 from manyhands.plots.bars import layer_times
 
 if rank == 0 and chunked:
-    figure = layer_times(chunked, layer_s, f"a layer on {t} GPUs by number of chunks, virtual time")
+    figure = layer_times(chunked, None, f"a layer on {t} GPUs by number of chunks, virtual time")
     show(figure, "chunks", "bars of a layer's virtual time by number of chunks; what compute does not hide is hatched")
     for name, (total, exposed, _) in chunked.items():
         say(f"{name}: {1e3 * total:.2f} ms, of which {1e3 * exposed:.2f} ms are not hidden")

@@ -118,12 +118,12 @@ def layer_times(times, alone_s, title, published=()):
     """Draw how long a layer takes, a bar for each placement, with its communication hatched. Returns a Figure.
 
     `times`: {placement: (seconds, of which communication, seconds by formula)}; `alone_s`: seconds of one rank that has
-    the whole layer. published: dicts with `name` and `points`, [[ranks in the group, tokens/s of each GPU], ...], drawn
+    the whole layer, or None for no such bar. published: dicts with `name` and `points`, [[ranks in the group, tokens/s of each GPU], ...], drawn
     in a panel on the right with a line where the group leaves a node of 8.
     """
     from matplotlib.patches import Patch
 
-    rows = {"one GPU alone": (alone_s, 0.0, alone_s)} | times
+    rows = ({"one GPU alone": (alone_s, 0.0, alone_s)} if alone_s else {}) | times
     size = (9.5 if published else 7, max(3.2, 1.4 + 0.32 * len(rows)))
     figure, panels = looks.new_figure(*size, 1, 2 if published else 1, squeeze=False)
     left = panels[0][0]
@@ -155,7 +155,8 @@ def layer_times(times, alone_s, title, published=()):
 
 
 def _legend_below(axes, keys):
-    below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.22), "frameon": False, "handleheight": 1.3}
+    place = 0.45, -0.7 / axes.figure.get_figheight()
+    below = {"loc": "upper center", "bbox_to_anchor": place, "frameon": False, "handleheight": 1.3}
     axes.legend(handles=keys, ncols=len(keys), **below)
 
 
