@@ -19,6 +19,7 @@ NAMES = (
     "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row", "split_blocks",
     "all_gathered", "reduce_scattered", "own_part", "split", "joined", "gathered", "scattered", "split_stream",
     "add_up", "of_own_positions", "furthest", "VocabularyEmbedding", "split_loss", "norms_of", "by_library",
+    "ends_of_the_model", "also_in_heads",
 )  # fmt: skip
 CONFIG = GPTConfig(vocab_size=65, block_size=8, n_layer=2, n_head=4, n_embd=16)
 B, T, D = 3, CONFIG.block_size, CONFIG.n_embd
@@ -244,22 +245,50 @@ def test_what_a_rank_keeps_for_backward_is_what_the_formula_says_and_less_with_s
         assert found["one process"][0] > found["tensor"][0] > found["sequence"][0]
 
 
-def virtual_layer(ranks):
+def on_the_virtual_network(ranks, *names):
+    """Functions of the lesson for a layer on its machines; a small message that takes as long as the lesson's."""
     from manyhands.measure.virtual_network import Link
 
+    small = 2048 * 4096 / (1 << 14)  # of the lesson's stream, so that a message takes as long
     given = {
-        "ranks": ranks, "group": dist.group.WORLD, "t": ranks.world_size, "layer_s": 6e-3,
-        "stream": torch.zeros(1 << 16), "INSIDE": Link(2e-6, 150e9), "BETWEEN": Link(5e-6, 50e9),
+        "ranks": ranks, "group": dist.group.WORLD, "t": ranks.world_size, "PARTS": (1 / 9, 2 / 9, 4 / 9, 2 / 9),
+        "layer_s": 72 * 2048 * 4096**2 / 400e12, "stream": torch.zeros(1 << 14, dtype=torch.bfloat16),
+        "INSIDE": Link(2e-6, 450e9 / small), "BETWEEN": Link(5e-6, 50e9 / small),
     }  # fmt: skip
-    lesson = taken_from(LESSON, "layer_on", "by_formula", **given)
-    return {per_node: (lesson.layer_on(per_node)[0], lesson.by_formula(per_node)) for per_node in (4, 2, 1)}
+    return taken_from(LESSON, *names, **given)
+
+
+def virtual_layer(ranks):
+    lesson = on_the_virtual_network(ranks, "layer_on", "by_formula")
+    return {per_node: (*lesson.layer_on(per_node), lesson.by_formula(per_node)) for per_node in (4, 2, 1)}
+
+
+def chunked_layer(ranks):
+    lesson = on_the_virtual_network(ranks, "chunked_layer", "chunked_by_formula")
+    cases = [(chunks, per_node) for per_node in (4, 2) for chunks in (1, 2, 4, 8, 16)]
+    return {case: (*lesson.chunked_layer(*case), lesson.chunked_by_formula(*case)) for case in cases}
 
 
 def test_one_slow_link_in_the_ring_costs_as_much_as_all_slow_links(pool):
     for found in pool.run(4, virtual_layer):
-        for measured, formula in found.values():
-            assert measured == pytest.approx(formula, rel=1e-6)
+        for total, _, formula in found.values():
+            assert total == pytest.approx(formula, rel=1e-6)
         assert found[4][0] < found[2][0] == pytest.approx(found[1][0])
+
+
+def test_four_gpus_of_a_fast_domain_are_3_4_times_as_fast_as_one_and_15_percent_is_communication(pool):
+    total, communication, _ = pool.run(4, virtual_layer)[0][4]
+    assert round(1e3 * total, 2) == 1.82 and round(communication / total, 2) == 0.15
+    assert round(72 * 2048 * 4096**2 / 400e12 / total, 1) == 3.4
+
+
+def test_chunks_hide_communication_up_to_8_of_them_in_a_fast_domain_and_a_third_of_it_between_two(pool):
+    found = pool.run(4, chunked_layer)[0]
+    for total, _, formula in found.values():
+        assert total == pytest.approx(formula, rel=1e-6)
+    exposed = {case: round(1e3 * seconds, 2) for case, (_, seconds, _) in found.items()}
+    assert [exposed[chunks, 4] for chunks in (1, 2, 4, 8, 16)] == [0.27, 0.16, 0.10, 0.08, 0.13]
+    assert [exposed[chunks, 2] for chunks in (1, 2, 4, 8, 16)] == [2.13, 1.54, 1.38, 1.62, 2.48]
 
 
 def test_heads_that_do_not_fit_the_ranks_are_refused_with_the_numbers():
@@ -271,12 +300,60 @@ def test_heads_that_do_not_fit_the_ranks_are_refused_with_the_numbers():
         my_heads(12, 6, 4, 0)
 
 
-def test_the_lessons_figure_has_a_bar_for_each_way_and_placement():
-    from manyhands.plots.bars import kept_and_timed
+def test_the_figures_have_a_bar_for_each_way_and_placement_and_a_panel_for_published_runs():
+    from manyhands.plots.bars import kept_for_backward, layer_times
 
-    figure = kept_and_timed({"a": (2e6, 1e6, 1e6)}, {"1 node of 4": (2e-3, 1e-3, 2e-3)}, 4e-3, "title")
-    left, right = figure.axes
-    assert [label.get_text() for label in right.get_yticklabels()] == ["one rank alone", "1 node of 4"]
-    assert [bar.get_width() for bar in left.patches] == [1.0, 1.0]
-    hatched = [bar.get_width() for bar in right.patches if bar.get_hatch()]
+    (kept,) = kept_for_backward({"a": (2e6, 1e6, 1e6)}, "title").axes
+    assert [bar.get_width() for bar in kept.patches] == [1.0, 1.0]
+    times = {"in one domain": (2e-3, 1e-3, 2e-3)}
+    left, right = layer_times(times, 4e-3, "title", [{"name": "tensor", "points": [[8, 3], [16, 1]]}]).axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["one GPU alone", "in one domain"]
+    hatched = [bar.get_width() for bar in left.patches if bar.get_hatch()]
     assert hatched == [1.0], "communication is hatched, nothing else"
+    curve, end_of_node = right.lines
+    assert list(curve.get_ydata()) == [3, 1] and 8 < end_of_node.get_xdata()[0] < 16
+
+
+def gradients_of_a_first_try_and_of_the_mend(ranks):
+    """What rank 0 prints of the MLP with an all-reduce in both directions, and with f and g."""
+    given = {"rank": ranks.rank, "group": dist.group.WORLD, "t": ranks.world_size, "device": "cpu"}
+    said = []
+    lesson = taken_from(LESSON, *NAMES[:4], "first_try", "mended", "held_against_one_process", **given, say=said.append)
+    for mlp in (lesson.first_try, lesson.mended):
+        lesson.held_against_one_process(mlp)
+    return said
+
+
+def test_the_first_try_has_the_right_output_and_wrong_gradients_and_f_and_g_mend_it(pool):
+    lines = [line.split("  ") for line in pool.run(2, gradients_of_a_first_try_and_of_the_mend)[0]]
+    tables = [[part.strip() for part in line if part] for line in lines]
+    assert tables[1] == ["output", "right", "right"]
+    assert tables[2] == ["gradient of x", "✗ wrong", "✗ wrong"]
+    assert tables[3] == ["gradient of up", "✗ 2 times", "✗ 2 times"]
+    assert tables[4] == ["gradient of down", "✗ 2 times", "✗ 2 times"]
+    assert all(line[1:] == ["right", "right"] for line in tables[6:]) and len(tables) == 10
+
+
+def norm_inside_split_heads(ranks):
+    """(names whose gradients are not one process's without sequence parallelism, after also_in_heads is summed)."""
+    given = {"D": D, "HEADS": CONFIG.n_head}
+    lesson, group = ours(), dist.group.WORLD
+    with_head_norm = taken_from(LESSON, "with_head_norm", **given).with_head_norm
+    single = with_head_norm(new_model())
+    model = with_head_norm(lesson.split_blocks(new_model(), group, lesson.f, lesson.g))
+    passed(single)
+    passed(model)
+
+    def wrong():
+        pairs = zip(model.named_parameters(), single.parameters(), strict=True)
+        return {name for (name, p), q in pairs if p.shape == q.shape and (p.grad - q.grad).abs().max() > 1e-9}
+
+    before = wrong()
+    lesson.add_up(lesson.also_in_heads(model), group)
+    return before, wrong()
+
+
+def test_a_norm_inside_split_heads_has_partial_sums_without_sequence_parallelism_too(pool):
+    for before, after in pool.run(2, norm_inside_split_heads):
+        assert before == {f"blocks.{i}.attention.head_norm.weight" for i in range(2)}
+        assert after == set()

@@ -208,7 +208,7 @@ def gathered_and_scattered(answers, ranks):
         seen.expect_backward(torch.cat(uses, dim=1), "that of all positions", slips, volume)
 
 
-@exercise("D", "who reduces the norms' gradients")
+@exercise("D", "finish the norms' gradients")
 def add_up(answer, ranks):
     """`answer(parameters, group)` leaves in each gradient its sum over the group, for one all-reduce."""
     a, b, c = sizes(5, 3, 2, 9)
