@@ -14,49 +14,44 @@
 # ---
 
 # %% [markdown]
-# # 01 One device: where memory, FLOPs and time go
+# # 01 One device: what fills its memory, and what fills its time
 #
-# **40 minutes** for the sections marked CORE, 82 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 90 with those marked MORE.
+#
+# A model has 3.3 MB of parameters. One training step of it takes 30 MB. In this lesson you find every byte. You write
+# a ledger that predicts the peak of any GPT, and you make that peak smaller.
 #
 # After this lesson **you can**
-# - predict the parameters, the bytes and the FLOPs of a GPT with a pencil;
+# - predict the parameters, bytes and FLOPs of a GPT with a pencil;
 # - say whether a model fits on a device, and if not, what does not fit;
-# - build activation checkpointing and gradient accumulation, and say what each costs;
+# - build activation checkpointing, and say what it costs;
 # - compute an MFU, and name the peak that it is divided by.
 #
-# **You need** to have seen a training loop in PyTorch, and [rank](../assets/glossary.md#rank) from [lesson
-# 00](00_start.ipynb): one of n processes that run this same file. A cell that begins with `%%ranks` runs on all of them.
-# In this lesson the ranks do not need each other.
+# **You need** to have seen a training loop in PyTorch. A cell that begins with `%%ranks` runs on several processes, the
+# [ranks](../assets/glossary.md#rank) of [lesson 00](00_start.ipynb). Here the ranks do not need each other.
 #
-# **New here:** [FLOP](../assets/glossary.md#flop), [MFU](../assets/glossary.md#mfu),
-# [activation](../assets/glossary.md#activation), [optimizer state](../assets/glossary.md#optimizer-state),
-# [activation checkpointing](../assets/glossary.md#activation-checkpointing), [mixed
-# precision](../assets/glossary.md#mixed-precision), [loss scaling](../assets/glossary.md#loss-scaling),
-# [accumulation](../assets/glossary.md#accumulation), [micro-batch](../assets/glossary.md#micro-batch).
-#
-# The same file is a script, and one process is its natural home:
-#
-# ```bash
-# python scripts/01_one_device.py
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/01_one_device.py --sequences 16
-# ```
+# **New here:** [activation](../assets/glossary.md#activation), [optimizer state](../assets/glossary.md#optimizer-state),
+# [activation checkpointing](../assets/glossary.md#activation-checkpointing), [FLOP](../assets/glossary.md#flop),
+# [MFU](../assets/glossary.md#mfu), and in MORE [mixed precision](../assets/glossary.md#mixed-precision),
+# [loss scaling](../assets/glossary.md#loss-scaling), [accumulation](../assets/glossary.md#accumulation),
+# [micro-batch](../assets/glossary.md#micro-batch). Tables to look things up are in
+# [the handbook](../assets/handbook/01_one_device.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Each heading says its minutes. The four builds take about three minutes each; walk around while people write.
+# Minutes of the CORE: start 1, nine times the model 4, ledger 14, does it fit 5, forget 7, time 5, zoo 3, card 1. A build
+# takes about three minutes; walk around while people write.
 #
-# *Say:* "Before you use two devices, know what one is doing." Every later lesson divides a number of this lesson by
-# n.
+# *Say:* "Before you use two devices, know what one is doing." Every later lesson divides a number of this lesson by n.
 #
-# *Three usual mistakes:* believing that the weights fill the memory; taking the data sheet's largest FLOP/s for the
-# peak; mixing GB and GiB, which differ by 7 %.
+# *Three usual mistakes:* believing that the weights fill the memory; taking the data sheet's largest FLOP/s for the peak;
+# mixing GB and GiB, which differ by 7 %.
 #
-# *When late:* open the solution of build A at once, skip sixteen bits, keep build C and the experiment.
+# *When late:* give solution A at once, and keep the ledger, its picture and the zoo.
 #
-# *Ask the room:* "A model has 7 billion parameters. How much memory does training need?" Collect numbers before the
-# section on bytes. They will range from 14 GB to 200 GB, and most of them are right about something. Then draw the
-# guesses as bars beside the picture of the experiment.
+# *Ask the room:* "A model has 7 billion parameters. How much memory does training need?" Collect numbers before the ledger.
+# They range from 14 GB to 200 GB, and most of them are right about something.
 #
 # </details>
 
@@ -67,15 +62,9 @@ repeats = 5  # samples of each timing, at least 1
 peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
+# ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks behind this notebook. What all of them say is shown once.
-#
-# In a **Build** the key lines are yours, and the check below them tells you what is wrong. Short of time? Leave a build as
-# it is: the check puts the lesson's own lines in its place.
-#
-# **Catching up.** Each section runs after only the cells of this one: a folded cell with `catch_up(...)` defines what it
-# needs from earlier sections. What you have written stays.
+# In a **build** the key lines are yours. If you leave a build as it is, the check puts the lesson's own lines in its place.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -88,27 +77,19 @@ peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import one_device as checks
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
-if sequences % 4:
-    refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
 
-# %% [markdown]
-# You run one model, **ShakespeareGPT**, which reads 64 characters and guesses the next. You only calculate the three
-# others. They have the width and depth of OLMo 1B and 7B and of the 70B class.
-#
-# Letters are sizes: `B` sequences in a batch, `T` positions in each, `V` tokens in the vocabulary, `D` the width,
-# `H` heads, `N` layers, `P` parameters. At the end of a name they are its shape. Read past lines with `metrics`: they
-# keep numbers for tests.
-
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 
+if sequences % 4:
+    refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
 corpus = load_corpus(ranks)
 shakespeare = GPTConfig(vocab_size=len(corpus.vocab))
 olmo_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
@@ -116,34 +97,629 @@ olmo_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n
 class_70b = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
 large_models = {"1B": olmo_1b, "7B": olmo_7b, "70B class": class_70b}
 metrics = Metrics(ranks, corpus, {"sequences": sequences, "repeats": repeats, "peak_s": peak_s})
+metrics.exact(num_params={name: config.num_params() for name, config in large_models.items()})
 
 
 def new_model(dtype=torch.float32):
-    """ShakespeareGPT with its first weights, the same on every rank."""
+    """Make ShakespeareGPT with its first weights, the same on every rank."""
     torch.manual_seed(1337)
     return GPT(shakespeare).to(device, dtype)
 
 
 def batch(step=0):
-    """Inputs and targets, both [B, T]: the same on every rank, as if it were alone."""
+    """Return inputs and targets, both [B, T]: the same on every rank, as if it were alone."""
     return [ids_BT.to(device) for ids_BT in get_batch(corpus.train_ids, step, sequences, 64, 0, 1, seed=1)]
 
 
 # %% [markdown]
-# ## Warm-up: a model of four numbers (CORE, 2 min)
+# ## Nine times the model (CORE, 4 min)
 #
-# **Why.** Take a model that you can multiply in your head: one matrix **W** of 2 × 2 numbers and three rows of data, **X**,
+# **ShakespeareGPT** reads 64 characters and guesses the next one. It has 0.8 million parameters of 4 bytes: 3.3 MB. It takes
+# one training step with AdamW, on 8 sequences.
+#
+# **Predict.** How many MB does the step hold at its peak?
+
+# %%
+# %%ranks
+guess_peak = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.measure.memory_timeline import MemoryTimeline
+
+
+def keep_all(block, x_BTD):
+    """Run a block in the usual way."""
+    return block(x_BTD)
+
+
+def forward_with(model, run_block, ids_BT, targets_BT):
+    """Return the loss of a GPT whose blocks are run by run_block(block, x)."""
+    h_BTD = model.tokens(ids_BT) + model.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
+    for block in model.blocks:
+        h_BTD = run_block(block, h_BTD)
+    return F.cross_entropy(model.head(model.norm(h_BTD)).flatten(0, 1), targets_BT.flatten())
+
+
+def watch_step(run_block):
+    """Return the MemoryTimeline of a training step of ShakespeareGPT whose blocks are run by run_block(block, x)."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
+        with MemoryTimeline(model, optimizer) as seen:
+            with seen.phase("forward"):
+                loss = forward_with(model, run_block, *batch())
+            with seen.phase("backward"):
+                loss.backward()
+            with seen.phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+    return seen
+
+
+# %% [markdown]
+# `watch_step` (folded) takes the step, and follows every tensor from its birth to its end.
+
+# %%
+# %%ranks
+seen = watch_step(keep_all)
+weights = 4 * shakespeare.num_params()
+compare("peak of the step", guess_peak, round(seen.peak.total / 1e6, 1), "MB")
+say(f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weights:.1f} times that")
+
+# %% [markdown]
+# What else is in memory? There are four kinds of bytes, each with its own reason to be there.
+#
+# | kind | what | how many |
+# |---|---|---|
+# | parameters | the weights | P numbers |
+# | gradients | from backward until `zero_grad` | P numbers |
+# | [optimizer state](../assets/glossary.md#optimizer-state) | Adam's running means of the gradient and of its square | two numbers per parameter |
+# | [activations](../assets/glossary.md#activation) | what forward puts aside, because backward will need it | grows with the tokens |
+#
+# The first three depend on the model. The last one depends on the batch, too.
+
+# %% [markdown]
+# ## The ledger (CORE, 14 min)
+#
+# Letters are sizes: `V` tokens in the vocabulary, `T` positions in a sequence, `D` the width, `H` heads, `N` layers, `P`
+# parameters. First you need P.
+#
+# ![A decoder-only transformer from the embeddings to the head, with the shape of the weights beside each
+# box](../assets/01_gpt.svg)
+#
+# - A linear map from *a* to *b* numbers, *a → b*, has *a·b* weights, and *b* more if it has a bias.
+# - A LayerNorm has a scale and a shift, each a vector of width D.
+# - An embedding holds a vector of width D for each token, or for each position.
+#
+# ### Build A: count the parameters
+#
+# Fill in the four blanks, from the drawing.
+
+
+# %%
+# %%ranks
+def count_parameters(V, T, D, N):
+    """Return the number of parameters of a GPT with V tokens, T positions, width D and N layers."""
+    attention = ____  # query, key and value; attention out
+    mlp = ____  # up and down
+    layer = attention + mlp + ____  # its LayerNorms
+    ends = ____  # tokens, positions, last LayerNorm, head
+    return N * layer + ends
+
+
+checks.parameters(count_parameters, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def count_parameters(V, T, D, N):
+#     """Return the number of parameters of a GPT with V tokens, T positions, width D and N layers."""
+#     attention = D * 3 * D + D * D + D
+#     mlp = D * 4 * D + 4 * D + 4 * D * D + D
+#     layer = attention + mlp + 2 * 2 * D
+#     ends = V * D + T * D + 2 * D + (D * V + V)
+#     return N * layer + ends
+# ```
+#
+# </details>
+
+# %% [markdown]
+# A layer has 12D² + 10D parameters. For a model that you know nothing about, remember **12·N·D²**:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+assert count_parameters(shakespeare.vocab_size, 64, 128, 4) == sum(p.numel() for p in new_model().parameters())
+for name, c in large_models.items():
+    P = count_parameters(c.vocab_size, c.block_size, c.n_embd, c.n_layer)
+    say(f"{name:10} P = {P:14,}   12 N D^2 is {100 * 12 * c.n_layer * c.n_embd**2 / P:.1f} % of it")
+
+# %% [markdown]
+# Now the activations. The drawing shows what one layer keeps for **one token**:
+#
+# ![Forward passes up through a layer and puts aside what backward will need: inputs of the matrices, of the norms, of
+# GELU](../assets/01_saved.svg)
+#
+# These are 16 vectors of width D. There are also H + 4 single numbers: one per head, and mean and deviation for each norm.
+# Above the layers, the last norm, the head and the loss keep `top` numbers per token.
+#
+# ### Build B: the ledger
+#
+# Fill in the bytes of each kind: float32, so 4 bytes a number, with AdamW.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "keep_all", "forward_with", "watch_step")
+
+
+# %%
+# %%ranks
+def ledger(config, num_sequences):
+    """Return the bytes of each kind in a training step in float32 with AdamW, each at its most."""
+    D, H, V, N = config.n_embd, config.n_head, config.vocab_size, config.n_layer
+    P, tokens = config.num_params(), num_sequences * config.block_size
+    layer = ____  # numbers that one layer keeps for each token
+    top = 2 * D + 2 + V
+    return {
+        "parameters": 4 * P,
+        "gradients": ____,
+        "optimizer": ____,
+        "activations": ____,
+    }
+
+
+checks.ledger(ledger, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def ledger(config, num_sequences):
+#     """Return the bytes of each kind in a training step in float32 with AdamW, each at its most."""
+#     D, H, V, N = config.n_embd, config.n_head, config.vocab_size, config.n_layer
+#     P, tokens = config.num_params(), num_sequences * config.block_size
+#     layer = 16 * D + H + 4
+#     top = 2 * D + 2 + V
+#     return {
+#         "parameters": 4 * P,
+#         "gradients": 4 * P,
+#         "optimizer": 2 * 4 * P,
+#         "activations": 4 * tokens * (N * layer + top),
+#     }
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Hold it against the measured step. Parameters and optimizer state are there all the time. Activations grow in forward and
+# are given back in backward, while gradients take their place. The dashed line is your ledger:
+
+# %%
+# %%ranks
+mine, seen = ledger(shakespeare, sequences), watch_step(keep_all)
+always = mine["parameters"] + mine["optimizer"]
+peak, end = always + mine["activations"], always + mine["gradients"]
+totals = {"forward": (always, peak), "backward": (peak, end), "optimizer": (end, end)}
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.plots.memory_stack import memory_stack
+
+for kind, size in mine.items():
+    say(f"{kind:12} {size / 1e6:5.2f} MB by the ledger, {seen.highest(kind) / 1e6:5.2f} measured")
+rest = seen.peak.total - peak
+say(
+    f"peak         {peak / 1e6:5.2f} MB by the ledger, {seen.peak.total / 1e6:5.2f} measured: {rest / 1e6:.2f} are left over"
+)
+say(f"the peak is in '{seen.peak.phase}'")
+if rank == 0:
+    alt = "parameters and optimizer stay, activations rise in forward and fall in backward, gradients rise in backward"
+    show(memory_stack(seen.samples, "one training step", totals=totals), "ledger", alt)
+metrics.exact(saved_bytes=seen.highest("activations"))
+
+# %% [markdown]
+# Each kind is right within one percent. The measured peak is about a tenth higher than the ledger's: "other" are results that live
+# for one operator, and the gradients of activations on their way down. An allocator adds its own, so leave room.
+#
+# What stays between steps is 16 bytes per parameter. Large models train in bf16, with 2 bytes for a weight and 2 for a
+# gradient. But bf16 has 8 significant bits: after 1 comes 1 + 1/128, and most updates are smaller than that. So the
+# optimizer updates an exact float32 copy, the **master**, and keeps its own two numbers in float32 as well.
+#
+# **Predict.** How many bytes per parameter is that?
+
+# %%
+# %%ranks
+guess_bytes = ____  # your turn: type a number
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+from manyhands.predict.memory import RECIPES
+
+mixed = RECIPES["bf16 + fp32 master"]
+compare("bytes per parameter with bf16 weights", guess_bytes, mixed.total)
+for name, config in large_models.items():
+    say(
+        f"{name:9} {2 * config.num_params() / 1e9:6,.1f} GB of weights, {mixed.total * config.num_params() / 1e9:7,.1f} GB of state"
+    )
+
+# %% [markdown]
+# 2 + 2 + 4 + 8 = **16 again**. Sixteen bits do not shrink what stays between steps. They halve the activations, and they make
+# matrix products faster. Other recipes, from 8 to 20 bytes, are in
+# [the handbook](../assets/handbook/01_one_device.md#bytes-per-parameter).
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the ledger</summary>
+#
+# Build A: the usual miss is the head's bias, then the last LayerNorm; the check names either. Build B: *ask* which kinds grow
+# when you double the batch (only activations). Ask where the peak is before you show the picture; most say "in the optimizer".
+# *Usual surprise:* a residual addition keeps nothing, a GELU keeps its input. Then ask what each strategy of the course will
+# cut: data parallel nothing, ZeRO-1 the optimizer, ZeRO-2 the gradients, ZeRO-3 the parameters.
+#
+# </details>
+
+# %% [markdown]
+# ## Does it fit? (CORE, 5 min)
+#
+# A device runs out of memory when you double the *batch*. How many sequences fit next to the state?
+#
+# ### Build C: sequences that fit
+#
+# Every parameter takes 16 bytes. Every token keeps 16 vectors of width D in each layer, in bf16. Leave out the rest. Where not
+# even the parameters fit, return 0. A `config` has `num_params()`, `n_layer`, `n_embd` and `block_size`.
+
+
+# %%
+# %%ranks
+def sequences_that_fit(config, device_bytes):
+    """Return the most sequences of config.block_size tokens that fit next to 16 bytes per parameter."""
+    left = ____
+    a_sequence = ____  # bytes
+    return ____
+
+
+checks.does_it_fit(sequences_that_fit, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def sequences_that_fit(config, device_bytes):
+#     """Return the most sequences of config.block_size tokens that fit next to 16 bytes per parameter."""
+#     left = device_bytes - 16 * config.num_params()
+#     a_sequence = 2 * 16 * config.n_embd * config.n_layer * config.block_size  # 2 bytes in bf16
+#     return max(0, int(left // a_sequence))
+# ```
+#
+# </details>
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+for name, config in large_models.items():
+    fit = ", ".join(f"{sequences_that_fit(config, gb * 1e9)} on {gb} GB" for gb in (40, 80, 141))
+    a_sequence = 32 * config.n_embd * config.n_layer * config.block_size
+    say(f"{name:9} sequences that fit: {fit}; each takes {a_sequence / 1e9:.1f} GB")
+
+# %% [markdown]
+# Three answers. The **1B** fits, and memory limits the *batch*. The *state* of the **7B** alone exceeds 80 GB. The **70B** class
+# fits nowhere. Even if you spread its state over a thousand devices, *one* sequence still needs 86 GB. Sharding
+# ([lesson 06](06_zero_fsdp.ipynb)) cuts the state. The next section cuts activations.
+
+# %% [markdown]
+# ## Forget, and compute again (CORE, 7 min)
+#
+# A block keeps 16 vectors per token. From its *input*, one vector, all of them can be computed again.
+# [**Activation checkpointing**](../assets/glossary.md#activation-checkpointing) keeps only that input. It runs the block's
+# forward a second time when backward gets there ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
+#
+# ![Memory over a step, with and without checkpointing: without, activations pile up until backward; with, only the blocks' inputs
+# pile up, and one block at a time comes back](../assets/01_recompute.svg)
+#
+# `Recompute` (folded) tells autograd to keep x alone. In backward it calls your function.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "keep_all", "forward_with", "watch_step")
+
+
+class Recompute(torch.autograd.Function):
+    """y = block(x) that keeps x alone. (Without dropout: the second forward would draw other numbers.)"""
+
+    @staticmethod
+    def forward(ctx, block, x_BTD):
+        ctx.block = block
+        ctx.save_for_backward(x_BTD)
+        return block(x_BTD)
+
+    @staticmethod
+    def backward(ctx, dy_BTD):
+        return None, recompute_backward(ctx.block, ctx.saved_tensors[0], dy_BTD)  # the block has no gradient
+
+
+# %% [markdown]
+# ### Build D: the backward that recomputes
+#
+# `dy_BTD` is the gradient of the loss with respect to the block's output. `y.backward(dy)` starts from it: it adds to the
+# gradients of the block's parameters, and fills `x.grad`. `x.detach()` has the numbers of `x` without its history, and
+# `.requires_grad_()` asks for its gradient.
+
+
+# %%
+# %%ranks
+def recompute_backward(block, x_BTD, dy_BTD):
+    """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
+    x_BTD = ____  # its numbers, without a history; we want its gradient
+    with torch.enable_grad():  # inside a backward autograd is off
+        y_BTD = ____
+    ____  # backward through this block alone
+    return x_BTD.grad
+
+
+checks.recompute(recompute_backward, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def recompute_backward(block, x_BTD, dy_BTD):
+#     """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
+#     x_BTD = x_BTD.detach().requires_grad_()  # the graph above x ends here
+#     with torch.enable_grad():
+#         y_BTD = block(x_BTD)  # this time everything is kept
+#     y_BTD.backward(dy_BTD)  # and let go
+#     return x_BTD.grad
+# ```
+#
+# </details>
+
+# %% [markdown]
+# **Predict.** A step costs three forward passes: one forward, and a backward that costs as much as two. How many percent more
+# FLOPs does a step take with your function?
+
+# %%
+# %%ranks
+guess_more = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def gradient_and_flops(run_block):
+    """Return (all gradients in a row, FLOPs) of a step of ShakespeareGPT in float64."""
+    model = new_model(torch.float64)
+    # attention as plain products: the counter has no entry for the fused kernel of a CPU
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        forward_with(model, run_block, *batch()).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), counter.get_total_flops()
+
+
+# %%
+# %%ranks
+ways = {
+    "keep everything": keep_all,
+    "ours": Recompute.apply,
+    "the library": lambda block, x_BTD: checkpoint(block, x_BTD, use_reentrant=False),
+}
+found = {name: gradient_and_flops(run_block) for name, run_block in ways.items()}
+gradient_P, num_flops = found["keep everything"]
+more = {name: 100 * (done / num_flops - 1) for name, (_, done) in found.items()}
+compare("more FLOPs with recomputation", guess_more, round(more["ours"]), "%")
+for name, (other_P, _) in found.items():
+    say(f"{name:16} {more[name]:2.0f} % more FLOPs, gradients {(other_P - gradient_P).abs().max():.1g} apart")
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.plots.memory_stack import memory_stacks
+
+assert max((other_P - gradient_P).abs().max() for other_P, _ in found.values()) < 1e-10
+metrics.exact(recompute_gradient=fingerprint([found["ours"][0]]))
+timelines = {"keep everything": watch_step(keep_all), "ours": watch_step(Recompute.apply)}
+kept = {name: seen.highest("activations") for name, seen in timelines.items()}
+say(f"activations: {kept['keep everything'] / 1e6:.1f} MB, with recomputation {kept['ours'] / 1e6:.1f} MB")
+if rank == 0:
+    figure = memory_stacks({name: seen.samples for name, seen in timelines.items()})
+    show(
+        figure,
+        "recomputed",
+        "the same step twice: with recomputation activations stay low, and come back block by block",
+    )
+
+# %% [markdown]
+# The same gradients, for a third more FLOPs and a third of the activations. Here a block is a quarter of the model; with 80 layers
+# much less would be left. The library repeats a little less: it ends the second forward as soon as backward has what it
+# needs. In MORE: recompute only some blocks, or cut the batch into pieces.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: checkpointing</summary>
+#
+# *Ask:* "What is the least that one could keep?" (Only every k-th input; then a stretch of k blocks comes back at once:
+# Chen's square root of N.) *Usual mistakes:* expecting parameters or gradients to shrink; `x.grad` of the old x.
+#
+# </details>
+
+# %% [markdown]
+# ## What fills the time (CORE, 5 min)
+#
+# A [**FLOP**](../assets/glossary.md#flop) is one addition or multiplication. A product of an [n, k] with a [k, m] matrix costs
+# 2·n·k·m. Backward makes two such products for each one of forward. That gives the rule **6 FLOPs for each parameter
+# and token**. Embeddings are looked up, not multiplied (fewer), and attention multiplies activations with each other (more):
+# the exact formula is 6·(12ND² + VD) + 12NDT per token.
+
+# %%
+# %%ranks
+from manyhands.predict.models import flops_per_token
+
+tokens = sequences * 64
+rule, step_flops = 6 * shakespeare.num_params() * tokens, flops_per_token(shakespeare) * tokens
+say(f"a step: {step_flops / 1e9:.2f} GFLOP by the formula, {rule / 1e9:.2f} by the rule")
+
+# %% [markdown]
+# Divide the model's FLOP/s by the peak of the device: [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*. The peak
+# has two traps. For the H100 the data sheet prints 1,979 TFLOP/s in bf16, with a star: for matrices in which two of every four
+# numbers are zero. **Dense**, it is half of that. And every **precision** has its own peak: 989 TFLOP/s in bf16, 495 in TF32,
+# 67 in float32.
+#
+# **Predict.** A well-tuned training of a 7B model runs on 8 H100. Which MFU does it reach, in percent?
+
+# %%
+# %%ranks
+guess_mfu = ____  # your turn: type a number
+
+# %% [markdown]
+# The folded cell measures the fastest float32 product on this machine, and our step against it. The other bars are published.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+import statistics
+import time
+
+from manyhands.launch import recorded_runs
+from manyhands.measure import timing
+from manyhands.plots.bars import share_of_peak
+from manyhands.predict.machines import dense_peak
+
+model, step_s, peaks = new_model(), [], []
+optimizer = torch.optim.AdamW(model.parameters())
+for turn in range(-2, repeats if rank == 0 else -2):  # rank 0 alone; the first two turns warm up
+    timing.synchronise(device)
+    begin = time.perf_counter()
+    model(*batch())[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    timing.synchronise(device)
+    if turn >= 0:  # they take turns, so that a busy moment hits both
+        step_s.append(time.perf_counter() - begin)
+        peaks.append(timing.gemm_peak(device, torch.float32, peak_s))  # FLOP/s
+dist.barrier()  # here the others wait
+((data_sheet, reached),) = recorded_runs.published("01_peak")[-1]["points"]
+compare("MFU of a 7B model on 8 H100", guess_mfu, round(100 * reached / data_sheet), "%")
+if rank == 0:
+    speed, fastest = step_flops / statistics.median(step_s), statistics.median(peaks)
+    say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
+    if listed := dense_peak(device, "fp32"):
+        say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
+    here = {"here: our step / best product": 100 * speed / fastest}
+    figure = share_of_peak(here, recorded_runs.published("01_peak"), "FLOP/s reached, in % of the dense peak")
+    show(figure, "share_of_peak", "best products reach 70 to 90 % of the peak, the training of a model 46 %")
+    tok_per_s = tokens / statistics.median(step_s)
+    metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
+
+# %% [markdown]
+# Even the best product does not reach the peak, and a well-tuned training reaches about half of it
+# ([the 7B's table](https://github.com/mosaicml/llm-foundry/blob/061f2c7ce6/scripts/train/benchmarking/README.md); the products are
+# from [this one](https://github.com/stas00/ml-engineering/blob/744d01e18b/compute/accelerator/README.md)). The rest goes to operators
+# that only move bytes, and to gaps between kernels: "Which operators calculate", in MORE, counts them.
+# When you read an MFU, ask *which peak*, and *which FLOPs*: recomputed ones do not count.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: time</summary>
+#
+# *Ask:* "Why is backward twice forward?" (Two products for each one: gradient of the weights and of the input.) *Usual
+# mistake:* 2·P for training. That is the forward pass, so inference.
+#
+# </details>
+
+# %% [markdown]
+# ## A bug from the zoo (CORE, 3 min)
+#
+# From a workshop's trainer, in our words, started with `dtype="bf16"`. Its batch of 2 million tokens comes in 4,096 pieces of 512
+# tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?** Read code and output before you open the answer.
+
+# %%
+# %%ranks
+PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float16, "tf32": torch.float32}
+
+
+def train(dtype, num_steps=12, pieces=4096):
+    """Print the losses under autocast, as this trainer has them."""
+    model, used, losses = new_model(), PRECISIONS[dtype], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    say(f"precision: {dtype}; autocast to {used}")
+    for step in range(num_steps):
+        with torch.autocast(device.type, dtype=used):
+            logits_BTV, loss = model(*batch(step))
+        logits_BTV.retain_grad()
+        (loss / pieces).backward()
+        for p in model.parameters():
+            p.grad *= pieces  # as if all of them had come
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    say(f"losses: {' '.join(f'{loss:.2f}' for loss in losses)}")
+    return logits_BTV
+
+
+logits_BTV = train("bf16")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸ become 0 in
+# fp16, and nobody scales the loss, because "bf16 needs none". [The transcript with that
+# line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
+#
+# </details>
+#
+# Do not trust a name, ask a tensor. Then mend the table:
+
+# %%
+# %%ranks
+zeros = (logits_BTV.grad == 0).float().mean()
+say(f"the logits are {logits_BTV.dtype}; {100 * zeros:.0f} % of their gradients are exactly 0")
+PRECISIONS["bf16"] = torch.bfloat16  # mended
+mended_BTV = train("bf16")
+
+# %% [markdown]
+# Almost all gradients were lost, and the loss still fell a little. That is why nobody noticed. **Print what is used, not what was
+# asked for.**
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Show the log for ten seconds, hide it, and ask what the precision was. Everybody says bf16. That is the point. Other
+# members of the family: a batch size per device that is reported as the global one; a learning rate that the scheduler has
+# overwritten before the first step.
+#
+# </details>
+
+# %% [markdown]
+# ## Recap (CORE, 1 min)
+
+# %%
+# %%ranks
+card(
+    "Training keeps 16 bytes per parameter between steps, in float32 and in mixed precision.",
+    "Activations grow with tokens: 16 vectors per token and layer here. They peak as backward begins.",
+    "P is about 12 N D^2; a step costs 6 FLOPs for each parameter and token.",
+    "Checkpointing keeps one vector per token and layer, for up to a third more FLOPs.",
+    "An MFU is the model's FLOP/s divided by a peak: name the peak, dense, in your precision.",
+    figure="one training step, byte by byte, under your ledger's dashed line",
+    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run   # what each of 64 ranks keeps",
+)
+
+# %% [markdown]
+# Below is the lab, to pick from. Tables, formats and links are in [the handbook](../assets/handbook/01_one_device.md).
+
+# %% [markdown]
+# ## Lab: a model of four numbers (MORE, 4 min)
+#
+# Take a model that you can multiply in your head: one matrix **W** of 2 × 2 numbers and three rows of data, **X**,
 # that go through it: **Y** = **X** **W**. Train it with Adam, in float32, 4 bytes a number.
 #
-# **Predict.** How many numbers are in memory at the end of a step, before `zero_grad`? How many multiplications and
-# additions does the forward pass take, and how many backward?
+# **Predict.** How many numbers are in memory at the end of a step, before `zero_grad`, data included? How many FLOPs does the
+# forward pass take, how many backward, if a multiplication with its addition counts as two?
 #
 # <details><summary>Answer</summary>
 #
-# Adam keeps two numbers beside each weight, running means of its gradient and of the square (its *moments*). With weights
-# and gradients that is 16 numbers, **64 bytes for a model of 16 bytes**. Forward: each of the 3 rows meets each of the 4
-# weights in one multiplication and one addition, **24**. Backward: the gradient of **W** is one such product, that of
-# **X** another, 48. Together 6 for each row and weight: the famous **6·P·rows**.
+# Adam keeps two numbers for each weight, running means of its gradient and of the square (its *moments*). With weights and
+# gradients that is 16 numbers, **64 bytes for a model of 16 bytes**. **X**, its gradient and **Y** are 6 numbers each: 18 more,
+# which grow with the rows of data. Forward: each of the 3 rows meets each of the 4 weights, 12 times 2 = **24**. Backward: the
+# gradient of **W** is one such product, that of **X** another, 48. Together 6 for each row and weight: **6·P·rows**. (Counted
+# one by one, forward has 12 multiplications and only 6 additions. The field counts an addition with each multiplication.)
 #
 # </details>
 
@@ -161,26 +737,21 @@ with FlopCounterMode(display=False) as counter:
 adam.step()
 kept = [w_22, w_22.grad, adam.state[w_22]["exp_avg"], adam.state[w_22]["exp_avg_sq"]]
 say(f"bytes kept: {' + '.join(str(t.nbytes) for t in kept)} = {sum(t.nbytes for t in kept)}")
+say(f"and of the data: {' + '.join(str(t.nbytes) for t in (x_32, x_32.grad, y_32))}")
 say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 
 # %% [markdown]
-# A [**FLOP**](../assets/glossary.md#flop) is one addition or multiplication; FLOP/s is a speed. One more thing stays in
-# memory from forward to backward: **X** itself, because the gradient of **W** is made of it. That is an
-# [**activation**](../assets/glossary.md#activation). So there are four kinds of bytes: parameters, gradients and
-# [optimizer state](../assets/glossary.md#optimizer-state), counted per parameter, and activations, counted per token.
+# **X** stays in memory from forward to backward, because the gradient of **W** is made of it: an activation.
 
 # %% [markdown]
-# ## Why more than one device at all (CORE, 1 min)
+# ### Why more than one device at all
 #
 # ![Two reasons: more data than one device can read in time, so replicas of the model read in parallel; or a model larger than one
 # device's memory, so its parts lie on several](../assets/01_two_reasons.svg)
 #
 # For one of two reasons. **There is too much data**: one device would need months. Then give each device a copy and
 # a share of the data (lessons 03 and 05). Or **the model is too large**: it does not fit. Then cut it up (lessons 06
-# to 10). This lesson gives you the numbers by which you decide.
-
-# %% [markdown]
-# ### What the first reason has brought (MORE, 2 min)
+# to 10). This lesson gives you the numbers by which you decide. What the first reason has brought:
 #
 # One network and one data set, ResNet-50 on ImageNet ([Goyal et al.](https://arxiv.org/abs/1706.02677), [Yamazaki et
 # al.](https://arxiv.org/abs/1903.12650)):
@@ -211,87 +782,32 @@ say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8
 # device on both sides: 29 on 32, **91 %**. Rule: a scaling efficiency needs *the same device on both sides*.
 
 # %% [markdown]
-# ## Parameters (CORE, 5 min)
+# ## Lab: other models, other recipes (MORE, 15 min)
 #
-# **Why.** Every estimate begins with P. Published models are named by a rounded P; you can have the exact number.
+# ### Other GPTs, and the very first loss
 #
-# ![A decoder-only transformer from the embeddings to the head, with the shape of the weights beside each
-# box](../assets/01_gpt.svg)
+# Your formula is exact *for this variant*. **GPT-2** has biases on query, key and value too, so 13D, and its head *is* its
+# embedding ("tied"), so V(D + 1) goes. **Llama** has no biases, no learned positions, and a norm without a shift. Two more things
+# differ, and both change the matrices:
 #
-# Read the drawing from the bottom.
-#
-# - A linear map from *a* to *b* numbers, *a → b*, has *a·b* weights, and *b* more if it has a bias.
-# - A LayerNorm has a scale and a shift, each a vector of width D.
-# - An embedding holds a vector of width D for each token, or for each position.
-#
-# ### Build A: count the parameters
-#
-# Write `count_parameters(V, T, D, N)`: the exact number for the GPT of the drawing. Add up one layer first, then what
-# stands around the N layers. The check asks for sizes up to 65 billion.
+# - **GQA**, grouped queries: K heads of keys and values serve H heads of queries. Query and output have D² weights each, key and
+#   value D·D·K/H each.
+# - **SwiGLU**: the MLP has three matrices of D by M, not two of D by 4D.
 
-
-# %%
-# %%ranks
-def count_parameters(V, T, D, N):
-    """Parameters of a GPT with V tokens, T positions, width D and N layers."""
-    raise NotImplementedError  # your turn
-
-
-checks.parameters(count_parameters, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution A</summary>
-#
-# ```python
-# def count_parameters(V, T, D, N):
-#     """Parameters of a GPT with V tokens, T positions, width D and N layers."""
-#     attention, mlp = 3 * D**2 + D**2 + D, 4 * D**2 + 4 * D + 4 * D**2 + D
-#     layer = attention + mlp + 2 * 2 * D  # two LayerNorms
-#     embeddings, head = V * D + T * D, V * D + V
-#     return embeddings + N * layer + 2 * D + head
-# ```
-#
-# </details>
-
-# %% [markdown]
-# A layer has **12D² + 10D**, so
-#
-# > **P = N (12D² + 10D) + D (V + T) + 2D + V (D + 1)**
-#
-# Is that the model we train? Count it.
-
-# %%
-# %%ranks
-by_hand = count_parameters(V=shakespeare.vocab_size, T=64, D=128, N=4)
-counted = sum(p.numel() for p in new_model().parameters())
-say(f"ShakespeareGPT: {by_hand:,} by your function, {counted:,} counted")
-assert by_hand == counted
-
-# %% [markdown]
-# Exact. For a model that you know nothing about, remember **12·N·D²**. How much of the whole is that?
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-for name, c in large_models.items():
-    P = count_parameters(c.vocab_size, c.block_size, c.n_embd, c.n_layer)
-    say(f"{name:10} P = {P:14,}   12 N D^2 is {100 * 12 * c.n_layer * c.n_embd**2 / P:.1f} % of it")
-metrics.exact(num_params={name: config.num_params() for name, config in large_models.items()})
+def count_llama(V, D, N, H, K, M):
+    """Return the parameters of a Llama with H heads of queries, K of keys and values, and M hidden numbers."""
+    layer = 2 * D**2 + 2 * D * D * K // H + 3 * D * M + 2 * D
+    return V * D + N * layer + D + D * V
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: parameters</summary>
-#
-# The usual miss is the head's bias, then the last LayerNorm; the check names either. If somebody asks for their own model:
-# "count its matrices; everything else is below one per cent at a width of 4096."
-#
-# </details>
+
+published = {"Llama 3 8B": (128_256, 4096, 32, 32, 8, 14_336), "Llama 3 70B": (128_256, 8192, 80, 64, 8, 28_672)}
+for name, sizes in published.items():
+    say(f"{name:11} P = {count_llama(*sizes):14,}; 12 N D^2 would be {12 * sizes[2] * sizes[1] ** 2:14,}")
 
 # %% [markdown]
-# ### Other GPTs, and the very first loss (MORE, 2 min)
-#
-# Your formula is exact *for this variant*. **GPT-2** has biases on query, key and value too, so 13D, and its head *is* its
-# embedding ("tied"), so V(D + 1) goes. **Llama** and **OLMo** have no biases at all, and no learned positions; their MLP
-# has three matrices, not two, mostly narrower ones. For a model that you know nothing about, remember 12ND².
-#
 # **Predict.** What is ShakespeareGPT's very first loss, in nats per character (natural logarithms, what
 # `F.cross_entropy` returns), before it has learnt anything?
 #
@@ -314,45 +830,61 @@ metrics.exact(first_loss=first_loss)
 metrics.close(first_loss_close=first_loss)
 
 # %% [markdown]
-# ## Bytes per parameter (CORE, 2 min)
+# ### Recipes
 #
-# **Why.** "A 7B model in bf16 is 14 GB" is true, and does not answer "can I train it?". The warm-up kept four times its
-# weights.
-#
-# Few people train with 16-bit numbers alone: bf16 has 8 significant bits, and a weight of 1 cannot grow by less
-# than 1/256. So a second, exact copy of the weights is kept in float32, the **master**, and the update goes there.
-#
-# **Predict.** 16-bit weights and gradients look like half of float32. By how much do they shrink the 16 bytes per
-# parameter of float32 with Adam?
-#
-# <details><summary>Answer</summary>
-#
-# With a master and Adam's moments in float32, by nothing: 2 + 2 + 4 + 8 = 16. What 16 bits save is *activations*,
-# and time. PyTorch's autocast keeps float32 weights and gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the
-# matrices while they are in use: 18.
-#
-# </details>
+# ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
+# moments](../assets/01_bytes.svg)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
 from manyhands.predict.memory import RECIPES
 
-say(f"{'':20} bytes per parameter" + "".join(f"{name:>12}" for name in large_models))
-for name in ("fp32", "bf16", "bf16 + fp32 master", "fp32 + autocast"):
+say(f"{'':34} bytes per parameter" + "".join(f"{name:>12}" for name in large_models))
+for name in ("fp32", "bf16", "bf16 + fp32 master", "bf16 + fp32 master and gradients", "fp32 + autocast"):
     total = RECIPES[name].total
     sizes = (f"{total * config.num_params() / 1e9:9,.0f} GB" for config in large_models.values())
-    say(f"{name:20} {total:19g}" + "".join(sizes))
+    say(f"{name:34} {total:19g}" + "".join(sizes))
 
 # %% [markdown]
-# ![Four recipes as stacks of boxes, one box per byte: weights, gradients, master weights, Adam's two
-# moments](../assets/01_bytes.svg)
+# Trainers that add up many micro-batches often keep the *gradients* in float32 as well: 18. Autocast keeps float32 weights and
+# gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the matrices while they are in use: 18. That is what stays *between* steps; within
+# a step it can be more. An optimizer that turns all 16-bit gradients into float32 at once holds 4 bytes more, so it peaks at 20.
+# (Some slides calculate with 14: they leave out the gradients.)
 #
-# A GB is 10⁹ bytes. Remember **16 bytes per parameter**. That is what stays *between* steps; within a step it can be
-# more. An optimizer that turns all 16-bit gradients into float32 at once holds 4 bytes more, so it peaks at 20. (Some
-# slides calculate with 14: they leave out the gradients.)
+# ### One more copy under DDP
+#
+# [DDP](../assets/glossary.md#ddp) averages gradients in *buckets*, which are memory of their own. With
+# `gradient_as_bucket_view=True` each `p.grad` is a part of a bucket. Without it, the default, every gradient is there twice.
+
+# %%
+# %%ranks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def gradient_bytes(as_view):
+    """Return the bytes of gradients and buckets of a DDP step, per parameter: each memory once. All ranks call it."""
+    memory = {}
+
+    def note_and_average(group, bucket):
+        storage = bucket.buffer().untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
+        return allreduce_hook(group, bucket)
+
+    ddp = DistributedDataParallel(new_model(), gradient_as_bucket_view=as_view)
+    ddp.register_comm_hook(None, note_and_average)
+    ddp(*batch())[1].backward()
+    for p in ddp.parameters():
+        storage = p.grad.untyped_storage()
+        memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values()) / shakespeare.num_params()
+
+
+for as_view in (False, True):
+    say(f"gradient_as_bucket_view={as_view}: {gradient_bytes(as_view):.1f} bytes per parameter for gradients")
 
 # %% [markdown]
-# ### Exercise 1: a master copy (MORE, 7 min)
+# ### Exercise 1: a master copy
 #
 # Write the step of mixed precision: `master_step(parameters, masters, adam)`. The `parameters` are in bf16 and have
 # gradients. `masters` are float32 copies, in the same order, which the optimizer `adam` updates. Afterwards the masters
@@ -431,7 +963,7 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
 # 16 between steps, up to 20 within. A step that goes through the tensors one by one would need hardly more than 16.
 
 # %% [markdown]
-# ### A calculator, and GB or GiB (MORE, 2 min)
+# ### A calculator
 #
 # Choose a model, a recipe, a number of ranks. The strategies in it are those of lessons 03 and 06.
 
@@ -441,34 +973,11 @@ for recipe in ("fp32", "bf16", "bf16 + fp32 master"):
 # show_memory()
 
 # %% [markdown]
-# A GB is 10⁹ bytes, a GiB 2³⁰, 7 % more. A "40 GB" A100 has 40 GiB, which is 42.9 GB (of which a program sees about 39.5
-# GiB). If you divide GB by "40" you now and then buy a device too many. If you think in GiB and read GB you run out of
-# memory.
-
-# %% tags=["active-ipynb"]
-# from manyhands.widgets.memory import show_sizes
+# ## Lab: where the time goes (MORE, 8 min)
 #
-# show_sizes()
-
-# %% [markdown]
-# ## FLOPs (CORE, 2 min)
+# ### The counter and the formula
 #
-# **Why.** Bytes say whether it runs, FLOPs say for how long. Nearly all of them are in matrix products. A product of an
-# [n, k] with a [k, m] matrix costs 2·n·k·m, and as in the warm-up backward makes two such products for each one of
-# forward. That gives the rule **6 FLOPs for each parameter and token**.
-#
-# **Predict.** ShakespeareGPT has 0.8 million parameters, and a batch of 8 sequences of 64 tokens. How many FLOPs does a
-# training step take by the rule? Will the count be above or below?
-#
-# <details><summary>Answer</summary>
-#
-# 6 · 816,705 · 512 = 2.51 billion. The count is 2.64 billion. Two things pull in opposite directions: the
-# embeddings are looked up, not multiplied (less), and attention multiplies activations with each other, 12·N·D·T
-# per token, where no parameter is (more).
-#
-# </details>
-#
-# The exact formula counts every matrix product and nothing else: **6·(12ND² + VD) + 12NDT** per token.
+# The library's counter sees every matrix product of a step. Does it agree with the formula, and with the rule of 6·P?
 
 # %%
 # %%ranks
@@ -477,7 +986,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 x_BT, y_BT = batch()
-# attention as plain products: the counter has no entry for the fused kernel of a CPU
 with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
     new_model()(x_BT, y_BT)[1].backward()
 counted, formula = counter.get_total_flops(), flops_per_token(shakespeare) * x_BT.numel()
@@ -487,7 +995,7 @@ assert counted == formula
 metrics.exact(flops=counted)
 
 # %% [markdown]
-# ### Which operators calculate, which only carry (MORE, 4 min)
+# ### Which operators calculate, which only move bytes
 #
 # How does such a counter work? PyTorch hands each operator, forward and backward, to a `TorchDispatchMode` if one is
 # active. There we can count what we like: calls, FLOPs, and the bytes that an operator reads and writes. (A *view* such as
@@ -531,6 +1039,13 @@ class Counter(TorchDispatchMode):
 # 3.35 TB/s (its data sheet): while it fetches one byte it could do 295 FLOPs. An operator with fewer FLOPs per byte than
 # that waits for memory.
 #
+# ![A roofline of an H100 in bf16: a sloping line of memory speed up to 295 FLOPs per byte, then a flat one at 989 TFLOP/s; an
+# addition and a norm lie at the far left, a product of 128 by 128 matrices in the middle, one of 4,096 on the flat
+# part](../assets/01_roofline.svg)
+#
+# This picture is called a **roofline**: below the roof, an operator can go as fast as memory feeds it. A product of n by n
+# matrices in bf16 has n/3 FLOPs per byte.
+#
 # **Predict.** Which share of the *bytes* is moved by operators that do not multiply matrices at all?
 #
 # <details><summary>Answer</summary>
@@ -561,80 +1076,8 @@ say("bytes: " + ", ".join(f"{name} {100 * part / moved:.0f} %" for name, part in
 # in backward, so it multiplies more, and moves less. (On a GPU the library's counter knows it, and counts 5 products
 # backward and not 4.) Wider matrices have more FLOPs per byte: FLOPs grow with the cube of the size, bytes with its square.
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: FLOPs</summary>
-#
-# *Ask:* "Why is backward twice forward?" (Two products for each one: gradient of the weights and of the input.) *Usual
-# mistake:* 2·P for training. That is the forward pass, so inference.
-#
-# </details>
-
 # %% [markdown]
-# ## MFU: how much of the device is used (CORE, 3 min)
-#
-# **Why.** Tokens per second cannot be compared between models, nor between devices.
-# [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*, can: the FLOP/s that the *model* needs, divided by the
-# device's peak.
-#
-# ![From the data sheet's peak to MFU: sparse peak, dense peak, the best matrix product, the model](../assets/01_mfu.svg)
-#
-# The peak has two traps. **Sparse**: for the H100 (SXM) the data sheet prints 1,979 TFLOP/s in bf16, with a star: for
-# matrices in which two of every four numbers are zero. Dense, it is half of that. **Precision**: each has its own peak.
-# The same H100 does 989 TFLOP/s in bf16, 495 in TF32, 67 in float32. (**TF32** rounds float32 to 11 significant bits on
-# its way into a matrix product. For float32 products PyTorch uses it only if you allow it.)
-#
-# For *this* machine, measure the peak: the fastest product that PyTorch manages here, in float32. It takes turns with a
-# training step, so that a busy moment hits both. Rank 0 works alone, the others wait.
-
-# %%
-# %%ranks --timeout 120
-import time
-
-from manyhands.measure import timing
-
-model, step_s, peak = new_model(), [], []
-optimizer = torch.optim.AdamW(model.parameters())
-for turn in range(-2, repeats if rank == 0 else -2):  # the first two turns warm up
-    timing.synchronise(device)
-    begin = time.perf_counter()
-    model(*batch())[1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    timing.synchronise(device)
-    if turn >= 0:
-        step_s.append(time.perf_counter() - begin)
-        peak.append(timing.gemm_peak(device, torch.float32, peak_s))  # FLOP/s
-dist.barrier()  # here the others wait
-
-# %%
-# %%ranks
-import statistics
-
-from manyhands.predict.machines import dense_peak
-from manyhands.predict.models import flops_per_token
-
-if rank == 0:
-    step_flops = flops_per_token(shakespeare) * sequences * 64
-    mfu = sorted(100 * step_flops / seconds / p for seconds, p in zip(step_s, peak, strict=True))
-    speed, fastest = step_flops / statistics.median(step_s), statistics.median(peak)
-    say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
-    say(f"MFU {statistics.median(mfu):.2g} % of that peak ({mfu[0]:.2g} to {mfu[-1]:.2g})")
-    if listed := dense_peak(device, "fp32"):
-        say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
-    tok_per_s = sequences * 64 / statistics.median(step_s)
-    metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
-
-# %% [markdown]
-# Where is the rest? The largest weight matrix is 128 by 512, many operators only carry bytes, and between two of them
-# Python has to launch the next.
-#
-# **Reading an MFU.** *Which peak?* 50 % of half the peak is 25 %. *Which FLOPs?* Recomputed activations do not count: they
-# are work for the device, and none for the model. (With them it is called HFU, *hardware* FLOPs utilisation.) And 12NDT
-# counts every pair of positions: kernels that skip what the causal mask hides do about half of these, so with long
-# sequences MFU flatters them. For scale: PaLM reported an MFU of 46.2 % and an HFU of 57.8 % (Chowdhery et al. 2022).
-
-# %% [markdown]
-# ### Where the time goes: the profiler (MORE, 1 min)
+# ### Where the time goes: the profiler
 #
 # `torch.profiler` is a counter with a clock. Do the two agree on what was called?
 
@@ -671,95 +1114,17 @@ if rank == 0:
 # these in the trace. In them the GPU waits for Python.
 
 # %% [markdown]
-# ## Activations, and does it fit? (CORE, 6 min)
+# ### Reading an MFU
 #
-# **Why.** So far a model has a size. But the device runs out of memory when you double the *batch*. What stays in
-# memory between forward and backward?
-#
-# ![Forward passes up through a layer and puts aside what backward will need: inputs of the matrices, of the norms, of
-# GELU](../assets/01_saved.svg)
-#
-# The picture shows **16 vectors of width D for each token and layer**. For 8 sequences of 64 tokens that is 16 · 128 · 4
-# bytes · 4 layers · 512 tokens = 16.8 MB: five times the weights. The code adds the rest: one number per head
-# (for the softmax), mean and deviation for each norm, and what the head keeps. `count_saved` asks autograd what it really
-# put aside.
-
-
-# %%
-# %%ranks
-from manyhands.measure.tensor_bytes import count_saved
-
-
-def predict_kept(config, num_sequences, itemsize=4):
-    """Bytes that autograd keeps of our GPT: (by one block, by the last norm, the head and the loss)."""
-    D, H, V = config.n_embd, config.n_head, config.vocab_size
-    tokens = num_sequences * config.block_size
-    block = 16 * D + H + 4
-    head = 2 * D + 2 + V  # the last norm as the others; the logarithms of the probabilities
-    return itemsize * tokens * block, itemsize * tokens * head
-
-
-model = new_model()
-kept = count_saved(lambda: model(*batch()), model).bytes
-block, head = predict_kept(shakespeare, sequences)
-predicted = shakespeare.n_layer * block + head
-say(f"counted {kept:,} bytes, predicted {predicted:,}: {kept - predicted:,} are left")
-metrics.exact(saved_bytes=kept)
+# *Which peak?* 50 % of half the peak is 25 %. *Which FLOPs?* Recomputed activations are work for the device, and none for the
+# model. (With them it is called HFU, *hardware* FLOPs utilisation.) And 12NDT counts every pair of positions: kernels that skip
+# what the causal mask hides do about half of these, so with long sequences MFU flatters them. For scale: PaLM reported an MFU of
+# 46.2 % and an HFU of 57.8 % ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311)).
 
 # %% [markdown]
-# (What is left are token ids, targets, positions and the loss.) Now you can answer the question.
+# ## Lab: activations (MORE, 14 min)
 #
-# ### Build B: does it fit?
-#
-# Write `sequences_that_fit(config, device_bytes)`: the largest number of sequences that one device can train on at once.
-# Every parameter takes 16 bytes; every token keeps 16 vectors of width D in each layer, in bf16. Leave out the rest. A
-# `config` has `num_params()`, `n_layer`, `n_embd`, and `block_size`, the tokens of a sequence. What does your function
-# return where not even the parameters fit?
-
-
-# %%
-# %%ranks
-def sequences_that_fit(config, device_bytes):
-    """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
-    raise NotImplementedError  # your turn
-
-
-checks.does_it_fit(sequences_that_fit, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution B</summary>
-#
-# ```python
-# def sequences_that_fit(config, device_bytes):
-#     """The most sequences of config.block_size tokens that fit into device_bytes, beside 16 bytes per parameter."""
-#     left = device_bytes - 16 * config.num_params()
-#     a_sequence = 2 * 16 * config.n_embd * config.n_layer * config.block_size  # 2 bytes in bf16
-#     return max(0, int(left // a_sequence))
-# ```
-#
-# </details>
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-for name, config in large_models.items():
-    fit = ", ".join(f"{sequences_that_fit(config, gb * 1e9)} on {gb} GB" for gb in (40, 80, 141))
-    say(f"{name:9} {16 * config.num_params() / 1e9:7,.1f} GB of state; sequences beside it: {fit}")
-
-# %% [markdown]
-# Three answers. The **1B** fits, and memory limits the *batch*: 2.1 GB for each sequence. The *state* of the **7B** alone
-# exceeds 80 GB. The **70B** class fits nowhere: spread its state over a thousand devices, and *one* sequence still
-# needs 86 GB. Sharding cuts the state (lesson 06). The next two sections cut activations.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: activations</summary>
-#
-# The usual surprise: a residual addition keeps nothing, a GELU keeps its input. *Ask* before the table: "Which of the
-# three models is limited by what?"
-#
-# </details>
-
-# %% [markdown]
-# ### How to ask autograd, and two other formulas (MORE, 2 min)
+# ### How to ask autograd, and two other formulas
 #
 # Autograd tells you everything that it puts aside, if you ask: `saved_tensors_hooks`.
 
@@ -810,137 +1175,22 @@ say(f"one sequence of the 70B class: 34TD is {vectors / 1e9:.0f} GB, 5HT^2 is {s
 
 # %% [markdown]
 # The slides' formula leaves out query, key, value, attention's output and the norms' inputs, and counts scores that flash
-# attention never stores. Korthikanti et al. assume 16 bits and dropout. Take from their 34TD the two masks of dropout,
-# which we have not: 32TD, in 16 bits. Ours is 16 *values*: the same 32TD in 16 bits. And 5HT² is what flash attention
+# attention never stores. Korthikanti et al. assume 16 bits and dropout. Without the two dropout masks their 34TD
+# becomes 32TD bytes. Ours is 16 *values*: the same 32TD in 16 bits. And 5HT² is what flash attention
 # saves you: most of the memory, where sequences are long.
 
 # %% [markdown]
-# ## Checkpointing: forget, and compute again (CORE, 7 min)
-#
-# **Why.** A block keeps 16 vectors per token. From its *input*, one vector, all 16 can be computed again. [**Activation
-# checkpointing**](../assets/glossary.md#activation-checkpointing) keeps that one, and runs the block's forward a second
-# time when backward gets there (Chen et al. 2016).
-#
-# ![Memory over a step, with and without checkpointing: without, activations pile up until backward; with, only the blocks' inputs
-# pile up, and one block at a time comes back](../assets/01_recompute.svg)
-#
-# In PyTorch that is a function with a backward of its own. Autograd does not look inside it.
-
-
-# %%
-# %%ranks
-class Recompute(torch.autograd.Function):
-    """y = block(x) that keeps x alone. (Without dropout: the second forward would draw other numbers.)"""
-
-    @staticmethod
-    def forward(ctx, block, x_BTD):
-        ctx.block = block
-        ctx.save_for_backward(x_BTD)
-        return block(x_BTD)
-
-    @staticmethod
-    def backward(ctx, dy_BTD):
-        return None, recompute_backward(ctx.block, ctx.saved_tensors[0], dy_BTD)  # the block has no gradient
-
-
-# %% [markdown]
-# ### Build C: the backward that recomputes
-#
-# Write `recompute_backward(block, x_BTD, dy_BTD)`. `dy_BTD` is the gradient of the loss with respect to the block's output.
-# Return the one with respect to its input, and add to the gradients of the block's parameters. Inside a backward autograd
-# is off until you say `with torch.enable_grad():`. `y.backward(dy)` starts from `dy`. `x.detach()` has the numbers of `x`
-# without its history.
-
-
-# %%
-# %%ranks
-def recompute_backward(block, x_BTD, dy_BTD):
-    """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
-    raise NotImplementedError  # your turn
-
-
-checks.recompute(recompute_backward, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution C</summary>
-#
-# ```python
-# def recompute_backward(block, x_BTD, dy_BTD):
-#     """Run block(x_BTD) once more; add to its parameters' gradients and return that of x_BTD."""
-#     x_BTD = x_BTD.detach().requires_grad_()  # a new name for its numbers: the graph above x ends here
-#     with torch.enable_grad():
-#         y_BTD = block(x_BTD)  # this time everything is kept
-#     y_BTD.backward(dy_BTD)  # and let go
-#     return x_BTD.grad
-# ```
-#
-# </details>
-
-# %% [markdown]
-# **Predict.** A step used to cost 3 forward passes, 1 forward and 2 backward. How many percent more FLOPs is it now? And
-# with the library's `checkpoint`?
-#
-# <details><summary>Answer</summary>
-#
-# The blocks' forward once more: 4 instead of 3, a third more. The library takes less. It ends the second forward as soon as
-# the last tensor that backward wants is there, so it does not repeat each block's last product.
-#
-# </details>
-
-
-# %%
-# %%ranks
-def forward_with(model, run_block, ids_BT, targets_BT):
-    """The loss of a GPT whose blocks are run by run_block(block, x)."""
-    h_BTD = model.tokens(ids_BT) + model.positions(torch.arange(ids_BT.shape[1], device=ids_BT.device))
-    for block in model.blocks:
-        h_BTD = run_block(block, h_BTD)
-    return F.cross_entropy(model.head(model.norm(h_BTD)).flatten(0, 1), targets_BT.flatten())
-
-
-# %%
-# %%ranks
-from manyhands.measure.tensor_bytes import count_saved
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
-
-ways = {
-    "keep everything": lambda block, x_BTD: block(x_BTD),
-    "ours": Recompute.apply,
-    "the library": lambda block, x_BTD: checkpoint(block, x_BTD, use_reentrant=False),
-}
-gradients, num_flops = {}, {}
-for name, run_block in ways.items():
-    model = new_model(torch.float64)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        kept = count_saved(lambda m=model, r=run_block: forward_with(m, r, *batch()), model)
-        kept.result.backward()
-    gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
-    num_flops[name] = counter.get_total_flops()
-    more = 100 * (num_flops[name] / num_flops["keep everything"] - 1)
-    apart = (gradients[name] - gradients["keep everything"]).abs().max().item()
-    assert apart < 1e-10
-    say(f"{name:16} keeps {kept.bytes / 1e6:4.1f} MB, {more:3.0f} % more FLOPs, gradients {apart:.2g} apart")
-metrics.exact(recompute_gradient=fingerprint([gradients["ours"]]))
-
-# %% [markdown]
-# The same gradients. The library also restores the random numbers, so that dropout drops the same ones twice.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: checkpointing</summary>
-#
-# *Ask:* "What is the least that one could keep?" (Only every k-th input; then a stretch of k blocks comes back at once:
-# Chen's square root of N.) *Usual mistake:* expecting parameters or gradients to shrink. In build C most forget
-# `torch.enable_grad()`.
-#
-# </details>
-
-# %% [markdown]
-# ### Not every block (MORE, 1 min)
+# ### Not every block
 #
 # You need not recompute all of them: stop when it fits. (In float32, with fused attention, whose
 # products the counter does not see on a CPU.)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.measure.tensor_bytes import count_saved
+from torch.utils.flop_counter import FlopCounterMode
+
+catch_up(globals(), "forward_with", "recompute_backward", "Recompute")
 
 
 # %%
@@ -967,16 +1217,16 @@ metrics.exact(recompute_sweep=swept)
 
 # %% [markdown]
 # A straight line: equal blocks are equal bargains. (The 0.06 are the block's few single numbers per token, (H + 4)/D.)
-# Exercise 2 has unequal ones.
+# Exercise 3 has unequal ones.
 
 # %% [markdown]
-# ## Accumulation: a large batch in small pieces (CORE, 4 min)
+# ### A large batch in small pieces
 #
-# **Why.** Activations grow with the sequences that are in memory *at once*. Gradients add up in `p.grad`, so the
+# Activations grow with the sequences that are in memory *at once*. Gradients add up in `p.grad`, so the
 # batch can come in pieces: [**accumulation**](../assets/glossary.md#accumulation). Each piece, a
 # [*micro-batch*](../assets/glossary.md#micro-batch), is forgotten before the next one comes.
 #
-# ### Build D: accumulate
+# ### Exercise 2: accumulate
 #
 # `model(x, y)` returns `(logits, loss)`, where the loss is the *mean* over the tokens that it was given. Write
 # `accumulate(model, x_BT, y_BT, pieces)`: cut the batch into `pieces` equal micro-batches, go through the model once with
@@ -994,7 +1244,7 @@ def accumulate(model, x_BT, y_BT, pieces):
 checks.accumulation(accumulate, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution D</summary>
+# <details><summary>Solution 2</summary>
 #
 # ```python
 # def accumulate(model, x_BT, y_BT, pieces):
@@ -1008,7 +1258,111 @@ checks.accumulation(accumulate, ranks)
 
 # %% [markdown]
 # A quarter of the activations (the experiment measures it), the same FLOPs, the same gradient. The price: small matrices
-# use a device less well. And the pieces must be *equal*: exercise 3 is the case where they are not.
+# use a device less well. And the pieces must be *equal*: exercise 4 is the case where they are not.
+
+# %% [markdown]
+# ### Three steps, byte by byte
+#
+# A plain step, four micro-batches (exercise 2), checkpointing (build D). Predictions come from the formulas alone.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "recompute_backward", "Recompute", "forward_with", "accumulate")
+
+
+# %%
+# %%ranks
+def predict_kept(config, num_sequences, itemsize=4):
+    """Return the bytes that autograd keeps of our GPT: (by one block, by the last norm, the head and the loss)."""
+    D, H, V = config.n_embd, config.n_head, config.vocab_size
+    tokens = num_sequences * config.block_size
+    return itemsize * tokens * (16 * D + H + 4), itemsize * tokens * (2 * D + 2 + V)
+
+
+def predict_bytes(case):
+    """The most bytes of each kind during a step of ShakespeareGPT with AdamW in float32, by formula."""
+    P, N = shakespeare.num_params(), shakespeare.n_layer
+    at_once = sequences // 4 if case == "4 micro-batches" else sequences
+    block, head = predict_kept(shakespeare, at_once)
+    stream = 4 * at_once * 64 * shakespeare.n_embd  # the input of a block: 1 of its 16 vectors
+    kept = N * stream + block - stream if case == "checkpointing" else N * block + head
+    return {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "activations": kept}
+
+
+# %%
+# %%ranks
+def step_of(case, model, optimizer, x_BT, y_BT, seen):
+    """One training step in its phases."""
+    if case == "4 micro-batches":
+        with seen.phase("4 x forward, backward"):
+            accumulate(model, x_BT, y_BT, pieces=4)
+    else:
+        run_block = Recompute.apply if case == "checkpointing" else lambda block, x_BTD: block(x_BTD)
+        with seen.phase("forward"):
+            loss = forward_with(model, run_block, x_BT, y_BT)
+        with seen.phase("backward"):
+            loss.backward()
+    with seen.phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# %%
+# %%ranks
+from manyhands.measure.memory_timeline import MemoryTimeline
+
+steps = dict.fromkeys(("plain", "4 micro-batches", "checkpointing"))
+for case in steps:
+    model, (x_BT, y_BT) = new_model(), batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
+        with MemoryTimeline(model, optimizer) as steps[case]:
+            step_of(case, model, optimizer, x_BT, y_BT, steps[case])
+
+# %% [markdown]
+# **Predict.** Which kinds of bytes differ between the cases? When in a plain step is the sum largest?
+#
+# <details><summary>Answer</summary>
+#
+# Only activations. The sum is largest when backward has just begun: all activations are there, and the first gradients of
+# activations on top.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.plots.memory_stack import memory_stack
+
+if rank == 0:
+    case = "4 micro-batches"
+    figure = memory_stack(steps[case].samples, f"one step, {case}", predict_bytes(case), steps["plain"].peak.total)
+    show(figure, "memory_4_micro_batches", "activations rise and fall four times, gradients stay from the first one on")
+
+# %%
+# %%ranks
+highest, worst = {}, {}
+for case, seen in steps.items():
+    predicted = predict_bytes(case)
+    highest[case] = {kind: seen.highest(kind) for kind in predicted}
+    say(f"{case}: " + ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in highest[case].items()))
+    worst[case] = max(abs(highest[case][kind] / predicted[kind] - 1) for kind in predicted)
+    say(
+        f"   each kind at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'"
+    )
+    there = seen.peak.total - seen.peak.bytes["other"]
+    say(
+        f"   peak {seen.peak.total / 1e6:.2f} MB, of which the four kinds explain {100 * there / seen.peak.total:.0f} %"
+    )
+share = highest["checkpointing"]["activations"] / highest["plain"]["activations"]
+say(f"checkpointing leaves {100 * share:.0f} % of the activations")
+metrics.exact(highest_bytes=highest)
+metrics.measured(worst_residual=worst)
+
+# %% [markdown]
+# **The residual.** What no formula here predicts is the part called "other": results that live for one operator, and the
+# gradients of activations on their way down. It lifts the peak above the highest dashed line, and an allocator adds its
+# own on top: leave room. Nothing in this lesson cuts the bytes that are counted per parameter. That is where
+# lesson 06 begins.
 
 # %% [markdown]
 # ## Sixteen bits (MORE, 8 min)
@@ -1033,7 +1387,7 @@ checks.accumulation(accumulate, ranks)
 #
 # <details><summary>Answer</summary>
 #
-# 1.0. Each step is rounded away before the next one comes: the next bf16 number after 1 is 1.0078.
+# 1.0. Each step is rounded away before the next one comes: the next bf16 number after 1 is 1 + 1/128, or 1.0078.
 #
 # </details>
 
@@ -1139,7 +1493,7 @@ metrics.exact(autocast_saved_bytes=in_bf16)
 # %% [markdown]
 # ### Loss scaling, for fp16
 #
-# fp16 has no room below. Take the gradient of the 70B-class model's logits, for one wrong word out of 50,280 in a
+# fp16 cannot represent very small numbers. Take the gradient of the 70B-class model's logits, for one wrong word out of 50,280 in a
 # batch of 256·4,096 tokens: before training, when every word is equally likely, it is about 1/50,280/1,048,576 =
 # 2·10⁻¹¹. In fp16 that is 0. Only the right words' own gradients, 10⁻⁶, get through, with about four of their eleven
 # significant bits.
@@ -1248,115 +1602,11 @@ say(f"as the library's: {our_scales == scales}, the same weights: {torch.equal(o
 # range is float32's. That is why nearly everybody trains in bf16 now.
 
 # %% [markdown]
-# ## Experiment: a training step, byte by byte (CORE, 4 min)
+# ## Exercises (MORE, 11 min)
 #
-# `MemoryTimeline` follows every tensor of a step from its birth to its end. Three cases: a plain step, four micro-batches
-# (build D), checkpointing (build C). Predictions come from the formulas alone.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "predict_kept", "recompute_backward", "Recompute", "forward_with", "accumulate")
-
-
-# %%
-# %%ranks
-def predict_bytes(case):
-    """The most bytes of each kind during a step of ShakespeareGPT with AdamW in float32, by formula."""
-    P, N = shakespeare.num_params(), shakespeare.n_layer
-    at_once = sequences // 4 if case == "4 micro-batches" else sequences
-    block, head = predict_kept(shakespeare, at_once)
-    stream = 4 * at_once * 64 * shakespeare.n_embd  # the input of a block: 1 of its 16 vectors
-    kept = N * stream + block - stream if case == "checkpointing" else N * block + head
-    return {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "activations": kept}
-
-
-# %%
-# %%ranks
-def step_of(case, model, optimizer, x_BT, y_BT, seen):
-    """One training step in its phases."""
-    if case == "4 micro-batches":
-        with seen.phase("4 x forward, backward"):
-            accumulate(model, x_BT, y_BT, pieces=4)
-    else:
-        run_block = Recompute.apply if case == "checkpointing" else lambda block, x_BTD: block(x_BTD)
-        with seen.phase("forward"):
-            loss = forward_with(model, run_block, x_BT, y_BT)
-        with seen.phase("backward"):
-            loss.backward()
-    with seen.phase("optimizer"):
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-# %%
-# %%ranks
-from manyhands.measure.memory_timeline import MemoryTimeline
-
-steps = dict.fromkeys(("plain", "4 micro-batches", "checkpointing"))
-for case in steps:
-    model, (x_BT, y_BT) = new_model(), batch()
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
-        with MemoryTimeline(model, optimizer) as steps[case]:
-            step_of(case, model, optimizer, x_BT, y_BT, steps[case])
-
-# %% [markdown]
-# **Predict.** Which kinds of bytes differ between the cases? When in a plain step is the sum largest?
+# Exercises 1 and 2 are above. Each check names the first fault that it finds.
 #
-# <details><summary>Answer</summary>
-#
-# Only activations. The sum is largest when backward has just begun: all activations are there, and the first gradients of
-# activations on top.
-#
-# </details>
-
-# %%
-# %%ranks
-if rank == 0:
-    from manyhands.plots.memory_stack import memory_stack
-
-    for case in ("plain", "checkpointing"):
-        figure = memory_stack(
-            steps[case].samples, f"one step, {case}", predict_bytes(case), highest=steps["plain"].peak.total
-        )  # one scale for both
-        alt = "parameters and optimizer stay, activations rise and fall, gradients rise in backward"
-        show(figure, f"memory_{case}", f"{alt} ({case})")
-
-# %%
-# %%ranks
-highest, worst = {}, {}
-for case, seen in steps.items():
-    predicted = predict_bytes(case)
-    highest[case] = {kind: seen.highest(kind) for kind in predicted}
-    say(f"{case}: " + ", ".join(f"{kind} {n / 1e6:.2f} MB" for kind, n in highest[case].items()))
-    worst[case] = max(abs(highest[case][kind] / predicted[kind] - 1) for kind in predicted)
-    say(f"   at most {100 * worst[case]:.2f} % from the prediction; the sum is largest in '{seen.peak.phase}'")
-share = highest["checkpointing"]["activations"] / highest["plain"]["activations"]
-say(f"checkpointing leaves {100 * share:.0f} % of the activations")
-metrics.exact(highest_bytes=highest)
-metrics.measured(worst_residual=worst)
-
-# %% [markdown]
-# **The residual.** What no formula here predicts is the part called "other": results that live for one operator, and the
-# gradients of activations on their way down. It lifts the peak above the highest dashed line, and an allocator adds its
-# own on top: leave room. Nothing in this lesson cuts the bytes that are counted per parameter. That is where
-# lesson 06 begins.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the experiment</summary>
-#
-# Ask where the peak is before you show the picture; most say "in the optimizer". Then ask what each strategy of the course
-# will cut: data parallel nothing, ZeRO-1 the optimizer, ZeRO-2 the gradients, ZeRO-3 the parameters, tensor parallel
-# everything. *When late:* only the plain picture.
-#
-# </details>
-
-# %% [markdown]
-# ## Exercises (MORE, 13 min)
-#
-# Exercise 1 was the master copy. Each check names the first fault that it finds.
-#
-# ### Exercise 2: which pieces to recompute
+# ### Exercise 3: which pieces to recompute
 #
 # You have a budget of bytes to be kept between forward and backward, and pieces of a network: each has a `name`,
 # the `kept` bytes if it is run normally, the `input` bytes that it keeps if it is recomputed, and the `flops` that
@@ -1375,7 +1625,7 @@ checks.recompute_trade_off(choose, ranks)
 
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 2</summary>
+# <details><summary>Solution 3</summary>
 #
 # ```python
 # import itertools
@@ -1436,7 +1686,7 @@ say(f"to keep half of {everything / 1e6:.1f} MB, recompute {sorted(choose(pieces
 # for that. Before flash attention the T² scores were the bargain, many bytes for few FLOPs: recomputing just them is the
 # *selective* recomputation of Korthikanti et al. 2022.
 #
-# ### Exercise 3: accumulation over uneven token counts
+# ### Exercise 4: accumulation over uneven token counts
 #
 # Real batches have padding. A target of -100 marks a position that does not count. `micro_batches` is a list of (ids
 # [b, T], targets [b, T]), and `model(ids)` returns logits [b, T, V]. Write `accumulate_uneven(model, micro_batches)`, so
@@ -1454,7 +1704,7 @@ def accumulate_uneven(model, micro_batches):
 checks.uneven_accumulation(accumulate_uneven, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 3</summary>
+# <details><summary>Solution 4</summary>
 #
 # ```python
 # def accumulate_uneven(model, micro_batches):
@@ -1473,73 +1723,7 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 # between ranks.
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 2 min)
-#
-# From a workshop's trainer, in our words, started with `dtype="bf16"`. The loss falls. **What is wrong, and what does it
-# cost?** Read code and output before you open the answer.
-
-# %%
-# %%ranks
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float16, "tf32": torch.float32}
-
-
-def train(dtype, num_steps=4, head_times=1.0):
-    """The first losses under autocast, as this trainer has them."""
-    model, used = new_model(), PRECISIONS[dtype]
-    with torch.no_grad():
-        model.head.weight *= head_times
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    say(f"precision: {dtype}; autocast to {used}")
-    for step in range(num_steps):
-        with torch.autocast(device.type, dtype=used):
-            _, loss = model(*batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(f"{loss.item():.3f}")
-    say(f"losses: {' '.join(losses)}")
-
-
-if rank == 0:
-    train("bf16")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. fp16 ends at 65,504, and
-# nobody scales the loss, because "bf16 needs none". Gradients below 3·10⁻⁸ are lost without a word, and one large
-# activation ends the run. [The transcript with that
-# line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
-#
-# </details>
-#
-# Do not trust a name, ask a tensor. And see what is at stake: the same training with a head whose weights are a million
-# times larger, in fp16, then with the table mended.
-
-# %%
-# %%ranks
-if rank == 0:
-    with torch.autocast(device.type, dtype=PRECISIONS["bf16"]):
-        logits_BTV, _ = new_model()(batch()[0])
-    say(f"the logits are {logits_BTV.dtype}")
-    train("bf16", 2, head_times=1e6)
-    PRECISIONS["bf16"] = torch.bfloat16  # mended
-    train("bf16", 2, head_times=1e6)
-
-# %% [markdown]
-# No run comes back from nan. **Print what is used, not what was asked for**, and assert it once, on a real tensor.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the zoo</summary>
-#
-# Show the log for ten seconds, hide it, and ask what the precision was. Everybody
-# says bf16. That is the point. Other members of the family: a batch size per device that is reported as the global
-# one; a learning rate that the scheduler has overwritten before the first step.
-#
-# </details>
-
-# %% [markdown]
-# ## On the cluster
+# ## On the cluster (MORE, 2 min)
 #
 # ```bash
 # python scripts/01_one_device.py --sequences 64 --repeats 50     # one process, one GPU: inside a job
@@ -1555,21 +1739,7 @@ if rank == 0:
 # "highest", float32 products do not use TF32, and MFU has a different peak.
 
 # %% [markdown]
-# ## Recap
-#
-# 1. P = N(12D² + 10D) + the ends; remember 12ND², and 6 FLOPs for each parameter and token.
-# 2. Training keeps 16 bytes per parameter between steps, in float32 and in mixed precision alike.
-# 3. Activations grow with tokens: 16 vectors per token and layer here, 32·D bytes in 16 bits.
-# 4. Time buys memory: checkpointing costs up to a third more FLOPs, accumulation makes matrices small.
-# 5. An MFU is the model's FLOPs divided by a peak: name the peak.
-#
-# ## Further reading
-#
-# - Korthikanti et al. 2022, [Reducing activation recomputation in large transformer models](https://arxiv.org/abs/2205.05198): where
-#   34TD + 5HT² comes from, term by term.
-# - Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054), section 3: where did all the memory go?
-# - Chowdhery et al. 2022, [PaLM](https://arxiv.org/abs/2204.02311), appendix B: MFU, defined.
-# - Chen et al. 2016, [Training deep nets with sublinear memory cost](https://arxiv.org/abs/1604.06174): checkpointing.
+# ## The end (CORE)
 
 # %%
 # %%ranks

@@ -19,7 +19,34 @@ def exact(V, T, D, N):
     return N * (12 * D**2 + 10 * D) + D * (V + T) + 2 * D + V * (D + 1)
 
 
-# ---- build B: sequences ----
+# ---- build B: the ledger ----
+
+
+def booked(**other):
+    """The right ledger, with other expressions for some kinds."""
+
+    def answer(config, sequences):
+        P = config.num_params()
+        right = {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P}
+        layer, top = 16 * config.n_embd + config.n_head + 4, 2 * config.n_embd + 2 + config.vocab_size
+        right["activations"] = 4 * sequences * config.block_size * (config.n_layer * layer + top)
+        return right | {kind: make(P) for kind, make in other.items()}
+
+    return answer
+
+
+def kept_by(numbers):
+    """The right ledger, with another count of numbers kept for a token."""
+
+    def answer(config, sequences):
+        layer, top = 16 * config.n_embd + config.n_head + 4, 2 * config.n_embd + 2 + config.vocab_size
+        kept = 4 * sequences * config.block_size * numbers(layer, config.n_layer, top)
+        return booked()(config, sequences) | {"activations": kept}
+
+    return answer
+
+
+# ---- build C: sequences ----
 
 
 def fits(config, device_bytes, per_parameter=16, itemsize=2, vectors=16):
@@ -27,7 +54,7 @@ def fits(config, device_bytes, per_parameter=16, itemsize=2, vectors=16):
     return left // (itemsize * vectors * config.n_embd * config.n_layer * config.block_size)
 
 
-# ---- build C: recompute_backward ----
+# ---- build D: recompute_backward ----
 
 
 def recomputed(
@@ -68,7 +95,7 @@ def runs_the_block_twice(block, x, dy):
 kept_graphs = []
 
 
-# ---- build D: accumulate ----
+# ---- exercise 2: accumulate ----
 
 
 def _in_pieces(model, x, y, pieces, share):
@@ -131,7 +158,7 @@ def master_replaces_the_parameters(parameters, masters, adam):
         p.data = master
 
 
-# ---- exercise 2: names to recompute ----
+# ---- exercise 3: names to recompute ----
 
 
 def _greedy(pieces, budget, price):
@@ -157,7 +184,7 @@ def best_of_greedies(pieces, budget):
     return min(found, key=cost, default=None)
 
 
-# ---- exercise 3: accumulate ----
+# ---- exercise 4: accumulate ----
 
 
 def _loss(model, ids, targets, **how):
@@ -300,6 +327,15 @@ REJECTED = {
         "graph kept": (recomputed(backward=lambda y, dy: kept_graphs.append(y) or y.backward(dy, retain_graph=True)),
             "what the block kept is still in memory"),
     },
+    "ledger": {
+        "counts, not bytes": (booked(gradients=lambda P: P), "that is how many; each takes 4 bytes"),
+        "one moment": (booked(optimizer=lambda P: 4 * P), "Adam keeps two numbers per parameter, not one"),
+        "a master copy": (booked(optimizer=lambda P: 12 * P), "a master copy is for 16-bit weights"),
+        "one layer": (kept_by(lambda layer, N, top: layer + top), "all N layers keep theirs"),
+        "no top": (kept_by(lambda layer, N, top: N * layer), "what the top keeps is missing"),
+        "top in each layer": (kept_by(lambda layer, N, top: N * (layer + top)), "the top is there once, not in every"),
+        "a number": (lambda config, sequences: 16 * config.num_params(), "return a dictionary of parameters, gradie"),
+    },
     "accumulation": {
         "sum of means": (lambda m, x, y, k: _in_pieces(m, x, y, k, 1), "3 times too large: that is the number of"),
         "divided twice": (lambda m, x, y, k: _in_pieces(m, x, y, k, 1 / k**2), "3 times too small"),
@@ -354,6 +390,7 @@ REJECTED = {
 }  # fmt: skip
 SOLUTIONS = {
     "parameters": "count_parameters",
+    "ledger": "ledger",
     "does_it_fit": "sequences_that_fit",
     "recompute": "recompute_backward",
     "accumulation": "accumulate",
@@ -366,6 +403,7 @@ RIGHT = {
         exact, lambda V, T, D, N: float(exact(V, T, D, N)), lambda *sizes: torch.tensor(exact(*sizes)),
         lambda V, T, D, N: np.int64(exact(V, T, D, N)),
     ],
+    "ledger": [booked(), booked(gradients=lambda P: float(4 * P))],
     "does_it_fit": [
         lambda config, device_bytes: max(0, fits(config, device_bytes)),
         lambda config, device_bytes: torch.tensor(max(0, fits(config, device_bytes))),

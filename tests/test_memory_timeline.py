@@ -346,6 +346,16 @@ def test_a_prediction_is_a_dashed_line_as_high_above_what_lies_under_its_kind():
         memory_stack([], "t")
 
 
+def test_predicted_totals_are_dashed_lines_from_the_begin_to_the_end_of_each_phase():
+    samples = _phased(("forward", [(4000, 0), (4000, 2000), (4000, 6000)]), ("backward", [(4000, 5000), (4000, 0)]))
+    figure = memory_stack(samples, "t", totals={"forward": (4000, 9000), "backward": (9000, 4000)})
+    lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in lines] == [
+        ([0, 2], [4, 9]), ([3, 4], [9, 4]),
+    ]  # fmt: skip
+    assert "predicted" in legend(figure)
+
+
 def _phased(*phases):
     """Samples of parameters and activations, from (phase, [(parameters, activations)])."""
     return [Sample(phase, {"parameters": p, "activations": a}) for phase, heights in phases for p, a in heights]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from manyhands.launch import recorded_runs
-from manyhands.plots.bars import held_against_limit
+from manyhands.plots.bars import held_against_limit, share_of_peak
 from manyhands.plots.times import beside_published, between_failures, kept_per_gpu
 from test_recorded import metrics
 
@@ -73,3 +73,12 @@ def test_a_single_point_between_failures_gets_a_line_down_to_64_gpus_and_project
     assert ("--", [64, 128], [10, 5]) in lines and ("--", [8, 1024], [50, 1]) in lines, "how often to save"
     points = {line.get_xdata()[0]: line.get_mfc() for line in axes.lines if line.get_ls() == "None"}
     assert points[1024] == "none" and "none" not in (points[8], points[128])
+
+
+def test_each_machine_has_a_bar_of_its_share_of_the_peak_and_this_one_stands_below():
+    published = [{"name": "H100", "points": [[1000, 800]]}, {"name": "A100", "points": [[300, 240]]}]
+    (axes,) = share_of_peak({"this machine": 12.5}, published, "peak").axes
+    assert [bar.get_width() for bar in axes.patches] == [100, 80, 100, 80, 100, 12.5]
+    assert [text.get_text() for text in axes.texts] == [
+        "80 %, 800 of 1,000 TFLOP/s", "80 %, 240 of 300 TFLOP/s", "12 %",
+    ]  # fmt: skip

@@ -46,8 +46,9 @@ def test_the_first_loss_is_close_to_ln_65():
     assert round(math.log(65), 3) == 4.174 and loss == pytest.approx(4.174, abs=0.05)
 
 
-def test_a_parameter_takes_8_or_16_bytes_and_18_while_autocasts_copies_live():
+def test_a_parameter_takes_8_or_16_bytes_and_18_with_autocasts_copies_or_exact_gradients():
     totals = {"fp32": 16, "bf16": 8, "bf16 + fp32 master": 16, "fp32 + autocast": 18, "14P of many slides": 14}
+    totals["bf16 + fp32 master and gradients"] = 18
     assert {name: recipe.total for name, recipe in RECIPES.items()} == totals
     assert RECIPES["14P of many slides"].gradients == 0, "that is what it leaves out"
 

@@ -1,4 +1,4 @@
-"""Checks of lesson 01: parameters, does it fit, recompute, accumulate; a master copy, which pieces, uneven pieces.
+"""Checks of lesson 01: parameters, a ledger, does it fit, recompute; and of its four exercises.
 
 None of them communicates: every rank judges the same answer on the same numbers.
 """
@@ -79,7 +79,44 @@ SHAKESPEARE = GPTConfig(vocab_size=65)
 EXACT = 16 * SHAKESPEARE.num_params() + 12 * 32 * 128 * 4 * 64  # 12 sequences fill it to the last byte
 
 
-@exercise("B", "does it fit?")
+@exercise("B", "the ledger")
+def ledger(answer, ranks=None):
+    """`answer(config, sequences)` -> {kind: bytes} of a step in float32 with AdamW."""
+    for config, sequences in ((SHAKESPEARE, 8), (GPTConfig(11, block_size=6, n_layer=3, n_head=2, n_embd=8), 5)):
+        D, N, tokens, P = config.n_embd, config.n_layer, sequences * config.block_size, config.num_params()
+        singles, top = config.n_head + 4, 2 * D + 2 + config.vocab_size
+        wanted = {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P}
+        wanted["activations"] = 4 * tokens * (N * (16 * D + singles) + top)
+        slips = {
+            "parameters": {"that is how many; each takes 4 bytes": P},
+            "gradients": {
+                "that is how many; each takes 4 bytes": P,
+                "every parameter has a gradient of 4 bytes, not 2": 2 * P,
+                "that is Adam's share; a gradient is one number per parameter": 8 * P,
+            },
+            "optimizer": {
+                "Adam keeps two numbers per parameter, not one": 4 * P,
+                "that is how many; each takes 4 bytes": 2 * P,
+                "a master copy is for 16-bit weights; here Adam keeps two numbers per parameter": 12 * P,
+            },
+            "activations": {
+                "all N layers keep theirs": 4 * tokens * (16 * D + singles + top),
+                "what the top keeps is missing": 4 * tokens * N * (16 * D + singles),
+                "the top is there once, not in every layer": 4 * tokens * N * (16 * D + singles + top),
+                "the single numbers of a layer, H + 4, are missing": 4 * tokens * (N * 16 * D + top),
+                "a layer keeps 16 vectors, not one": 4 * tokens * (N * (D + singles) + top),
+                "two norms keep a mean and a deviation each, so H + 4": 4 * tokens * (N * (16 * D + singles - 4) + top),
+            },
+        }
+        found = answer(config, sequences)
+        if not isinstance(found, dict) or set(found) != set(wanted):
+            raise Wrong(f"return a dictionary of parameters, gradients, optimizer and activations, not {shown(found)}")
+        for kind, right in wanted.items():
+            what = f"for {sequences} sequences and a width of {D} {kind}"
+            expect_number(found[kind], right, what, "bytes", slips[kind], rel=0)
+
+
+@exercise("C", "does it fit?")
 def does_it_fit(answer, ranks=None):
     """`answer(config, device_bytes)` -> the most sequences beside 16 bytes per parameter, at 16 vectors in bf16."""
     for what, config, device_bytes in (
@@ -108,7 +145,7 @@ def does_it_fit(answer, ranks=None):
         expect_number(found, max(0, left // each), what, "sequences", slips, rel=0)
 
 
-@exercise("C", "the backward that recomputes")
+@exercise("D", "the backward that recomputes")
 def recompute(answer, ranks=None):
     """`answer(block, x, dy)`, where autograd is off, -> x's gradient; it adds to those of the block's parameters."""
     block, plain = _Block(), _Block()
@@ -159,7 +196,7 @@ class _Block(Watched):
         return x + super().forward(x)
 
 
-@exercise("D", "accumulate")
+@exercise(2, "accumulate")
 def accumulation(answer, ranks=None):
     """`answer(model, x, y, pieces)` leaves the gradient of the mean over the batch, one micro-batch at a time."""
     for pieces in (3, 1, 2):
@@ -202,7 +239,7 @@ def _judge_master(when, parameters, masters, before, right):
             raise Wrong(f"{when} all is right, but the masters keep their gradients: 4 bytes per parameter more")
 
 
-@exercise(2, "which pieces to recompute")
+@exercise(3, "which pieces to recompute")
 def recompute_trade_off(answer, ranks=None):
     """`answer(pieces, budget)` -> names to recompute, the fewest FLOPs that respect the budget; None if none does."""
     for what, pieces, budget in _trade_offs():
@@ -262,7 +299,7 @@ def _names(names):
     return ", ".join(sorted(names)) or "nothing"
 
 
-@exercise(3, "accumulation over uneven token counts")
+@exercise(4, "accumulation over uneven token counts")
 def uneven_accumulation(answer, ranks=None):
     """`answer(model, micro_batches)` leaves the gradient of the mean over all counted tokens, one piece at a time."""
     for what, counts in {  # tokens of each micro-batch that count, out of 2 x 5

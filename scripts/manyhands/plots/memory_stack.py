@@ -6,12 +6,13 @@ HERE = {**PREDICTED, "color": INK, "lw": 2}  # on hatching, with a white rim
 BESIDE = {"loc": "outside right center", "frameon": False, "handleheight": 1.4}
 
 
-def memory_stack(samples, title, predicted=None, highest=None):
+def memory_stack(samples, title, predicted=None, highest=None, totals=None):
     """A matplotlib Figure of a MemoryTimeline's `samples`: bytes by kind, one on the other, event by event.
 
     `predicted` {kind: bytes}: a dashed line on each of these kinds, as high above what lies under it as it should be
-    where the kind is largest. `highest`: bytes for which the axis has room, so that two figures have one scale. Kinds
-    differ by hatching as well as by colour.
+    where the kind is largest. `totals` {phase: (bytes at its begin, bytes at its end)}: a dashed line over the whole of
+    each phase. `highest`: bytes for which the axis has room, so that two figures have one scale. Kinds differ by
+    hatching as well as by colour.
     Raises ValueError without samples, and for kinds that there are not.
     """
     from matplotlib.lines import Line2D
@@ -27,10 +28,14 @@ def memory_stack(samples, title, predicted=None, highest=None):
     areas = _stack(axes, list(enumerate(sample.bytes for sample in samples)), scale)
     for kind, size in predicted.items():
         _predict(axes, *areas[kind], size / scale)
+    phases = [sample.phase for sample in samples]
+    for phase, ends in (totals or {}).items():
+        events = [i for i, name in enumerate(phases) if name == phase]
+        _dashed(axes, [events[0], events[-1]], [size / scale for size in ends])
     keys = kind_keys([kind for kind, (_, heights) in areas.items() if any(heights)], lw=0.4)
-    if predicted:
+    if predicted or totals:
         keys.append(Line2D([], [], **HERE, label="predicted"))
-    _phases(axes, [sample.phase for sample in samples])
+    _phases(axes, phases)
     axes.set(xlim=(0, max(1, len(samples) - 1)), ylim=(0, max(most / scale * 1.12, 1e-9)))
     axes.set(xlabel="events of the step, one for each piece of memory made", ylabel=f"memory, {unit}", title=title)
     figure.legend(handles=keys[::-1], **BESIDE)
@@ -39,8 +44,6 @@ def memory_stack(samples, title, predicted=None, highest=None):
 
 def _predict(axes, floor, heights, value):
     """A dashed line at `value` above the floor, around where the kind is largest."""
-    from matplotlib.patheffects import Normal, Stroke
-
     last = len(heights) - 1
     at = max(range(len(heights)), key=heights.__getitem__)
     begin = end = at  # as long as kind and floor stay as they are
@@ -51,7 +54,13 @@ def _predict(axes, floor, heights, value):
         end += 1
     least = max(1, round(0.04 * last))
     begin, end = max(0, min(begin, at - least)), min(last, max(end, at + least))
-    line = axes.plot([begin, end], [floor[at] + value] * 2, **HERE, zorder=5)[0]
+    _dashed(axes, [begin, end], [floor[at] + value] * 2)
+
+
+def _dashed(axes, x, y):
+    from matplotlib.patheffects import Normal, Stroke
+
+    line = axes.plot(x, y, **HERE, zorder=5)[0]
     line.set_path_effects([Stroke(linewidth=4.5, foreground=PAPER), Normal()])  # seen on any hatching
 
 

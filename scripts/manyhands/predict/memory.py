@@ -372,6 +372,7 @@ RECIPES = {
     "fp32": Recipe(weights=4, gradients=4, master=0, moments=8),
     "bf16": Recipe(weights=2, gradients=2, master=0, moments=4),
     "bf16 + fp32 master": Recipe(weights=2, gradients=2, master=4, moments=8),
+    "bf16 + fp32 master and gradients": Recipe(weights=2, gradients=4, master=4, moments=8),
     "fp32 + autocast": Recipe(weights=4, gradients=4, master=0, moments=8, cast=2),
     "14P of many slides": Recipe(weights=2, gradients=0, master=4, moments=8),
 }
