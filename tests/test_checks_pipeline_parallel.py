@@ -9,8 +9,9 @@ from manyhands.checks import pipeline_parallel as checks
 BACK, GRADIENT = "torch.autograd.backward(y, dy)", "return x.grad"
 LEAF = "arrived.requires_grad_() if arrived.is_floating_point() else arrived"
 BEFORE, AFTER = '[("F", s - 1, i)] if s > 0 else []', '[("B", s + 1, i)] if s < p - 1 else []'
+FIRST = "ahead(s, p, m)"
 B_FIRST = '        order.append(("B", s, i))\n'
-AHEAD, SUM = "min(m, p - s, room)", ', reduction="sum") / counted'
+AHEAD = "min(m, p - s, room)"
 SLOWEST = "return max(sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True))"
 REJECTED = {
     "backward_of": [
@@ -69,24 +70,42 @@ REJECTED = {
         ("stage(x)", "stage(x).detach()", "y has no graph, and backward needs it"),
         ("x, y", "y, x", "x should have the shape [5, 6], not [5, 3]: it is what has arrived"),
     ],
+    "gpipe": [
+        ('("F", "B")', '("B", "F")', "stage 0 does B B B B B B B B F F"),
+        ("for kind in (\"F\", \"B\") for i in range(m)", "for i in range(m) for kind in (\"F\", \"B\")",
+         "stage 0 does F B F B F B F B F B F B F B F B; all forwards come before the first backward"),
+        ("range(m)", "range(m - 1)", "stage 0 never does F of micro-batch 7"),
+        ("range(m)", "range(1, m + 1)", "stage 0 does F of micro-batch 8; they are 0 to 7"),
+        ('("F", "B")', '("F",)', "stage 0 never does B of micro-batch 0"),
+        ("for i in range(m)", "for i in (range(m) if s % 2 else range(m)[::-1])", "are idle, and 27 % are possible"),
+        ("(kind, s, i)", "(kind, i, s)", "stage 0 cannot do F of micro-batch 0 on stage 1"),
+    ],
+    "ahead": [
+        ("p - s", "p - s - 1", "then the last stage begins with a backward of nothing"),
+        ("min(m, p - s)", "p - s", "with p = 4 and m = 2, forwards of stage 0 before its first backward should be 2"),
+        ("min(m, p - s)", "m", "that is GPipe, which holds them all"),
+        ("min(m, p - s)", "min(m, s + 1)", "the first stage waits longest"),
+        ("min(m, p - s)", "min(m, p)", "forwards of stage 1 before its first backward should be 3"),
+        ("min(m, p - s)", "min(m, p - s) + 0.5", "forwards of stage 0"),
+    ],
     "one_f_one_b": [
-        ("p - s", "p - s - 1", "the schedule never ends: stage 0 waits with "),
-        ("p - s", "p - s + 1", "stage 0 holds 5 micro-batches at most, where 4 are enough"),
-        ("min(m, p - s)", "p - s", "with p = 4 and m = 2: stage 0 does F of micro-batch 2; they are 0 to 1"),
-        (B_FIRST, "", "i + first))", f"i + first))\n{B_FIRST}", "holds 5 micro-batches at most, where 4 are enough"),
-        ("p - s", "p", "stage 1 holds 4"),
-        ("min(m, p - s)", "1", "75 % of the step are idle, and 27 % are possible"),
-        ("min(m, p - s)", "m", "holds 8 micro-batches at most, where 4 are enough"),
-        ("min(m, p - s)", "m", '("B", s, i)', '("B", s, m - 1 - i)', "stage 0 does B of micro-batches [7, 6, 5"),
-        ("in range(m)", "in range(m - 1)", "stage 0 never does B of micro-batch 7"),
-        ("min(m, p - s)", "min(m, s + 1)", "stage 2 holds 3 micro-batches at most, where 2 are enough"),
-        ("range(first)", "range(m)", "does F of micro-batch"),
-        ("if i + first < m:", "if i + first <= m:", "does F of micro-batch 8; they are 0 to 7"),
+        (FIRST, f"{FIRST} - 1", "the schedule never ends: stage 0 waits with "),
+        (FIRST, f"{FIRST} + 1", "stage 0 holds 5 micro-batches at most, where 4 are enough"),
+        (FIRST, "p - s", "with p = 4 and m = 2: stage 0 does F of micro-batch 2; they are 0 to 1"),
+        (B_FIRST, "", "following))", f"following))\n{B_FIRST}", "holds 5 micro-batches at most, where 4 are enough"),
+        (FIRST, "min(m, p)", "stage 1 holds 4"),
+        (FIRST, "1", "75 % of the step are idle, and 27 % are possible"),
+        (FIRST, "m", "holds 8 micro-batches at most, where 4 are enough"),
+        (FIRST, "m", '("B", s, i)', '("B", s, m - 1 - i)', "stage 0 does B of micro-batches [7, 6, 5"),
+        ("for i in range(m)", "for i in range(m - 1)", "stage 0 never does B of micro-batch 7"),
+        (FIRST, "min(m, s + 1)", "stage 2 holds 3 micro-batches at most, where 2 are enough"),
+        (f"range({FIRST})", "range(m)", "does F of micro-batch"),
+        ("if following < m:", "if following <= m:", "does F of micro-batch 8; they are 0 to 7"),
         ('("B", s, i)', '("B", s, m - 1 - i)', "they go in order"),
-        ("min(m, p - s)", "min(m, p - s, 2)", "of the step are idle, and 27 % are possible: start forwards earlier"),
+        (FIRST, "min(m, p - s, 2)", "of the step are idle, and 27 % are possible: start forwards earlier"),
         ("return order", "return [action[::2] for action in order]",
          'an action is ("F" or "B", stage, micro-batch), not (\'F\', 0)'),
-        ("    first =", "    s = 0\n    first =", "stage 1 cannot do F of micro-batch 0 on stage 0"),
+        ("    order = [", "    s = 0\n    order = [", "stage 1 cannot do F of micro-batch 0 on stage 0"),
     ],
     "fitting": [
         (AHEAD, "min(m, p - s)", "stage 0 holds 4 micro-batches at most, and there is room for 2"),
@@ -98,21 +117,6 @@ REJECTED = {
         (AHEAD, "max(1, min(m, p - s, room) - 1)", "start forwards earlier"),
         (AHEAD, "min(m, p - s, room + 1)", "micro-batches at most, and there is room for"),
         ("return orders", "return orders[::-1]", "stage 0 cannot do F of micro-batch 0 on stage 3"),
-    ],
-    "loss_share": [
-        (SUM, ").nan_to_num() / len(all_targets)", "those with few targets weigh too much: divide by all"),
-        (SUM, ") * (targets_bT != -100).sum() / counted", "the share of micro-batch 2 is nan: a mean over no target"),
-        (" / counted", "", "that is a sum, not a mean"),
-        ("(targets != -100).sum()", "targets.numel()", "targets of -100 do not count"),
-        (" / counted", " / counted / len(all_targets)",
-         "divided by the number of micro-batches, although the sum was"),
-        ("(targets != -100).sum()", "(targets > 0).sum()", "the gradient of all logits should be that of one mean"),
-        (SUM, ").nan_to_num() * targets_bT.numel() / counted", "the gradient of all logits should be that of one mean"),
-        (" / counted", " / counted * len(all_targets)", "the gradient of all logits should be that of one mean"),
-        ("for targets in all_targets)", "for targets in all_targets[:2])", "the gradient of all logits should be"),
-        (SUM, ', reduction="sum") / max(1, (targets_bT != -100).sum()) / len(all_targets)', "those with few targets"),
-        (") / counted", ").detach() / counted", "the share of micro-batch 0 has no graph"),
-        (") / counted", ").item() / counted.item()", "the share of micro-batch 0 should be one number with its graph"),
     ],
     "balance": [
         ("return max(sum(costs[a:b])", "return sum(sum(costs[a:b]) ** 2", "that is the least variance; only"),
@@ -140,15 +144,21 @@ RIGHT = {
         (LEAF, "arrived.detach().clone().requires_grad_(arrived.is_floating_point())"),
         (" / m", " * (1 / m)"),
     ],
+    "gpipe": [
+        (
+            'for kind in ("F", "B") for i in range(m)',
+            'for kind, micros in (("F", range(m)), ("B", range(m)[::-1])) for i in micros',
+        ),
+    ],
+    "ahead": [("min(m, p - s)", "sorted((m, p - s))[0]")],
     "one_f_one_b": [
         ("return order", "return tuple(map(list, order))"),
-        ("first = min(m, p - s)", "first = p - s if p - s < m else m"),
+        (FIRST, "(p - s if p - s < m else m)"),
     ],
     "fitting": [
         ("return orders", "return tuple(orders)"),
         ("ahead = min(m, p - s, room)", "ahead = sorted([m, p - s, room])[0]"),
     ],
-    "loss_share": [('reduction="sum")', 'reduction="none").sum()'), ("sum((targets != -100)", "sum((targets >= 0)")],
     "balance": [
         ("key=slowest", "key=lambda cuts: (slowest(cuts), [-cut for cut in cuts])"),
         ("return [b - a", "return [float(b - a) and b - a"),
@@ -158,3 +168,4 @@ RIGHT = {
 
 class TestAnswers(Answers):
     lesson, checks, rejected, right = "08_pipeline_parallel", checks, REJECTED, RIGHT
+    around = ("ahead",)

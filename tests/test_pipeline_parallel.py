@@ -6,7 +6,6 @@ What is tested is the lesson's own code, taken from its script, in float64.
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
@@ -16,8 +15,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 LESSON = "08_pipeline_parallel"
 NAMES = (
-    "backward_of", "my_stage", "gpipe", "needs", "neighbours", "swap", "forward_of", "train_step", "one_f_one_b",
-    "mean_loss", "by_library", "library_step", "run_virtual", "idle", "fitting", "loss_share",
+    "backward_of", "my_stage", "gpipe", "needs", "neighbours", "swap", "forward_of", "train_step", "ahead",
+    "one_f_one_b", "mean_loss", "by_library", "library_step", "run_virtual", "idle_share", "in_a_v", "fitting",
 )  # fmt: skip
 T, D, ROWS = 8, 16, 2
 CONFIG = GPTConfig(
@@ -125,7 +124,7 @@ def virtual(ranks, schedule, m, v):
     ours = lesson_on(ranks, m)
     orders = orders_of(schedule, ranks.world_size, m, v)
     ran = ours.run_virtual(orders[ranks.rank], v)
-    return None if ran is None else (ours.idle(*ran), ran[1], [tuple(slot.action) for slot in ran[0]])
+    return None if ran is None else (ours.idle_share(*ran), ran[1], [tuple(slot.action) for slot in ran[0]])
 
 
 @pytest.mark.parametrize(
@@ -158,14 +157,3 @@ def two_tags(ranks):
 
 def test_messages_of_another_tag_have_an_order_of_their_own(pool):
     assert pool.run(2, two_tags)[1] == [0.0, 10.0, 11.0, 1.0]
-
-
-def test_the_lessons_share_of_a_loss_is_exact_where_targets_are_left_out():
-    (share,) = [taken_from(LESSON, "loss_share").loss_share]
-    draw = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, 2, 4, 7, generator=draw, dtype=torch.float64)
-    targets = torch.randint(7, (3, 2, 4), generator=draw)
-    targets[0, 0], targets[2] = -100, -100
-    whole = F.cross_entropy(logits.flatten(0, 2), targets.flatten())
-    parts = [share(logits[i], targets[i], list(targets)) for i in range(3)]
-    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-12) and parts[2] == 0

@@ -6,7 +6,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manyhands.checks import pipeline_parallel as of_lesson_08
+from manyhands.measure.sleeping_stages import run_asleep
 from manyhands.measure.virtual_network import Span
+from manyhands.plots.schedule import bubbles, chart, face
 from manyhands.predict.pipeline_schedules import (
     SCHEDULES,
     Action,
@@ -204,3 +207,70 @@ def test_the_computing_of_a_network_becomes_slots():
     spans = [Span(1, "compute", "W 5 12", 0.5, 1.0), Span(1, "waiting", "wait", 0, 0.5)]
     (slot,) = slots_of(spans)
     assert (slot.rank, slot.action, slot.start, slot.end) == (1, ("W", 5, 12), 0.5, 1.0)
+
+
+def wrong_at(answer, name="1F1B"):
+    """({rank: the wrong action}, notes, title) of the chart that the check of these orders draws."""
+    title, slots, notes, wrong = of_lesson_08._by_order(name)(answer)
+    assert {*wrong} <= {*slots}
+    return {slot.rank: tuple(slot.action) for slot in wrong}, notes, title
+
+
+def from_1f1b(change):
+    return lambda s, p, m: change(s, [tuple(action) for action in orders_of("1F1B", p, m)[s]])
+
+
+def test_a_drawn_order_marks_on_each_rank_the_first_action_that_is_out_of_place():
+    right = wrong_at(from_1f1b(lambda s, order: order))
+    assert right == ({}, ["holds 4", "holds 3", "holds 2", "holds 1"], "your 1F1B, 8 micro-batches: idle 27 %")
+    late = wrong_at(from_1f1b(lambda s, order: order[:2] + [order[3], order[2], *order[4:]] if s == 0 else order))
+    assert late[0] == {0: ("F", 0, 3)}
+    assert wrong_at(lambda s, p, m: orders_of("GPipe", p, m)[s])[0][3] == ("F", 3, 1), "1F1B has a backward there"
+    # a schedule that waits in a circle ends where it waits
+    waits, _, title = wrong_at(from_1f1b(lambda s, order: [order[1], order[0], *order[2:]] if s == 3 else order))
+    assert waits == {3: ("B", 3, 0)} and title.endswith("it never ends")
+
+
+def test_drawn_needs_mark_the_actions_whose_list_is_not_right():
+    def nothing(action, p):
+        return []
+
+    _, slots, _, wrong = of_lesson_08._by_needs(nothing)
+    assert {slot.start for slot in slots if slot.action[2] == 0 and slot.action[0] == "F"} == {0}
+    assert {tuple(slot.action[:2]) for slot in wrong} == {("F", 1), ("F", 2), ("F", 3), *(("B", s) for s in range(4))}
+    assert not of_lesson_08._by_needs(needs)[3]
+
+
+def test_the_chart_frames_what_is_wrong_and_bold_numbers_belong_to_the_second_stage():
+    run = simulate(orders_of("Interleaved1F1B", 2, 2, 2))
+    figure = chart([("", run.slots, ())], wrong=[run.slots[0]])
+    (axes,) = figure.axes
+    texts = [(text.get_text(), text.get_weight()) for text in axes.texts]
+    assert texts[0] == ("✗", "normal") and texts.count(("1", "bold")) == texts.count(("1", "normal")) == 4
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "✗ wrong"]
+    assert len({face(0, kind) for kind in "FBIW"}) == 4
+
+
+def asleep(ranks):
+    took = {"F": 0.01, "B": 0.02}
+    slots = slots_of(run_asleep(orders_of("1F1B", ranks.world_size, 3)[ranks.rank], took))
+    return [(slot.rank, slot.action, slot.start, slot.end) for slot in slots]
+
+
+def test_sleeping_stages_do_their_order_after_what_it_needs_and_every_rank_knows_it(pool):
+    everybody = pool.run(2, asleep)
+    assert everybody[0] == everybody[1]
+    slots = everybody[0]
+    assert [action for _, action, _, _ in slots] == [action for order in orders_of("1F1B", 2, 3) for action in order]
+    ended = {action: end for _, action, _, end in slots}
+    assert all(ended[before] <= start for _, action, start, _ in slots for before in needs(action, 2))
+    assert all(end - start >= {"F": 0.01, "B": 0.02}[action.kind] for _, action, start, end in slots)
+
+
+def test_published_rates_stand_beside_the_bubble_with_1f1b_by_its_formula():
+    published = [{"name": "1F1B", "points": [[4, 0.5], [8, 1.0]]}, {"name": "other", "points": [[4, 1], [8, 2]]}]
+    here, rates = bubbles({"GPipe": ([1, 2], [0.5, 0.3], [0.5, 0.25])}, published, stages=5).axes
+    assert [list(line.get_ydata()) for line in here.lines[:2]] == [[50, 25], [50, 30]]
+    dashed = next(line for line in rates.lines if line.get_ls() == "--")
+    assert list(dashed.get_ydata()) == [pytest.approx(1.5 * 4 / 8), pytest.approx(1.0)]
+    assert len(bubbles({"GPipe": ([1, 2], [0.5, 0.3], [0.5, 0.25])}).axes) == 1

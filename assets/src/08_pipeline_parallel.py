@@ -1,7 +1,7 @@
 """Figures of lesson 08: a cut model, micro-batches, messages, GPipe and 1F1B, stages in turn, B in halves."""
 
-from draw import arrow
-from manyhands.plots.looks import EDGE, GREY, HATCH, QUIET, box, card, rank_box, rank_colour, tint, write
+from draw import arrow, as_frame
+from manyhands.plots.looks import EDGE, GREY, HATCH, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
 from manyhands.plots.schedule import face
 
 FORWARD, BACKWARD = 1, 2  # lengths
@@ -104,6 +104,77 @@ def one_f_one_b():
     return figure
 
 
+def _moving_slots(p, m):
+    """[{rank: (kind, micro-batch)}] of 1F1B for each slot of time, where a backward is as long as a forward."""
+    orders = []
+    for s in range(p):
+        ahead = min(m, p - s)
+        order = [("F", i) for i in range(ahead)]
+        for i in range(m):
+            order += [("B", i)] + [("F", i + ahead)] * (i + ahead < m)
+        orders.append(order)
+    slots, done = [], set()
+    while any(orders):
+        now = {}
+        for s, order in enumerate(orders):
+            kind, i = order[0] if order else (None, None)
+            before = {"F": (s - 1, "F", i), "B": (s + 1, "B", i)}.get(kind)
+            if order and (not 0 <= before[0] < p or before in done):
+                now[s] = order.pop(0)
+        done |= {(s, *action) for s, action in now.items()}
+        slots.append(now)
+    return slots
+
+
+def one_f_one_b_moving():
+    """1F1B on four ranks, slot by slot: the chart appears, with the messages that arrive and what each rank holds."""
+    p, m, unit, left, height, gap = 4, 4, 3.5, 9, 4.2, 1.6
+    figure, axes = card(84, 38, "1F1B: four ranks, four micro-batches")
+    slots = _moving_slots(p, m)
+
+    def top(s):
+        return 9 + s * (height + gap)
+
+    for s in range(p):
+        write(axes, left - 1, top(s) + height / 2, f"rank {s}", ha="right")
+        for t, now in enumerate(slots):
+            if s in now:
+                kind, i = now[s]
+                colours = {"face": face(s, kind), "edge": rank_colour(s)}
+                box(axes, left + t * unit + 0.1, top(s), unit - 0.2, height, f"{kind}{i}", **colours)
+    end = left + len(slots) * unit
+    write(axes, end + 2, 7.4, "holds", ha="left", colour=QUIET)
+
+    def frame(t, held):
+        """The chart up to slot t, the messages that arrived for it, and what the ranks hold then."""
+        from matplotlib.patches import Rectangle
+
+        now = left + (t + 1) * unit
+        axes.add_patch(Rectangle((now, 8), end - now + 0.5, p * (height + gap) + 0.5, fc=PAPER, ec="none", zorder=5))
+        for s, (kind, _) in slots[t].items():
+            source = s - 1 if kind == "F" else s + 1
+            if 0 <= source < p:
+                ends = (top(source) + height, top(s)) if kind == "F" else (top(source), top(s) + height)
+                arrow(axes, (now - unit, ends[0]), (now - unit, ends[1]))
+        for s in range(p):
+            for place, i in enumerate(sorted(held[s])):
+                at = end + 2 + 4 * place
+                box(axes, at, top(s) + 0.4, 3.4, 3.4, str(i), face=tint(rank_colour(s), 0.3), edge=rank_colour(s))
+        busy = len(slots[t])
+        write(axes, left, 35, f"slot {t + 1} of {len(slots)}: {busy} of {p} ranks work", ha="left", weight="bold")
+
+    held = [set() for _ in range(p)]
+    for t, now in enumerate(slots):
+        for s, (kind, i) in now.items():
+            if kind == "F":
+                held[s].add(i)
+        as_frame(axes, t, lambda t=t: frame(t, held))
+        for s, (kind, i) in now.items():
+            if kind == "B":
+                held[s].discard(i)
+    return figure
+
+
 def two_ideas():
     figure, axes = card(92, 34, "two ways to a smaller bubble")
     write(axes, 3, 6, "interleaved: 8 stages on 4 ranks", ha="left", weight="bold")
@@ -134,5 +205,6 @@ FIGURES = {
     "08_micro_batches": micro_batches,
     "08_swap": swap,
     "08_1f1b": one_f_one_b,
+    "08_1f1b_moving": one_f_one_b_moving,
     "08_two_ideas": two_ideas,
 }

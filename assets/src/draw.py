@@ -69,9 +69,9 @@ def drawings():
 
 @cache
 def said():
-    """{name: what the figure shows}, as the first page that shows it says it: lessons, glossary, README, handbook."""
+    """{name: what the figure shows}, as the first page that shows it says it: lessons, handbook, glossary, README."""
     found = {}
-    others = ROOT / "assets" / "glossary.md", ROOT / "README.md", *sorted(ROOT.glob("assets/handbook/*.md"))
+    others = *sorted(ROOT.glob("assets/handbook/*.md")), ROOT / "assets" / "glossary.md", ROOT / "README.md"
     for path in (*sorted(ROOT.glob("scripts/[0-9]*.py")), *others):
         for alt, name in re.findall(r"!\[([^\]]*)\]\([./]*(?:assets/)?(\w+)\.svg\)", path.read_text("utf-8")):
             found.setdefault(name, " ".join(alt.replace("\n# ", " ").split()))

@@ -1,24 +1,185 @@
-"""Checks of lesson 08: backward across a cut, who waits for whom, orders of stages, shares of a loss, balanced stages.
+"""Checks of lesson 08: who waits for whom, orders of stages, forward and backward across a cut, balanced stages.
 
 Orders are judged by simulation (`predict.pipeline_schedules`): every action once, nobody waits in a circle, no more
 micro-batches in flight and no more idle time than is needed. Any order that keeps these is right, however it was made.
+The checks of the chart's rungs draw what the learner's code makes of four stages, with wrong actions marked.
 """
 
+import functools
 from itertools import accumulate, combinations, pairwise, product
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from manyhands.checks import Wrong, exercise
-from manyhands.checks.drawn import generator, in_turn, luck, normal, seeded, sizes
+from manyhands.checks import CORRECT, NOT_ATTEMPTED, TIMEOUT_S, Wrong, exercise
+from manyhands.checks.drawn import generator, luck, normal, seeded, sizes
 from manyhands.checks.expect import expect_equal, expect_number, expect_scalar, expect_tensor, plain
+from manyhands.checks.stop import NeverEnds, stopped_after
 from manyhands.checks.witness import shown
-from manyhands.predict.pipeline_schedules import bubble_formula, in_flight, named, orders_of, simulate
+from manyhands.launch.ranks import joined
+from manyhands.launch.run_folder import show
+from manyhands.plots.schedule import chart
+from manyhands.predict.pipeline_schedules import (
+    TIMES,
+    Action,
+    Slot,
+    as_far_as_it_goes,
+    bubble_formula,
+    in_flight,
+    named,
+    orders_of,
+    simulate,
+)
 from manyhands.predict.pipeline_schedules import needs as needs_of
 
+P = 4  # stages of a drawn chart
 
-@exercise("A", "backward across the cut")
+
+def draws(name, charted):
+    """Make a check draw on rank 0 the chart of the learner's code, or of the lesson's where nothing is written yet.
+
+    `charted(answer)` returns (title, slots, notes, wrong slots); what is wrong is marked only if the check says so.
+    """
+
+    def decorate(check):
+        @functools.wraps(check)
+        def and_draw(answer, ranks=None, **given):
+            verdict = check(answer, ranks, **given)
+            if ranks is not None and ranks.rank == 0 and joined() is not None:  # a picture lies in the run's folder
+                if verdict == NOT_ATTEMPTED:  # then the check has put the lesson's own in its place
+                    answer = answer.__globals__.get(answer.__name__, answer)
+                try:
+                    title, slots, notes, wrong = stopped_after(TIMEOUT_S)(lambda: charted(answer))()
+                except (Exception, SystemExit, NeverEnds):  # noqa: BLE001 - the verdict says what is wrong
+                    return verdict
+                wrong = [] if verdict in (CORRECT, NOT_ATTEMPTED) else wrong
+                if slots:
+                    show(chart([(title, slots, notes)], wrong=wrong), name, f"a row per rank, {title}")
+            return verdict
+
+        return and_draw
+
+    return decorate
+
+
+def _by_needs(answer, m=2):
+    """The chart of GPipe by the learner's `needs`: wrong is an action for which it returns something else."""
+    orders = orders_of("GPipe", P, m)
+
+    def by_answer(action, p):
+        return [Action(*one) for one in answer(tuple(action), p)]
+
+    slots, _ = as_far_as_it_goes(orders, P, needs=by_answer)
+    wrong = [slot for slot in slots if {*by_answer(slot.action, P)} != {*needs_of(slot.action, P)}]
+    return f"{m} micro-batches, by your needs", slots, (), wrong
+
+
+def _by_order(name, m=8):
+    """The chart of the learner's orders: wrong is the first action of a rank at which it leaves this schedule."""
+
+    def charted(answer):
+        orders = [[Action(*one) for one in answer(s, P, m)] for s in range(P)]
+        slots, done = as_far_as_it_goes(orders, P)
+        wrong = []
+        for rank, (order, right) in enumerate(zip(orders, orders_of(name, P, m), strict=True)):
+            at = next((k for k, one in enumerate(order) if [one] != right[k : k + 1]), len(order))
+            ran = [slot for slot in slots if slot.rank == rank]
+            if at == done[rank] < len(order):  # it waits for ever: drawn where it waits
+                end = ran[-1].end if ran else 0
+                slots.append(Slot(rank, order[at], end, end + TIMES[order[at].kind]))
+                ran.append(slots[-1])
+            wrong += ran[at : at + 1]
+        notes = [f"holds {in_flight(order)}" for order in orders]
+        idle = "it never ends"
+        if done == [2 * m] * P:
+            idle = f"idle {100 * float(simulate(orders).bubble):.0f} %"
+        return f"your {name}, {m} micro-batches: {idle}", slots, notes, wrong
+
+    return charted
+
+
+@draws("needs", _by_needs)
+@exercise("A", "who waits for whom")
+def needs(answer, ranks=None):
+    """`answer(action, p)` lists what must be done before the action begins."""
+    for p in (3, 1, 4):
+        for s, kind, i in product(range(p), "FB", (0, 2)):
+            _judge_needs(answer((kind, s, i), p), (kind, s, i), p)
+
+
+def _judge_needs(given, action, p):
+    case = f"before {named(action)} of {p}"
+    found, wanted = _actions(given, case), needs_of(action, p)
+    for one in found:
+        if not 0 <= one[1] < p:
+            raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
+        if one not in wanted:
+            why = "micro-batches know nothing of each other; that a stage does one at a time is its order"
+            if one[2] == action[2]:
+                why = {
+                    "FF": "forward goes from stage 0 upwards", "BB": "backward comes from the last stage",
+                    "BF": "that is implied by another one", "FB": "forward comes before backward",
+                }[action[0] + one[0]]  # fmt: skip
+            raise Wrong(f"{case}: it does not wait for {named(one)}: {why}")
+    for one in wanted:
+        if one not in found:
+            why = {
+                "FF": "whose output is its input",
+                "BF": "which has made the activations that it uses",
+                "BB": "which sends the gradient of its output",
+            }[action[0] + one[0]]
+            raise Wrong(f"{case}: it needs {named(one)}, {why}")
+
+
+@draws("gpipe", _by_order("GPipe"))
+@exercise("B", "GPipe's order")
+def gpipe(answer, ranks=None):
+    """`answer(s, p, m)` is the order of stage s: all forwards, then all backwards."""
+    for p, m in ((4, 8), (1, 3), (3, 1), tuple(sizes(5, 2, 2, 9))):
+        case = f"with p = {p} and m = {m}"
+        orders = [_read_order(answer(s, p, m), s, m, case) for s in range(p)]
+        for s, order in enumerate(orders):
+            kinds = "".join(kind for kind, *_ in order)
+            if kinds != "F" * m + "B" * m:
+                raise Wrong(f"{case}: stage {s} does {' '.join(kinds)}; all forwards come before the first backward")
+        _judge_bubble(orders, bubble_formula("GPipe", p, m), case)
+
+
+@exercise("C1", "how many forwards come first")
+def ahead(answer, ranks=None):
+    """`answer(s, p, m)` is the number of forwards with which stage s of 1F1B begins."""
+    for p, m in ((4, 8), (4, 2), (1, 3), (6, 1), tuple(sizes(6, 2, 2, 9))):
+        for s in range(p):
+            right, case = min(m, p - s), f"with p = {p} and m = {m}, forwards of stage {s} before its first backward"
+            slips = {
+                "then the last stage begins with a backward of nothing": p - s - 1,
+                f"there are only {m} micro-batches": p - s,
+                "that is GPipe, which holds them all": m,
+                "micro-batch 0 must reach the last stage and come back: the first stage waits longest": min(m, s + 1),
+            }
+            expect_equal(answer(s, p, m), right, case, slips)
+
+
+@draws("1f1b", _by_order("1F1B"))
+@exercise("C2", "1F1B's order")
+def one_f_one_b(answer, ranks=None):
+    """`answer(s, p, m)` is the order of stage s: as little in flight as 1F1B, and no more idle time."""
+    for p, m in ((4, 8), (4, 2), (3, 7), (2, 4), (1, 3), (5, 5), (6, 1), tuple(sizes(6, 2, 2, 9))):
+        case = f"with p = {p} and m = {m}"
+        orders = [_read_order(answer(s, p, m), s, m, case) for s in range(p)]
+        for s, order in enumerate(orders):
+            for kind in "FB":
+                micros = [i for k, _, i in order if k == kind]
+                if micros != sorted(micros):
+                    raise Wrong(f"{case}: stage {s} does {kind} of micro-batches {micros}; they go in order")
+            held, limit = in_flight(order), min(m, p - s)
+            if held > limit:
+                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, where {limit} are enough")
+        _judge_bubble(orders, bubble_formula("1F1B", p, m), case)
+
+
+@exercise("D1", "backward across the cut")
 def backward_of(answer, ranks=None):
     """`answer(x, y, dy)` adds the gradients of a stage's weights and returns that of its input; the graph is freed."""
     stages, target = [_stage() for _ in range(3)], normal(95, 5, 3)
@@ -77,38 +238,6 @@ def _judge_weights(stage, reference, of_ones, also=""):
         expect_tensor(w.grad, right.grad, f"the gradient of {name}{also}", slips)
 
 
-@exercise("B", "who waits for whom")
-def needs(answer, ranks=None):
-    """`answer(action, p)` lists what must be done before the action begins."""
-    for p in (3, 1, 4):
-        for s, kind, i in product(range(p), "FB", (0, 2)):
-            _judge_needs(answer((kind, s, i), p), (kind, s, i), p)
-
-
-def _judge_needs(given, action, p):
-    case = f"before {named(action)} of {p}"
-    found, wanted = _actions(given, case), needs_of(action, p)
-    for one in found:
-        if not 0 <= one[1] < p:
-            raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
-        if one not in wanted:
-            why = "micro-batches know nothing of each other; that a stage does one at a time is its order"
-            if one[2] == action[2]:
-                why = {
-                    "FF": "forward goes from stage 0 upwards", "BB": "backward comes from the last stage",
-                    "BF": "that is implied by another one", "FB": "forward comes before backward",
-                }[action[0] + one[0]]  # fmt: skip
-            raise Wrong(f"{case}: it does not wait for {named(one)}: {why}")
-    for one in wanted:
-        if one not in found:
-            why = {
-                "FF": "whose output is its input",
-                "BF": "which has made the activations that it uses",
-                "BB": "which sends the gradient of its output",
-            }[action[0] + one[0]]
-            raise Wrong(f"{case}: it needs {named(one)}, {why}")
-
-
 def _actions(given, case):
     """An answer's actions as a list of (kind, stage, micro-batch)."""
     found = [tuple(entry) for entry in plain(sorted(given) if isinstance(given, set) else given)]
@@ -118,7 +247,7 @@ def _actions(given, case):
     return found
 
 
-@exercise("C", "forward of one micro-batch")
+@exercise("D2", "forward of one micro-batch")
 def forward_of(answer, ranks=None):
     """`answer(stage, arrived, targets, m)` is (x, y): a leaf, and the stage's output or its share of the mean loss."""
     for m in luck(5).sample((3, 5, 6, 7, 9), 2):
@@ -165,23 +294,6 @@ def _judge_forward(answer, make, arrived, targets, m, where):
             raise Wrong(f"{where} backward from y does not arrive at x: let the stage compute on the x that you return")
         expect_tensor(x.grad, leaf.grad, f"{where} y is right, but after backward x.grad", it_is="the gradient of x")
     _judge_weights(stage, reference, reference, f" {where}, after backward from y,")
-
-
-@exercise("D", "1F1B's order")
-def one_f_one_b(answer, ranks=None):
-    """`answer(s, p, m)` is the order of stage s: as little in flight as 1F1B, and no more idle time."""
-    for p, m in ((4, 8), (4, 2), (3, 7), (2, 4), (1, 3), (5, 5), (6, 1), tuple(sizes(6, 2, 2, 9))):
-        case = f"with p = {p} and m = {m}"
-        orders = [_read_order(answer(s, p, m), s, m, case) for s in range(p)]
-        for s, order in enumerate(orders):
-            for kind in "FB":
-                micros = [i for k, _, i in order if k == kind]
-                if micros != sorted(micros):
-                    raise Wrong(f"{case}: stage {s} does {kind} of micro-batches {micros}; they go in order")
-            held, limit = in_flight(order), min(m, p - s)
-            if held > limit:
-                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, where {limit} are enough")
-        _judge_bubble(orders, bubble_formula("1F1B", p, m), case)
 
 
 @exercise(1, "a schedule for less memory")
@@ -233,39 +345,6 @@ def _capped(s, p, m, room):
     return [(kind, s, i) for kind, _, i in alike]
 
 
-@exercise(2, "a share of the loss")
-def loss_share(answer, ranks=None):
-    """`answer(logits, targets, all_targets)`: what a micro-batch adds to the mean over all targets that count."""
-    few = luck(8).sample(range(8), 5)
-    for left_out in in_turn(((0, 3, 8, 5), (7, 1, 2), few)):  # how many targets of a micro-batch do not count
-        draw = generator(8 + len(left_out))
-        all_targets = [torch.randint(5, (2, 4), generator=draw) for _ in left_out]
-        for targets, without in zip(all_targets, left_out, strict=True):
-            targets.view(-1)[:without] = -100
-        logits = [torch.randn(2, 4, 5, generator=draw, dtype=torch.float64) for _ in all_targets]
-        together = torch.cat(logits).requires_grad_()
-        expected = F.cross_entropy(together.flatten(0, 1), torch.cat(all_targets).flatten())
-        expected.backward()
-        total, found = 0.0, []
-        for i, (part, targets) in enumerate(zip(logits, all_targets, strict=True)):
-            leaf = part.clone().requires_grad_()
-            share = answer(leaf, targets, list(all_targets))
-            expect_scalar(share, f"the share of micro-batch {i}", ": a mean over no target divides by 0").backward()
-            total += share.item()
-            found.append(torch.zeros_like(part) if leaf.grad is None else leaf.grad)
-        counts, m = torch.tensor([(t != -100).sum() for t in all_targets]), len(all_targets)
-        counted, everything, wanted = counts.sum(), sum(t.numel() for t in all_targets), together.grad
-        own = (wanted.view(m, -1) * counted / counts.clamp(min=1)[:, None] / m).view_as(wanted)
-        slips = {
-            f"those with few targets weigh too much: divide by all {counted} targets, not by each one's own": own,
-            "divided by the number of micro-batches, although the sum was divided by all targets already": wanted / m,
-            "that is a sum, not a mean": wanted * counted,
-            "targets of -100 do not count": wanted * counted / everything,
-        }
-        expect_tensor(torch.cat(found), wanted, "the gradient of all logits", slips, "that of one mean")
-        expect_number(total, expected.item(), "the gradients are right, but the sum of all shares", close=1e-10)
-
-
 COSTS = (([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([2, 2, 2, 2], 4), ([1, 2, 3], 1))
 NEARLY = {  # what a plausible answer keeps small instead of the largest time
     "that is the least variance": lambda times: sum(time**2 for time in times),
@@ -274,7 +353,7 @@ NEARLY = {  # what a plausible answer keeps small instead of the largest time
 }
 
 
-@exercise(3, "balance uneven layers")
+@exercise("E", "balance uneven layers")
 def balance(answer, ranks=None):
     """`answer(costs, p)` says how many consecutive layers each stage gets; the slowest is as fast as can be."""
     for costs, p, nearly in (*((*case, {}) for case in COSTS), *map(_misleading, NEARLY)):

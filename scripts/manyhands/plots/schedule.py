@@ -2,7 +2,7 @@
 
 from manyhands.plots import looks
 
-SHADES = {"F": 0.22, "B": 0.75, "I": 0.75, "W": 0.45}  # of the rank's colour
+SHADES = {"F": 0.18, "B": 0.78, "I": 0.56, "W": 0.34}  # of the rank's colour
 MEANING = {"F": "forward", "B": "backward", "I": "I: the input's gradient", "W": "W: the weights' gradient"}
 
 
@@ -11,11 +11,12 @@ def face(rank, kind):
     return looks.tint(looks.rank_colour(rank), SHADES[kind])
 
 
-def chart(charts, unit="forwards", virtual=False, scale=1.0):
+def chart(charts, unit="forwards", virtual=False, scale=1.0, wrong=()):
     """One Gantt chart below the other, on one scale: [(title, slots, notes)] -> a matplotlib Figure.
 
-    A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it.
-    `notes` stand at the end of each rank's row. Times are multiplied by `scale` to be in `unit`. Empty is idle.
+    A slot has `rank`, `action` (kind, stage, micro-batch), `start` and `end`; the micro-batch is written into it, in
+    bold for a rank's second stage. `notes` stand at the end of each rank's row. Times are multiplied by `scale` to be
+    in `unit`. Empty is idle. Slots in `wrong` get a red frame and a ✗.
     """
     from matplotlib.patches import Patch
 
@@ -24,15 +25,20 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
     shape = {"sharex": True, "height_ratios": [n + 1 for n in rows]}
     figure, everything = looks.new_figure(9, height, len(charts), 1, squeeze=False, **shape)
     end = max(slot.end for _, slots, _ in charts for slot in slots) * scale
+    second = False
     kinds = [k for k in SHADES if any(slot.action[0] == k for _, slots, _ in charts for slot in slots)]
     for axes, (title, slots, notes), n in zip(everything[:, 0], charts, rows, strict=True):
         for slot in slots:
             start, width = slot.start * scale, (slot.end - slot.start) * scale
             kind, stage, micro = slot.action
-            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), ec=looks.INK, lw=0.6)
-            text = f"{micro}{'′' * (stage // n)}"  # 3′ is micro-batch 3 on the rank's second stage
+            fault = slot in wrong
+            edge = {"ec": looks.LIMIT["color"], "lw": 2.2, "zorder": 3} if fault else {"ec": looks.INK, "lw": 0.6}
+            axes.broken_barh([(start, width)], (slot.rank - 0.42, 0.84), fc=face(slot.rank, kind), **edge)
+            text = "✗" if fault else str(micro)
             if width / end * 9 * 72 > 6.5 * len(text):
-                axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center")
+                bold = {"weight": "bold", "style": "italic"} if stage >= n else {}
+                axes.text(start + width / 2, slot.rank, text, fontsize=10, ha="center", va="center", zorder=4, **bold)
+        second |= any(slot.action[1] >= n for slot in slots)
         for rank, note in enumerate(notes):
             axes.text(end * 1.01, rank, note, fontsize=10, va="center")
         axes.set_yticks(range(n), [f"rank {rank}" for rank in range(n)])
@@ -41,19 +47,25 @@ def chart(charts, unit="forwards", virtual=False, scale=1.0):
         axes.spines["bottom"].set_bounds(0, end)
     last = everything[-1, 0]
     last.set_xticks([tick for tick in last.get_xticks() if 0 <= tick <= end])
-    last.set_xlabel(f"virtual time, {unit}" if virtual else f"time in {unit}")
+    said = f"virtual time, {unit}" if virtual else f"time in {unit}"
+    last.set_xlabel(f"{said}; bold: the rank's second stage" if second else said)
     faces = {k: looks.GREY if k == "F" else looks.tint(looks.EDGE, 1.2 * SHADES[k]) for k in kinds}
     keys = [Patch(fc=fc, ec=looks.INK, lw=0.6, label=MEANING[k]) for k, fc in faces.items()]
+    keys += [Patch(fc=looks.PAPER, ec=looks.LIMIT["color"], lw=2.2, label="✗ wrong")] if wrong else []
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
-def bubbles(series):
+def bubbles(series, published=(), stages=32):
     """Idle share of the time against micro-batches: {name: (ms, measured, predicted)} -> a matplotlib Figure.
 
-    Measured is a marker, predicted a dashed line through all micro-batches.
+    Measured is a marker, predicted a dashed line through all micro-batches. published: dicts with `name` and `points`,
+    [[micro-batches, samples/s of each GPU], ...], in a panel on the right; dashed there is what the bubble of 1F1B on
+    that many `stages` leaves of its rate, scaled to its last point.
     """
-    figure, axes = looks.new_figure(7.6, 3.6)
+    shape = (1, 2) if published else (1, 1)
+    figure, panels = looks.new_figure(10 if published else 7.6, 3.8, *shape, squeeze=False)
+    axes = panels[0][0]
     for (name, (ms, measured, predicted)), look in zip(series.items(), looks.ALTERNATIVES, strict=False):
         axes.plot(ms, [100 * b for b in predicted], **looks.PREDICTED)
         axes.plot(ms, [100 * b for b in measured], **{**look, "ls": "none"}, ms=7, mfc="none", mew=1.6, label=name)
@@ -62,9 +74,27 @@ def bubbles(series):
     ticks = sorted({m for ms, *_ in series.values() for m in ms})
     axes.set_xticks(ticks, [str(m) for m in ticks])
     axes.set(xlabel="micro-batches m", ylabel="idle, % of the ranks' time", ylim=(0, None))
-    axes.set_title("the bubble on real ranks (virtual)")
+    axes.set_title("here: ranks that sleep, and send real messages", fontsize=11)
     axes.legend(frameon=False)
+    for rates in panels[0][1:]:
+        _published_rates(rates, published, stages)
     return figure
+
+
+def _published_rates(axes, published, p):
+    """Samples per second of each GPU against micro-batches, and 1F1B's by the formula."""
+    for curve, look in zip(published, looks.ALTERNATIVES, strict=False):
+        ms, rates = zip(*curve["points"], strict=True)
+        axes.plot(ms, rates, ms=5, **look)
+        looks.end_label(axes, ms[-1], rates[-1], curve["name"], look["color"])
+        if curve["name"].startswith("1F1B"):
+            full = rates[-1] * (ms[-1] + p - 1) / ms[-1]
+            axes.plot(ms, [full * m / (m + p - 1) for m in ms], **looks.PREDICTED)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ms, ms)
+    axes.minorticks_off()
+    axes.set(xlabel="micro-batches m", ylabel="samples/s per GPU", xlim=(0.9 * ms[0], 2.4 * ms[-1]))
+    axes.set_title(f"published: 28.3B parameters, {p} A100s", fontsize=11)
 
 
 def gantt(spans, title, virtual=False, until_s=None):

@@ -186,9 +186,23 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
     """
     orders = [[Action(*action) for action in order] for order in orders]
     num_stages = _refuse_incomplete(orders)
+    slots, next_up = as_far_as_it_goes(orders, num_stages, times, message, needs)
+    ended = {slot.action for slot in slots}
+    if waits := [
+        f"rank {rank} waits with {named(order[at])} for {named(other)}"
+        for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)) if at < len(order)
+        for other in [next(before for before in needs(order[at], num_stages) if before not in ended)]
+    ]:  # fmt: skip
+        raise ValueError(f"the schedule never ends: {', '.join(waits)}")
+    return Run(slots, [in_flight(order) for order in orders], len(orders))
+
+
+def as_far_as_it_goes(orders, num_stages, times=TIMES, message=0, needs=needs):
+    """Run orders as `simulate` does, also such as never end. Returns (slots, [actions that each rank has done])."""
     owner = {action: rank for rank, order in enumerate(orders) for action in order}
     slots, ended, next_up, free = [], {}, [0] * len(orders), [0] * len(orders)
-    while any(at < len(order) for at, order in zip(next_up, orders, strict=True)):
+    moved = True
+    while moved:
         moved = False
         for rank, order in enumerate(orders):
             while next_up[rank] < len(order):
@@ -198,19 +212,12 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
                     break
                 ready = max([free[rank], *(ended[other] for other in before)])
                 start = ready + message * any(owner[other] != rank for other in before)
-                took = times[action[:2]] if action[:2] in times else times[action.kind]
+                took = times[action[:2]] if action[:2] in times else times[action[0]]
                 free[rank] = ended[action] = start + took
                 slots.append(Slot(rank, action, start, free[rank]))
                 next_up[rank] += 1
                 moved = True
-        if not moved:
-            waits = [
-                f"rank {rank} waits with {named(order[at])} for {named(other)}"
-                for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)) if at < len(order)
-                for other in [next(before for before in needs(order[at], num_stages) if before not in ended)]
-            ]  # fmt: skip
-            raise ValueError(f"the schedule never ends: {', '.join(waits)}")
-    return Run(slots, [in_flight(order) for order in orders], len(orders))
+    return slots, next_up
 
 
 def _refuse_incomplete(orders):
