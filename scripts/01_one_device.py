@@ -18,7 +18,7 @@
 #
 # **40 minutes** for the sections marked CORE, 90 with those marked MORE.
 #
-# A model has 3.3 MB of parameters. One training step of it takes 30 MB. In this lesson you find every byte. You write
+# A model has 3.3 MB of parameters. One training step of it takes 28 MB. In this lesson you find every byte. You write
 # a ledger that predicts the peak of any GPT, and you make that peak smaller.
 #
 # After this lesson **you can**
@@ -143,12 +143,12 @@ def forward_with(model, run_block, ids_BT, targets_BT):
 
 def watch_step(run_block):
     """Return the MemoryTimeline of a training step of ShakespeareGPT whose blocks are run by run_block(block, x)."""
-    model = new_model()
+    model, (x_BT, y_BT) = new_model(), batch()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the first step makes the optimizer's state; the second one is kept
         with MemoryTimeline(model, optimizer) as seen:
             with seen.phase("forward"):
-                loss = forward_with(model, run_block, *batch())
+                loss = forward_with(model, run_block, x_BT, y_BT)
             with seen.phase("backward"):
                 loss.backward()
             with seen.phase("optimizer"):
@@ -320,8 +320,8 @@ if rank == 0:
 metrics.exact(saved_bytes=seen.highest("activations"))
 
 # %% [markdown]
-# Each kind is right within one percent. The measured peak is about a tenth higher than the ledger's: "other" are results that live
-# for one operator, and the gradients of activations on their way down. An allocator adds its own, so leave room.
+# Each kind is right within one percent. The measured peak is a few percent higher than the ledger's: "other" are results that
+# live for one operator, and the gradients of activations on their way down. An allocator adds its own, so leave room.
 #
 # What stays between steps is 16 bytes per parameter. Large models train in bf16, with 2 bytes for a weight and 2 for a
 # gradient. But bf16 has 8 significant bits: after 1 comes 1 + 1/128, and most updates are smaller than that. So the
@@ -1040,8 +1040,7 @@ class Counter(TorchDispatchMode):
 # that waits for memory.
 #
 # ![A roofline of an H100 in bf16: a sloping line of memory speed up to 295 FLOPs per byte, then a flat one at 989 TFLOP/s; an
-# addition and a norm lie at the far left, a product of 128 by 128 matrices in the middle, one of 4,096 on the flat
-# part](../assets/01_roofline.svg)
+# addition lies at the far left, a product of 128 by 128 matrices in the middle, one of 4,096 on the flat part](../assets/01_roofline.svg)
 #
 # This picture is called a **roofline**: below the roof, an operator can go as fast as memory feeds it. A product of n by n
 # matrices in bf16 has n/3 FLOPs per byte.
@@ -1416,16 +1415,20 @@ say(f"in bf16 {weight.item():g}; the float32 master is {master.item():.3f}")
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
+for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.float8_e4m3fn):
     info = torch.finfo(dtype)
     subnormal = info.smallest_normal * info.eps
     name, normal = str(dtype).removeprefix("torch."), info.smallest_normal
-    say(f"{name:9} largest {info.max:.3g}, smallest normal {normal:.3g}, smallest of all {subnormal:.3g}")
+    say(f"{name:13} largest {info.max:.3g}, smallest normal {normal:.3g}, smallest of all {subnormal:.3g}")
 for value in (1.001, 70_000.0, 1e-8):
     halves = [torch.tensor(value).to(dtype).item() for dtype in (torch.bfloat16, torch.float16)]
     say(f"{value:g} becomes {halves[0]:g} in bf16 and {halves[1]:g} in fp16")
 
 # %% [markdown]
+# The last two are **fp8**: E4M3 has 4 bits of exponent and 3 of fraction, and ends at 448; E5M2 has fp16's range and 2 bits of
+# fraction. They are for matrix products alone, with a scale for each tensor or block, and double the FLOP/s again: the
+# [handbook](../assets/handbook/01_one_device.md#peaks) has the peaks.
+#
 # On a GPU autocast calculates norms, softmax and loss in float32; on a CPU it leaves softmax and norms in the type that
 # they are handed. By hand it is a line:
 

@@ -1,7 +1,7 @@
-"""Figures of lesson 01: two reasons to distribute, a GPT with its parameters, bytes, MFU, what is kept, floats."""
+"""Figures of lesson 01: two reasons to distribute, a GPT and its parameters, bytes, a roofline, what is kept, floats."""
 
 from draw import arrow, cell
-from manyhands.plots.looks import BYTES, FAINT, FIELDS, GREY, INK, PAPER, QUIET, box, card, rank_box, tint, write
+from manyhands.plots.looks import BYTES, EDGE, FAINT, FIELDS, GREY, INK, PAPER, QUIET, box, card, rank_box, tint, write
 
 # kinds of bytes have the looks of a memory timeline: they differ by hatching as well as by colour
 WEIGHTS, GRADIENTS, MASTER, MOMENTS, CAST = (
@@ -106,22 +106,32 @@ def cell_face(axes, x, y, face, hatch):
     axes.add_patch(Rectangle((x, y), 3, 3.4, fc=face, ec=INK, lw=0.9, hatch=hatch, zorder=2))
 
 
-def mfu():
-    figure, axes = card(92, 30, "from the data sheet to the model: an H100 in bf16, TFLOP/s")
-    rows = [
-        ("data sheet, with a star", 1979, "1,979: half of the numbers are zero", True),
-        ("dense peak", 989.4, "989: what MFU divides by", False),
-        ("best matrix product", 750, "some of it (an example): measure yours", True),
-        ("your model", 400, "its FLOPs x tokens/s: here an MFU of 40 %", False),
-    ]
-    peak = 24 + 35 * 989.4 / 1979
-    for i, (name, value, what, outlined) in enumerate(rows):
-        y, width = 6 + 5.6 * i, 35 * value / 1979
-        write(axes, 2, y + 2, name, ha="left", weight="bold")
-        face = PAPER if outlined else tint(INK, 0.35 if i == 1 else 0.7)
-        box(axes, 24, y, width, 4, face=face, dotted=outlined)
-        write(axes, max(24 + width, peak) + 1.5, y + 2, what, ha="left", size=10)
-    axes.plot([peak, peak], [11, 27.5], color=INK, lw=1.6, ls=(0, (4, 2)), zorder=3)
+def roofline():
+    from math import log10
+
+    figure, axes = card(92, 38, "a roofline: what an H100 can do in bf16, by the FLOPs per byte that it moves")
+    peak, memory = 989, 3.35  # TFLOP/s, TB/s
+
+    def place(per_byte, tflops):
+        return 13 + 14 * (log10(per_byte) + 1), 31.5 - 6.4 * (log10(tflops) + 0.5)
+
+    ridge = peak / memory
+    roof = [place(0.1, 0.1 * memory), place(ridge, peak), place(10_000, peak)]
+    axes.plot(*zip(*roof, strict=True), color=INK, lw=2.2, zorder=3)
+    axes.plot([13, 13, 85], [8, 31.5, 31.5], color=INK, lw=1.2)
+    for tflops in (1, 10, 100, 1000):
+        write(axes, 12, place(1, tflops)[1], f"{tflops:,}", ha="right", colour=QUIET)
+    for per_byte in (0.1, 1, 10, 100, 1000, 10_000):
+        write(axes, place(per_byte, 1)[0], 33.2, f"{per_byte:,g}", colour=QUIET)
+    write(axes, 49, 35.6, "FLOPs per byte", colour=QUIET)
+    write(axes, 2, 6.6, "TFLOP/s", ha="left", colour=QUIET)
+    x, y = place(ridge, peak)
+    axes.plot([x, x], [y, 31.5], color=EDGE, lw=1.2, ls=(0, (4, 2)))
+    write(axes, x + 1, 29.6, f"{ridge:.0f}", ha="left", colour=QUIET)
+    for name, per_byte in (("an addition", 1 / 6), ("a product of 128 x 128", 128 / 3), ("of 4,096 x 4,096", 4096 / 3)):
+        x, y = place(per_byte, min(peak, per_byte * memory))
+        axes.plot(x, y, "o", color=INK, ms=7, zorder=4)
+        write(axes, x + 1.5, y + 1.9, name, ha="left")
     return figure
 
 
@@ -210,7 +220,7 @@ FIGURES = {
     "01_two_reasons": two_reasons,
     "01_gpt": gpt,
     "01_bytes": bytes_per_parameter,
-    "01_mfu": mfu,
+    "01_roofline": roofline,
     "01_saved": saved,
     "01_recompute": recompute,
     "01_floats": floats,
