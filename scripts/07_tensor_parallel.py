@@ -875,7 +875,7 @@ say_drift("theirs", model, with_head_norm(new_model()))
 # </details>
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 def also_in_heads(model):
     return [p for name, p in model.named_parameters() if "head_norm" in name]

@@ -140,8 +140,8 @@ def layer_times(times, alone_s, title, published=()):
     """Draw how long a layer takes, a bar for each placement, with its communication hatched. Returns a Figure.
 
     `times`: {placement: (seconds, of which communication, seconds by formula)}; `alone_s`: seconds of one rank that has
-    the whole layer, or None for no such bar. published: dicts with `name` and `points`, [[ranks in the group, tokens/s of each GPU], ...], drawn
-    in a panel on the right with a line where the group leaves a node of 8.
+    the whole layer, or None for no such bar. published: dicts with `name` and `points`, [[ranks in the group, tokens/s
+    of each GPU], ...], drawn in a panel on the right with a line where the group leaves a node of 8.
     """
     from matplotlib.patches import Patch
 
