@@ -18,8 +18,8 @@
 #
 # **50 minutes** for the sections marked CORE, 76 with those marked MORE.
 #
-# Your model is too deep for one GPU. So you give each GPU some of its layers, and three of four GPUs wait. In this
-# lesson you write the order in which they work, one rung after the other, and watch the idle time shrink.
+# Your model is too deep for one GPU. So you give each GPU some of its layers, and three of four GPUs wait. You write
+# the order in which they work, and watch the idle time shrink.
 #
 # After this lesson **you can**
 # - say who waits for whom in a pipeline, and draw the schedules GPipe and 1F1B;
@@ -85,7 +85,7 @@ from manyhands.checks import pipeline_parallel as checks
 from manyhands.measure import wire
 from manyhands.measure.sleeping_stages import run_asleep
 from manyhands.plots.schedule import bubbles, chart
-from manyhands.predict.pipeline_schedules import simulate, slots_of
+from manyhands.predict.pipeline_schedules import orders_of, simulate, slots_of
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
@@ -650,8 +650,6 @@ checks.balance(balance, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.predict.pipeline_schedules import orders_of
-
 costs = [0.5, 1, 1, 1, 1, 2]
 for sizes in ([3, 3], balance(costs, 2)) if rank == 0 else ():
     front, back = sum(costs[: sizes[0]]), sum(costs[sizes[0] :])
@@ -700,9 +698,9 @@ if rank == 0 and p > 1:
 compare("gathers of a block, 1F1B with 8 micro-batches", guess_gathers, 9)
 
 # %% [markdown]
-# Every forward that finds the weights freed gathers them, and so does every backward: m + 1 times in all. The other
-# choice is to hold the stage *whole*: one gather. OLMo's 7B in bf16 is 13.4 GB, so a stage of four takes 3.4 GB more
-# (`--parallel.sharding grad_op`).
+# Every action that finds the weights freed gathers them: m + 1 times in all. The other choice is to hold the stage
+# *whole*, with one gather. OLMo's 6.7 billion weights in bf16 are 13.4 GB, so a stage of four then takes up to 3.4 GB
+# more (`--parallel.sharding grad_op` of the trainer).
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
@@ -767,19 +765,13 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, cur
 # in a trainer for large models: [torchtitan#1733](https://github.com/pytorch/torchtitan/issues/1733). The cure is the
 # one above: `scale_grads=False`, and divide the *loss*.
 #
-# The same family: gradients summed over micro-batches where the mean was meant
-# ([DeepSpeed#7773](https://github.com/deepspeedai/DeepSpeed/issues/7773), found when somebody logged the gradient
-# norm); a loss divided for the log after backward, and not before
-# ([torchtitan#2972](https://github.com/pytorch/torchtitan/issues/2972)).
-#
 # AdamW divides by the gradient's size, so it hides the factor, and a loss that falls proves nothing. The loss that is
-# *printed* was right all along. (If it is read on the right stage: on a stage without a loss,
-# [torchtitan#547](https://github.com/pytorch/torchtitan/issues/547) logged -1.)
+# *printed* was right all along.
 #
 # </details>
 #
-# The rule to take home: **compare the gradient, or its norm, with one process, for the same global batch.** Do it once
-# for every new combination of micro-batches, accumulation and stages.
+# **Compare the gradient, or its norm, with one process, for the same global batch.** Do it once for every new
+# combination of micro-batches, accumulation and stages.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -789,6 +781,7 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, cur
 # measures.
 #
 # </details>
+
 # %% [markdown]
 # ## The chain rule over ranks (MORE, 4 min)
 #
@@ -924,7 +917,7 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.predict.pipeline_schedules import bubble_formula, orders_of
+from manyhands.predict.pipeline_schedules import bubble_formula
 from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
 network = VirtualNetwork(ranks, inside=Link(5e-6, 50e9))
@@ -1071,7 +1064,6 @@ def run_any(parts, order, ids, targets):
 # %%
 # %%ranks
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-from manyhands.predict.pipeline_schedules import orders_of
 
 deep = GPTConfig(vocab_size=len(corpus.vocab), n_layer=max(layers, 2 * p))
 n = m - m % max(1, m // p)  # micro-batches
