@@ -1,4 +1,4 @@
-"""Figures of lesson 01: two reasons to distribute, a GPT and its parameters, bytes, a roofline, what is kept."""
+"""Figures of lesson 01: two reasons to distribute, a GPT, bytes of a parameter, a roofline, what is kept, floats."""
 
 from draw import arrow, cell
 from manyhands.plots.looks import BYTES, EDGE, FAINT, FIELDS, GREY, INK, PAPER, QUIET, box, card, rank_box, tint, write
