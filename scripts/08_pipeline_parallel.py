@@ -306,7 +306,7 @@ for n in (1, 2, 4, 8, 16, 58):
 guess_1f1b = ____  # your turn: type %
 
 # %% [markdown]
-# ### Build C: 1F1B in two rungs
+# ### Build C in two rungs: 1F1B
 #
 # **C1.** How many forwards does stage s do before its first backward? Micro-batch 0 must reach the last stage, and its
 # gradient must come back. There may be fewer micro-batches than stages.
@@ -435,7 +435,7 @@ metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 # Now the GPT, in float64. Autograd ends at the cut, on both sides: the graph of a stage begins at `x`, which arrived,
 # and ends at `y`, which is sent. ("The chain rule over ranks", in MORE, does it with one number per layer.)
 #
-# ### Build D: across the cut
+# ### Build D in two rungs: across the cut
 #
 # **D1.** Write `backward_of(x, y, dy)`. It adds the gradients of the stage's weights to their `grad`, as any backward
 # does (`torch.autograd.backward` takes a tensor and its gradient), and returns what the stage before needs. On the last
