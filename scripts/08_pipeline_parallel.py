@@ -263,7 +263,7 @@ checks.gpipe(gpipe, ranks)
 # </details>
 
 # %% [markdown]
-# The white areas are the [**bubble**](../assets/glossary.md#bubble). Count along the last row: it waits for p - 1
+# The white areas of a chart are the [**bubble**](../assets/glossary.md#bubble). Count along its last row: it waits for p - 1
 # forwards of the others, works m micro-batches, and is done p - 1 backwards before rank 0. So everybody works m and
 # waits p - 1, in units of a forward and a backward: the bubble is **(p - 1)/(m + p - 1)** of the time. `simulate` runs
 # your orders by your rules:

@@ -37,7 +37,7 @@ P = 4  # stages of a drawn chart
 
 
 def draws(name, charted):
-    """Make a check draw on rank 0 the chart of the learner's code, or of the lesson's where nothing is written yet.
+    """Make a check draw on rank 0 the chart of the learner's code; what is not attempted is not drawn: it would tell.
 
     `charted(answer)` returns (title, slots, notes, wrong slots); what is wrong is marked only if the check says so.
     """
@@ -46,14 +46,14 @@ def draws(name, charted):
         @functools.wraps(check)
         def and_draw(answer, ranks=None, **given):
             verdict = check(answer, ranks, **given)
+            if verdict == NOT_ATTEMPTED:
+                return verdict
             if ranks is not None and ranks.rank == 0 and joined() is not None:  # a picture lies in the run's folder
-                if verdict == NOT_ATTEMPTED:  # then the check has put the lesson's own in its place
-                    answer = answer.__globals__.get(answer.__name__, answer)
                 try:
                     title, slots, notes, wrong = stopped_after(TIMEOUT_S)(lambda: charted(answer))()
                 except (Exception, SystemExit, NeverEnds):  # noqa: BLE001 - the verdict says what is wrong
                     return verdict
-                wrong = [] if verdict in (CORRECT, NOT_ATTEMPTED) else wrong
+                wrong = [] if verdict == CORRECT else wrong
                 if slots:
                     show(chart([(title, slots, notes)], wrong=wrong), name, f"a row per rank, {title}")
             return verdict
