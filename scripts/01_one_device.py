@@ -87,6 +87,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure.memory_timeline import MemoryTimeline
 
 if sequences % 4:
     refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
@@ -123,11 +124,9 @@ def batch(step=0):
 # %%ranks
 guess_peak = ____  # your turn: type a number
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.measure.memory_timeline import MemoryTimeline
-
-
 def keep_all(block, x_BTD):
     """Run a block in the usual way."""
     return block(x_BTD)
@@ -307,14 +306,12 @@ totals = {"forward": (always, peak), "backward": (peak, end), "optimizer": (end,
 # %%ranks
 from manyhands.plots.memory_stack import memory_stack
 
-for kind, size in mine.items():
-    say(f"{kind:12} {size / 1e6:5.2f} MB by the ledger, {seen.highest(kind) / 1e6:5.2f} measured")
 rest = seen.peak.total - peak
-say(
-    f"peak         {peak / 1e6:5.2f} MB by the ledger, {seen.peak.total / 1e6:5.2f} measured: {rest / 1e6:.2f} are left over"
-)
-say(f"the peak is in '{seen.peak.phase}'")
 if rank == 0:
+    for kind, size in mine.items():
+        say(f"{kind:12} {size / 1e6:5.2f} MB by the ledger, {seen.highest(kind) / 1e6:5.2f} measured")
+    say(f"peak         {peak / 1e6:5.2f} MB by the ledger, {seen.peak.total / 1e6:5.2f} measured")
+    say(f"left over    {rest / 1e6:5.2f} MB; the peak is in '{seen.peak.phase}'")
     alt = "parameters and optimizer stay, activations rise in forward and fall in backward, gradients rise in backward"
     show(memory_stack(seen.samples, "one training step", totals=totals), "ledger", alt)
 metrics.exact(saved_bytes=seen.highest("activations"))
@@ -519,8 +516,8 @@ assert max((other_P - gradient_P).abs().max() for other_P, _ in found.values()) 
 metrics.exact(recompute_gradient=fingerprint([found["ours"][0]]))
 timelines = {"keep everything": watch_step(keep_all), "ours": watch_step(Recompute.apply)}
 kept = {name: seen.highest("activations") for name, seen in timelines.items()}
-say(f"activations: {kept['keep everything'] / 1e6:.1f} MB, with recomputation {kept['ours'] / 1e6:.1f} MB")
 if rank == 0:
+    say(f"activations: {kept['keep everything'] / 1e6:.1f} MB, with recomputation {kept['ours'] / 1e6:.1f} MB")
     figure = memory_stacks({name: seen.samples for name, seen in timelines.items()})
     show(
         figure,

@@ -123,15 +123,15 @@ def roofline():
         write(axes, 12, place(1, tflops)[1], f"{tflops:,}", ha="right", colour=QUIET)
     for per_byte in (0.1, 1, 10, 100, 1000, 10_000):
         write(axes, place(per_byte, 1)[0], 33.2, f"{per_byte:,g}", colour=QUIET)
-    write(axes, 49, 35.6, "FLOPs per byte", colour=QUIET)
+    write(axes, 49, 35.6, "FLOPs per byte: an addition, and products of two sizes", colour=QUIET)
     write(axes, 2, 6.6, "TFLOP/s", ha="left", colour=QUIET)
     x, y = place(ridge, peak)
     axes.plot([x, x], [y, 31.5], color=EDGE, lw=1.2, ls=(0, (4, 2)))
     write(axes, x + 1, 29.6, f"{ridge:.0f}", ha="left", colour=QUIET)
-    for name, per_byte in (("an addition", 1 / 6), ("a product of 128 x 128", 128 / 3), ("of 4,096 x 4,096", 4096 / 3)):
+    for name, per_byte in (("an addition", 1 / 6), ("128 x 128", 128 / 3), ("4,096 x 4,096", 4096 / 3)):
         x, y = place(per_byte, min(peak, per_byte * memory))
         axes.plot(x, y, "o", color=INK, ms=7, zorder=4)
-        write(axes, x + 1.5, y + 1.9, name, ha="left")
+        write(axes, x + 4, y if y > 12 else 11, name, ha="left")
     return figure
 
 
