@@ -823,7 +823,7 @@ if rank == 0:
 # Once per machine, in a terminal on the login node, and then for every run:
 #
 # ```bash
-# make jobs SITE=perlmutter ACCOUNT=m1234 QUEUE=regular     # or polaris, aurora, frontier, kempner, generic
+# make jobs SITE=perlmutter ACCOUNT=m1234 QUEUE=regular     # a name of jobs/sites, such as lumi
 #
 # sbatch jobs/ddp_shakespeare.slurm       # Slurm: Perlmutter, Frontier
 # qsub jobs/ddp_shakespeare.pbs           # PBS: Polaris, Aurora
