@@ -136,7 +136,7 @@ def test_the_sizes_figure_counts_devices_by_both_units():
     [
         # v counts for interleaved schedules only
         (("1F1B", 4, 8, 3), ["1F1B, p = 4, m = 8: idle 27 %", "holds 4", "holds 3", "holds 2", "holds 1"]),
-        (("Interleaved1F1B", 4, 8, 2), ["Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %", "holds 11/2", "7′"]),
+        (("Interleaved1F1B", 4, 8, 2), ["Interleaved1F1B, p = 4, m = 8, v = 2: idle 16 %", "holds 11/2", "7"]),
         (("Interleaved1F1B", 4, 2, 2),
          ["Interleaved1F1B, p = 4, m = 2, v = 2: idle 56 % (the formula is for m of p or more: 43 %)"]),
     ],
