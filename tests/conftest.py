@@ -162,9 +162,9 @@ def short_run(tmp_path_factory, attendees):
     return run
 
 
-# What runs beside what (`make test` is pytest -n 3): two processes take the lessons, one the even and one the odd; the
-# third meanwhile takes the files that mostly wait, for schedulers, browsers and time-outs; then all take what is left,
-# file by file. Ranks wait half of their time, so that three processes keep two cores busy.
+# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
+# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
+# file. Three processes took 35 minutes where two took 20: ranks of MPI look for messages without a pause.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
@@ -239,9 +239,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class FileByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file, _, test = nodeid.partition("::")
-            lesson = re.search(r"\[(\d\d)_", test) if Path(file).name in LESSONS else None
-            return f"lessons {int(lesson[1]) % 2}" if lesson else Path(file).name
+            file = Path(nodeid.split("::")[0]).name
+            return "lessons" if file in LESSONS else file
 
     config.option.loadscopereorder = False  # as sorted above
     return FileByFile(config, log)
