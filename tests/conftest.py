@@ -164,7 +164,7 @@ def short_run(tmp_path_factory, attendees):
 
 # What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
 # other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
-# file. Three processes took 35 minutes where two took 20: ranks of MPI look for messages without a pause.
+# file.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
