@@ -1739,7 +1739,9 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 # "highest", float32 products do not use TF32, and MFU has a different peak.
 
 # %% [markdown]
-# ## The end (CORE)
+# ## Further reading
+#
+# Papers, and how others count are in the [handbook](../assets/handbook/01_one_device.md#further-reading).
 
 # %%
 # %%ranks

@@ -654,7 +654,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step. Below is the lab, to pick from;
+# Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step. Below is the lab;
 # tables, MPI's names and links are in the [handbook](../assets/handbook/02_collectives.md).
 
 # %% [markdown]
@@ -1615,7 +1615,9 @@ checks.mended_ring(mended_ring, ranks)
 # node's links, and what to look for, is in the [handbook](../assets/handbook/02_collectives.md).
 
 # %% [markdown]
-# ## The end (CORE)
+# ## Further reading
+#
+# In the [handbook](../assets/handbook/02_collectives.md#further-reading).
 
 # %%
 # %%ranks

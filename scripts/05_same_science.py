@@ -1539,6 +1539,11 @@ checks.betrays(betrays, ranks)
 # laptop, to 1e-10; the sequences that were counted beside those that were asked for; a time per step whose *spread*
 # you know, on 1, 2, 4 nodes, before anyone computes an efficiency.
 
+# %% [markdown]
+# ## Further reading
+#
+# The papers behind each rule are in the [handbook](../assets/handbook/05_same_science.md#batch-and-learning-rate).
+
 # %%
 # %%ranks
 metrics.write()

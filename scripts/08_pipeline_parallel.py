@@ -1175,6 +1175,16 @@ card(
     command="sbatch jobs/train.slurm --preset gpt2 --model.no-tie --parallel.strategy fsdp --parallel.pipeline 4",
 )
 
+# %% [markdown]
+# ## On the cluster
+#
+# The command stands in the card. What changes on GPUs, and what to look for, is in the
+# [handbook](../assets/handbook/08_pipeline_parallel.md#on-a-cluster).
+#
+# ## Further reading
+#
+# Papers of the schedules are in the [handbook](../assets/handbook/08_pipeline_parallel.md#further-reading).
+
 # %%
 # %%ranks
 metrics.write()

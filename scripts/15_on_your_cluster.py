@@ -804,7 +804,9 @@ checks.directives(directives, ranks)
 # network; `nvidia-smi` with all GPUs busy; tokens per second that hardly fall from one node to two.
 
 # %% [markdown]
-# ## The end (CORE)
+# ## Further reading
+#
+# Sites' and vendors' pages are in the [handbook](../assets/handbook/15_on_your_cluster.md#further-reading).
 
 # %%
 # %%ranks
