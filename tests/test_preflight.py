@@ -630,6 +630,7 @@ def test_what_is_no_number_of_ranks_is_refused(words, tmp_path, capsys):
     ("now", "said", "well"),
     [
         ("PENDING|(Resources)", "slurm's job 7 was cancelled after 0.1 s: waiting, Resources", False),
+        ("PENDING|(None)", "slurm's job 7 was cancelled after 0.1 s: waiting", False),
         ("", "slurm's job 7: completed; its output is ddp_shakespeare.o7", True),
     ],
 )

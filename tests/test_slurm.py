@@ -6,6 +6,7 @@ in the project's CI, which has it, that is a failure. Jobs are polled: `sbatch -
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -126,6 +127,22 @@ def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_
     assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
     assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, "torchrun")
     assert not [name for name in os.listdir(environ["MANYHANDS_OUTPUTS"]) if name.startswith("PMI")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("limit_s", "said", "well"),
+    [(PATIENCE_S, r"slurm's job \d+: completed.*; its output is ddp_shakespeare\.o\d+", True),
+     (0.5, r"slurm's job \d+ was cancelled after 0\.5 s: .*", False)],
+)  # fmt: skip
+def test_preflight_submits_one_small_job_and_cancels_it_at_its_limit(slurm, short_course, environ, limit_s, said, well):
+    code = f"from manyhands.tools import preflight; print(*preflight.try_queue({limit_s}), sep='|')"
+    environ = environ | {"PYTHONPATH": str(short_course / "scripts")}
+    done = slurm.run(sys.executable, "-c", code, environ=environ, cwd=short_course, timeout_s=PATIENCE_S + 60)
+    sentence, _, went_well = done.stdout.strip().splitlines()[-1].rpartition("|")
+    assert re.fullmatch(said, sentence) and went_well == str(well), done.stdout + done.stderr
+    number = re.search(r"\d+", sentence)[0]
+    assert slurm.wait(int(number)) == ("COMPLETED" if well else "CANCELLED")
 
 
 @pytest.mark.lesson

@@ -231,7 +231,7 @@ class SlurmJob(Job):
             fields = dict(word.partition("=")[::2] for word in said.split())
             state, code = fields["JobState"], fields.get("ExitCode")
         if state in ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED"):
-            return "waiting", place.strip("()")
+            return "waiting", place.strip("()").removeprefix("None")  # Slurm has not looked at it yet
         if place or state in ("RUNNING", "COMPLETING"):
             return "running", place
         if state == "COMPLETED":
