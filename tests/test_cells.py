@@ -9,7 +9,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from manyhands.launch import join, launchers, settings
 from manyhands.launch import ranks as who
 from manyhands.launch.allocation import RanksError
-from manyhands.notebook import cell, engine, engine_processes, magic
+from manyhands.notebook import cell, engine, engine_processes, magic, rank_pool
 
 
 @pytest.fixture
@@ -240,3 +240,18 @@ def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop
         "The square button above stops the cell; otherwise it is stopped after 60 s.",
     ]
     assert "rank 0: waiting in recv, line 4" in shown[1]["text/html"]
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_ranks_that_take_long_to_start_say_for_how_many_seconds_where_somebody_watches(monkeypatch, capsys, live):
+    shown, now = [], [0.0]
+    monkeypatch.setenv("MANYHANDS_LIVE", "1" if live else "0")
+    monkeypatch.setattr(rank_pool.time, "monotonic", lambda: now[0])
+    line = types.SimpleNamespace(update=lambda page, raw: shown.append(page["text/plain"]))
+    monkeypatch.setattr(rank_pool, "display", lambda page, **_: line.update(page, raw=True) or line)
+    starting = rank_pool.Starting(4)
+    for now[0] in (0.5, 1.9, 2.0, 2.5, 3.1):
+        starting.tell()
+    starting.show("4 ranks")
+    said = ["starting 4 ranks: 2 s", "starting 4 ranks: 3 s", "4 ranks"]
+    assert (shown, capsys.readouterr().out) == ((said, "") if live else ([], "4 ranks\n"))

@@ -104,8 +104,8 @@ def engine_launcher(allocation, n, mpi):
 class Processes:
     """Controller, n engines and the watchdog; `stop` leaves none of them."""
 
-    def __init__(self, n, allocation, mpi):
-        self.n, self.allocation = n, allocation
+    def __init__(self, n, allocation, mpi, on_wait=lambda: None):
+        self.n, self.allocation, self.on_wait = n, allocation, on_wait
         self.launcher = engine_launcher(allocation, n, mpi)
         self.mark = secrets.token_hex(8)
         if self.launcher is None and allocation.num_nodes > 1:
@@ -199,6 +199,7 @@ class Processes:
                     f"{late()} within {limit}; run `make doctor`, or start fewer with n_ranks. "
                     + "\n".join([f"What was printed{starter}:", *(printed or ["nothing"])])
                 )
+            self.on_wait()
             time.sleep(0.02)
 
     def _died(self):

@@ -15,6 +15,8 @@ import socket
 import threading
 import time
 
+from IPython.display import display
+
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.machine import login_node
@@ -63,13 +65,13 @@ class RankPool:
 
     def start(self, quiet=False):
         """Start controller and engines, give each its rank, push the parameters."""
-        began = time.monotonic()
+        started = Starting(self.world_size)
         if self.mpi and engine_launcher(self.allocation, self.world_size, True) is None:
             self.mpi = False
             print("No mpiexec here: the ranks start without MPI;\ncells that need MPI say so.")
         for tries_left in (2, 1, 0):
             self.control, self.joined = None, False
-            self.processes = Processes(self.world_size, self.allocation, self.mpi)
+            self.processes = Processes(self.world_size, self.allocation, self.mpi, started.tell)
             atexit.register(self.stop)
             try:
                 self._connect()
@@ -83,8 +85,8 @@ class RankPool:
             kind = "MPI" if self.mpi else "no MPI"
             nodes = self.allocation.num_nodes
             place = "this machine" if nodes == 1 else f"{nodes} nodes"
-            took = f", after {time.monotonic() - began:.0f} s" if settings.live() else ""
-            print(f"{self.world_size} ranks on {place} ({kind}){took}. %%ranks runs a cell on all.")
+            took = f", after {started.seconds():.0f} s" if settings.live() else ""
+            started.show(f"{self.world_size} ranks on {place} ({kind}){took}. %%ranks runs a cell on all.")
 
     def _connect(self):
         import ipyparallel
@@ -206,6 +208,31 @@ class RankPool:
         answers = [view.apply_async(engine.join_again, number) for view in self.views]
         patience_s = 20 * settings.patience()
         return any([answer.get(timeout=patience_s) for answer in answers])
+
+
+class Starting:
+    """One line on the screen while `n` ranks start: after two seconds for how long, at the end what there is."""
+
+    def __init__(self, n):
+        self.n, self.began, self.said, self._line = n, time.monotonic(), 1, None
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def tell(self):
+        """Say the seconds, once in each. Nothing is said where the output is stored."""
+        if settings.live() and self.seconds() >= self.said + 1:
+            self.said = int(self.seconds())
+            self.show(f"starting {self.n} ranks: {self.said} s", stays=False)
+
+    def show(self, text, stays=True):
+        """Put `text` into the line; text that stays is printed where there is no line yet."""
+        if self._line is None and stays:
+            print(text)
+        elif self._line is None:
+            self._line = display({"text/plain": text}, raw=True, display_id=True)
+        else:
+            self._line.update({"text/plain": text}, raw=True)
 
 
 class ControlLines:
