@@ -6,26 +6,29 @@
     python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
         --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
     python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
-    python scripts/plan.py --preset mixtral-8x7b --gpus 64 --global-batch 64                  # experts, long sequences
+    python scripts/plan.py --preset llama3-405b --gpus 16384 --global-batch 2048              # as Megatron-LM would do
+    python scripts/plan.py --preset deepseek-v3 --gpus 2048 --global-batch 15360 --fp8        # experts, 8 bits
     python scripts/plan.py --preset olmo-7b --gpus 64 --experts 8 --top-k 2 --capacity-factor 1.25
     python scripts/plan.py --published --plot published.png                               # held against published runs
     python scripts/plan.py --machines                                                     # the table, with its sources
 
 You see a table of ways to split the GPUs: bytes per GPU, bytes that a GPU sends inside its node and between nodes
 ("in", "out"), the pipeline's bubble, predicted time of a step and MFU; what each pipeline schedule would make of it;
-why the others are refused, with the numbers; the assumption that the first row hangs on most; and the `train.py`
-command and job lines for it. "micro 8x4" is 8 micro-batches of 4 sequences. Names of what data-parallel ranks share:
-replicas (DDP), zero1 (optimizer), zero2 (FSDP that keeps weights gathered for the step), zero3 (FSDP), hybrid (zero3
-within a node, replicas between), offload (zero3, at rest in the host's memory). "context 4": 4 ranks share each
-sequence, by ring attention with zig-zag shares; for weights they are data ranks. "experts over 8": each of 8 data ranks
-has an eighth of the experts. train.py has no experts, and its `--parallel.context` holds scores that are not planned:
-then the command is of the first row without either, if there is one.
+why the others are refused, with the numbers; and the assumption that the first row hangs on most. "micro 8x4" is 8
+micro-batches of 4 sequences; "interleaved 8" means 8 stages per rank. Names of what data-parallel ranks share:
+replicas (DDP), zero1 (optimizer), zero2 (gradients as well; weights stay gathered for the step), zero3 (weights as
+well: FSDP), hybrid (zero3 within a node, replicas between), offload (zero3, at rest in the host's memory). "context
+4": 4 ranks share each sequence. "experts over 8": each of 8 ranks has an eighth of the experts.
 
-Everything is planned in bf16 with AdamW, as train.py runs it. Bytes are exact formulas, held to real ranks by tests,
-or, for context ranks and experts, to counts by hand; times are a model with two constants fitted on published runs:
-`--published` shows how far off it is. Not planned: V-shaped schedules, CPUs, and strategies without formulas, which
-the last line names. Nothing here needs torch or a GPU. Status 1: nothing fits, and the smallest
-number of GPUs that would; status 2: the question makes no sense, with the cure.
+Two programs can be asked for. `--program train.py` plans the course's trainer and prints its command: its bytes are
+exact formulas, held to real ranks by tests. `--program megatron` plans what Megatron-LM or torchtitan would do: bf16
+weights, fused kernels, long sequences over nodes, experts, fp8. A GPT is planned for train.py, any other model for
+megatron. Times are a model with a few constants, fitted on five published runs; `--published` shows how far off it is
+on all others, and where the layout that people ran stands among those that are found here.
+
+Not planned: V-shaped schedules, CPUs, and strategies without formulas, which the last line names. Nothing here needs
+torch or a GPU. Status 1: nothing fits, and the number of GPUs on which something would; status 2: the question makes no
+sense, with the cure.
 """
 
 import json
@@ -41,9 +44,10 @@ from manyhands.launch.flags import Flags
 from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
 from manyhands.predict.models import MODELS, PlannedModel, preset_model
-from manyhands.predict.planner import plan
+from manyhands.predict.planner import TODAY, plan, program_for
 
 NOTHING_FITS, SENSELESS = 1, 2
+PROGRAMS = {"train.py": None, "megatron": TODAY}  # see manyhands.predict.megatron
 SIZES = {"vocab": "vocab_size", "positions": "block_size", "layers": "n_layer", "heads": "n_head", "width": "n_embd"}
 MORE_SIZES = {"kv_heads": "n_kv_head", "hidden": "n_hidden"}
 # {flag: (field of a Machine, what one of its unit is)}
@@ -79,6 +83,8 @@ def read(argv):
         machine.add_argument(f"--{flag.replace('_', '-')}", type=int if flag == "gpus_per_node" else float)
     machine.add_argument("--gpus", type=int, default=8, help="how many (default: 8)")
     layouts = parser.add_argument_group("which layouts")
+    layouts.add_argument("--program", choices=PROGRAMS, help="that trains (default: train.py if it has the model)")
+    layouts.add_argument("--fp8", action="store_true", help="linear layers multiply in 8 bits (megatron)")
     layouts.add_argument("--no-offload", action="store_true", help="do not consider the host's memory")
     layouts.add_argument("--schedule", choices=SCHEDULES, help="of pipelines; left out: each of them is tried")
     layouts.add_argument(
@@ -111,7 +117,14 @@ def question_of(args):
         if args.preset not in PRESETS:
             raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")
         batch = from_preset(args.preset).train.global_batch
-    return Question(model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context)
+    program = program_for(model) if args.program is None else PROGRAMS[args.program]
+    if args.fp8:
+        if program is None:
+            raise ValueError("train.py has no fp8; add --program megatron, or leave --fp8 out")
+        if machine.best_fp8_flops is None:
+            raise ValueError(f"machine {machine.name} has no best_fp8_flops; leave --fp8 out")
+        program = replace(program, fp8=True)
+    return Question(model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context, program)
 
 
 def _model(args):

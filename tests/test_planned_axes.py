@@ -67,13 +67,14 @@ def test_attention_costs_a_context_rank_its_share_of_the_whole_and_hides_the_rin
     one, alone = candidate("zero3 2 x context 4", LONG, 8), candidate("zero3 8", LONG, 8)
     shared, whole = work_of(LONG, one), work_of(LONG, alone)
     assert shared.layers_flops * 4 == whole.layers_flops, "every query meets every key, wherever they are"
-    hidden = step_time(shared, H100)
+    free = Assumptions(taken=0.0)
+    hidden = step_time(shared, H100, free)
     bare = step_time(shared, H100, Assumptions(overlap=False))
-    assert hidden.context_s == 0 < bare.context_s
+    assert hidden.context_s == 0 < step_time(shared, H100).context_s < bare.context_s
     slow = dataclasses.replace(H100, inside_bytes_per_s=5e9)
-    waited, link = step_time(shared, slow).context_s, sum(m.sent.inside for m in messages(hidden, "context"))
+    waited, link = step_time(shared, slow, free).context_s, sum(m.sent.inside for m in messages(hidden, "context"))
     attention_flops = sum(m.behind_flops for m in shared.messages if m.axis == "context")
-    attention_s = attention_flops / (H100.peak_flops * Assumptions().matmul_share)
+    attention_s = attention_flops / (H100.matmul_flops * Assumptions().matmul_share)
     assert waited == pytest.approx(link / (5e9 * LINK_SHARE) - attention_s, rel=0.01)
 
 

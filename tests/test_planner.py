@@ -272,7 +272,12 @@ def test_what_overlaps_is_hidden_and_what_does_not_is_not():
     work = planned_work(model, candidate.layout, candidate.options)
     quick, late = step_time(work, H100), step_time(work, slow)
     sent = sum(m.payload_bytes for m in late.messages) * 15 / 16 / (1e9 * LINK_SHARE)
-    assert quick.data_s < 0.05 * quick.total_s and late.data_s > 0.5 * sent
+    assert late.data_s > 0.5 * sent
+    # what is hidden takes its share of the GPU
+    free = step_time(work, H100, Assumptions(taken=0.0))
+    hidden_s = sum(m.payload_bytes for m in quick.messages) * 15 / 16 / Group(H100, 16).bytes_per_s
+    assert free.data_s < 0.05 * free.total_s
+    assert quick.data_s - free.data_s == pytest.approx(hidden_s * 0.15 / 0.85, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +313,9 @@ def test_slow_links_between_nodes_move_the_plan_to_less_traffic_between_nodes(ol
 def test_the_weakest_assumption_is_the_one_that_costs_most(olmo):
     question, found = olmo
     sentence, seconds = weakest_assumption(question, found.best)
-    assert sentence.startswith("matrix products attain 67% of the peak") and seconds > 1.2 * found.best.step_s
+    assert (
+        sentence.startswith("matrix products reach 77% of a GPU's best product") and seconds > 1.2 * found.best.step_s
+    )
     machine = dataclasses.replace(H100, inside_bytes_per_s=2e9, between_bytes_per_s=1e9)
     slow = dataclasses.replace(question, machine=machine)
     assert re.search("messages|collectives", weakest_assumption(slow, plan(slow).best)[0])
@@ -336,7 +343,11 @@ def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
 
 def test_models_of_the_table_have_the_parameters_that_their_authors_state():
     billions = {"llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70}
-    assert {name: round(model.num_params() / 1e9, 2) for name, model in OTHERS.items()} == billions
+    found = {name: round(model.num_params() / 1e9, 2) for name, model in OTHERS.items()}
+    assert billions.items() <= found.items()
+    # by near sizes
+    assert found["nemotron-4-340b"] == pytest.approx(341, rel=0.01)
+    assert found["deepseek-v3"] == pytest.approx(671, rel=0.06)
 
 
 def test_every_machine_names_sources_and_a_site_that_there_is():

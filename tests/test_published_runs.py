@@ -3,8 +3,19 @@
 import re
 
 import pytest
-from manyhands.predict import published_runs, step_time
-from manyhands.predict.published_runs import FITTED_ON, RUNS, fit, predicted_tflops, published_work, residual, summary
+from manyhands.predict import published_runs
+from manyhands.predict.megatron import bytes_held
+from manyhands.predict.published_runs import (
+    FITTED_ON,
+    RUNS,
+    choice,
+    fit,
+    predicted_tflops,
+    published_work,
+    residual,
+    summary,
+)  # fmt: skip
+from manyhands.predict.step_time import Assumptions
 
 BY_NAME = {run.name: run for run in RUNS}
 
@@ -48,18 +59,41 @@ def test_seconds_of_mt_nlg_are_its_tflops_with_recomputation(run):
 
 
 def test_every_run_has_a_source_that_one_can_open_and_says_what_was_checked_and_assumed():
-    assert len(RUNS) == 20 and len(BY_NAME) == 20
+    assert len(RUNS) == 44 and len(BY_NAME) == 44
     for run in RUNS:
         assert re.search(r"arXiv:\d{4}\.\d{5}|https://", run.source)
         assert len(run.checked) > 20 and run.assumed
+        assert sum(speed is not None for speed in (run.tflops, run.seconds, run.tokens_per_s)) == 1
+        split = run.split
+        assert split.gpus == run.gpus and run.global_batch % (split.data * split.micro_batch) == 0
+        assert bytes_held(run.model, split, run.global_batch, run.program).on_gpu < run.machine.memory_bytes
 
 
-def test_the_two_constants_are_what_two_runs_give():
+@pytest.mark.parametrize("run", runs_of("MosaicML"), ids=lambda run: run.name)
+def test_a_row_of_mosaicml_agrees_with_its_own_columns(run):
+    model, parameters = run.model, run.check["parameters"]
+    assert model.num_params() == pytest.approx(parameters, rel=0.01)  # it has no biases
+    flops = 6 * parameters + 12 * model.n_layer * model.n_embd * model.block_size  # as its page counts them
+    assert flops * run.tokens_per_s / 1e12 == pytest.approx(run.check["TFLOP/s"], rel=0.003)
+
+
+@pytest.mark.parametrize(("words", "peak"), [("2407.21783", 989.4), ("Nemotron", 989.4)])
+def test_the_speed_of_a_row_is_its_mfu(words, peak):
+    for run in runs_of(words):
+        assert run.published / peak * 100 == pytest.approx(run.check["MFU in percent"], abs=0.7)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("DeepSeek-V3", 671), ("Nemotron-4 340B", 341), ("Mixtral 8x7B", 46.7)])
+def test_a_model_that_is_planned_by_near_sizes_has_its_parameters(name, billions):
+    assert BY_NAME[name].model.num_params() / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_the_constants_are_what_their_runs_give():
     found = fit()
-    assert found.matmul_share == pytest.approx(step_time.MATMUL_SHARE, abs=0.001)
-    assert found.memory_passes == pytest.approx(step_time.MEMORY_PASSES, abs=0.01)
+    for key in filter(None, FITTED_ON.values()):
+        assert getattr(found, key) == pytest.approx(getattr(Assumptions(), key), rel=0.005), key
     for name in FITTED_ON:
-        assert abs(residual(BY_NAME[name], found)) < 1e-6
+        assert abs(residual(BY_NAME[name], found)) < 1e-3, name
 
 
 def test_only_the_fitted_runs_decide_the_constants(monkeypatch):
@@ -69,14 +103,26 @@ def test_only_the_fitted_runs_decide_the_constants(monkeypatch):
     assert fit() == before
 
 
-def test_runs_are_predicted_within_the_bounds_that_the_report_shows():
-    middle, worst = summary(runs_of("2104.04473"))
-    assert middle < 0.04 and worst < 0.07
-    assert summary(runs_of("2205.05198"))[1] < 0.12
-    assert summary(runs_of("2407.21783"))[1] < 0.10
-    assert summary(runs_of("BigScience"))[1] < 0.10
+def test_runs_that_decide_no_constant_are_predicted_within_25_percent_and_half_of_them_within_10():
+    middle, worst = summary(list(RUNS))
+    assert middle < 0.10 and worst < 0.25
+    assert summary(runs_of("2104.04473"))[1] < 0.07 and summary(runs_of("2407.21783"))[1] < 0.05
     # DeepSpeed's pipeline is slower than this model of it: said by the report, and not mended by a constant of its own
     assert 0.15 < summary(runs_of("2201.11990"))[0] < 0.26
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_what_people_ran_is_what_the_planner_would_choose_or_the_table_says_why_not(run):
+    made = choice(run)
+    assert (made.slower > 1.15) == bool(run.exception), f"{made.slower:.2f}: {made.first.name}"
+
+
+def test_of_llama_3_the_planner_recommends_the_very_layout():
+    first = choice(BY_NAME["Llama 3 405B, 16384 GPUs"]).first
+    assert (first.name, first.checkpointing) == ("zero1 128 x tensor 8 x pipeline 16", "selective")
+    assert first.layout.stages_per_rank == 8 and 0.38 < first.mfu < 0.43
+    assert choice(BY_NAME["Llama 3 405B, 131,072 positions"]).first.layout.context >= 16
+    assert choice(BY_NAME["DeepSeek-V3"]).first.layout.expert >= 8
 
 
 def test_the_fitted_runs_are_left_out_of_the_summary():

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from manyhands.config import wrapping as wrapping_rule
 from manyhands.config.options import Options
 from manyhands.parallel.ddp import NoParallel
 
@@ -66,17 +67,17 @@ def _keeps_gathered(options):
 
 def units(model: Any, wrapping: str) -> list[list[nn.Module]]:
     """The units of `model` but the root, innermost first: lists of modules. `layout` has refused unknown wrappings."""
-    kind, _, count = wrapping.partition(":")
+    kind, count = wrapping_rule.parsed(wrapping)
     blocks = list(model.blocks.values() if hasattr(model.blocks, "values") else model.blocks)
     if kind == "size":
-        large: list[nn.Module] = []
-        _collect_by_size(model, int(count), large)
-        found = [[module] for module in large if module is not model]
+        modules = {tuple(name.split(".")) * bool(name): module for name, module in model.named_modules()}
+        own = {path: sum(p.numel() for p in module.parameters(recurse=False)) for path, module in modules.items()}
+        lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+        found = [[modules[path]] for path in wrapping_rule.units_of_size(own, count, lists) if path]
     else:
-        step = int(count) if kind == "block_group" else 1
-        found = [blocks[i : i + step] for i in range(0, len(blocks), step)]
+        found = [blocks[i : i + count] for i in range(0, len(blocks), count)]
         if kind == "block_and_size":
-            found += [[getattr(model, name)] for name in ("tokens", "head") if hasattr(model, name)]
+            found += [[getattr(model, name)] for name in wrapping_rule.OUTSIDE if hasattr(model, name)]
     if is_tied(model):  # one weight cannot be in two units
         apart = [unit for unit in found if unit not in ([model.tokens], [model.head])]
         found = apart + [[model.tokens, model.head]] if len(apart) < len(found) else found
@@ -97,16 +98,6 @@ def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Paramete
 def is_tied(model: Any) -> bool:
     """Whether token embedding and head are one weight."""
     return hasattr(model, "tokens") and hasattr(model, "head") and model.head.weight is model.tokens.weight
-
-
-def _collect_by_size(module, least, found):
-    """Append modules of at least `least` parameters to `found`, inner ones first; returns how many are left over."""
-    left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-    left += sum(_collect_by_size(child, least, found) for child in module.children())
-    if left < least or isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # lists are never called
-        return left
-    found.append(module)
-    return 0
 
 
 class Sharded(NoParallel):

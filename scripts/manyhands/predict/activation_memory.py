@@ -68,8 +68,8 @@ def _numbers(model):
     return {
         "norms": N * 2 * (D + statistics),
         "qkv": N * D,
-        "attention": N * (D + 2 * model.kv_width),
-        "attention out": N * D,
+        "attention": N * (model.attention_width + 2 * model.kv_width),
+        "attention out": N * model.attention_width,
         "mlp up": N * D * routed,
         "gelu": N * gelu * routed,
         "mlp down": N * M * routed,

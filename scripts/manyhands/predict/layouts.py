@@ -5,9 +5,9 @@
 
 A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule
 and activation checkpointing. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory),
-Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank; micro-batches of a power of two; one
-GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they cost nothing more and
-save memory.
+Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank up to a stage per layer; micro-batches
+of a power of two; one GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they
+cost nothing more and save memory.
 
 Context ranks share each sequence, as in `train.py`: a rank has two of 2 c equal pieces of it, one from the front and
 one from the back (zig-zag), so that all have as much attention to do under the causal mask. For all that is about
@@ -28,6 +28,7 @@ from manyhands.config.layout import Layout, LayoutError, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, Options, ParallelOptions, from_preset
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.machines import Machine
+from manyhands.predict.megatron import Program
 from manyhands.predict.memory import STATES
 from manyhands.predict.models import PlannedModel, share_of
 from manyhands.predict.traffic import OF_DATA
@@ -94,6 +95,7 @@ class Question:
     schedule: str | None = None  # of pipelines, a key of SCHEDULES; none: each of them is tried
     # ranks that share a sequence; none: powers of two, for sequences of LONG positions and more
     context: int | None = None
+    program: Program | None = None  # that trains: none is train.py; see `megatron` for others
 
     def __post_init__(self):
         for fault in self._faults():
@@ -230,9 +232,11 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
     if model.n_kv_head != model.n_head and model.n_kv_head % split.tensor:
         sentence = f"{model.n_kv_head} key-value heads do not split over {split.tensor} tensor ranks"
         return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
-    schedules = ("1F1B",)
+    schedules = [("1F1B", 1)]
     if split.pipeline > 1:
-        schedules = SCHEDULES if question.schedule is None else (question.schedule,)
+        names = SCHEDULES if question.schedule is None else (question.schedule,)
+        deep = [stages for stages in divisors(model.n_layer // split.pipeline) if stages > 2]
+        schedules = [(name, stages) for name in names for stages in (SCHEDULES[name], *deep * (SCHEDULES[name] > 1))]
     variants, refused, share = [], "", share_of(model, split.context)
     # powers of two that divide a data rank's share; resolve_layout refuses one that is no whole number
     most, own = min(most_micro_batch, MOST_TOKENS // share.block_size), question.global_batch // split.data
@@ -240,8 +244,8 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
     batches = [2**i for i in range(max(1, most.bit_length())) if own % 2**i == 0] if whole else [1]
     ways = product(batches, schedules, checkpointing)
     # more stages than layers are refused in any way
-    for micro_batch, schedule, kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
-        options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, kind)
+    for micro_batch, (schedule, stages), kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
+        options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, stages, kind)
         try:
             layout = resolve_layout(options, share, question.gpus // split.context)
         except LayoutError as error:
@@ -252,7 +256,7 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
     return Family(name, tuple(variants), "" if variants else refused)
 
 
-def _options(question, how, split, micro_batch, schedule, checkpointing):
+def _options(question, how, split, micro_batch, schedule, stages, checkpointing):
     positions, tensor = question.model.block_size // split.context, split.tensor
     parallel = ParallelOptions(
         strategy=how.strategy,
@@ -262,6 +266,7 @@ def _options(question, how, split, micro_batch, schedule, checkpointing):
         sequence_parallel=tensor > 1 and positions % tensor == 0,
         loss_parallel=tensor > 1 and split.pipeline == 1,
         schedule=schedule,
+        stages_per_rank=stages if stages > 2 else None,  # none: what the schedule needs
         activation_checkpointing=checkpointing,
         **how.options,
     )

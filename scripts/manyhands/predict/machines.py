@@ -41,7 +41,7 @@ class Machine:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
-    peak_flops: float  # dense bf16 matrix products, FLOP/s
+    peak_flops: float  # dense bf16 matrix products, FLOP/s, as the vendor states it
     # a vendor's GB, taken as 10^9 bytes: devices have 7 % more, which is left to the context, NCCL and the allocator
     memory_bytes: float
     memory_bytes_per_s: float  # of the GPU's own memory
@@ -49,8 +49,15 @@ class Machine:
     between_bytes_per_s: float  # a GPU's share of what its node can send to other nodes, one direction
     gpus_per_node: int
     host_bytes_per_s: float  # a GPU to the host's memory, one direction
+    best_share: float = 0.869  # of the peak that a product of the best shape reaches, measured; an A100's
+    best_fp8_flops: float | None = None  # that one in 8 bits reaches, measured; none: the GPU has no such products
     site: str = "generic"  # whose job directives fit: see jobs/sites
     sources: tuple[str, ...] = ()
+
+    @property
+    def matmul_flops(self) -> float:
+        """What a bf16 product reaches at best, FLOP/s."""
+        return self.peak_flops * self.best_share
 
     def __post_init__(self):
         for name, value in vars(self).items():

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from manyhands.config.options import OptionError
 from manyhands.config.strategies import STRATEGIES
+from manyhands.config.wrapping import OUTSIDE, parsed, units_of_size
 from manyhands.predict.activation_memory import PRECISION_BYTES, activation_bytes, sequences_at_once, weight_bytes
 from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
@@ -254,18 +255,17 @@ def fsdp_units(
     """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which may have nothing left."""
     layer = model.layer_weights(model.n_expert // expert)
     around = model.front_weights() * is_first + model.back_weights() * is_last
-    kind, _, count = wrapping.partition(":")
+    kind, count = parsed(wrapping)
     if kind == "size":
-        inner, of_root = _units_of_size(layer, int(count), is_layer=True)
-        outer, left = _units_of_size(around, int(count), is_layer=False)
+        inner, of_root = _by_size(layer, count, is_layer=True)
+        outer, left = _by_size(around, count, is_layer=False)
         units = [(layers, *unit) for unit in inner] + [(1, *unit) for unit in outer]
         around = of_root * layers + left
     else:
-        step = int(count) if kind == "block_group" else 1
-        units = [(layers // step, layer * step), (1, layer * (layers % step))]
+        units = [(layers // count, layer * count), (1, layer * (layers % count))]
         if kind == "block_and_size":
-            units += [(1, [w for w in around if w.module == name]) for name in ("tokens", "head")]
-            around = [w for w in around if w.module not in ("tokens", "head")]
+            units += [(1, [w for w in around if w.module == name]) for name in OUTSIDE]
+            around = [w for w in around if w.module not in OUTSIDE]
         units = [(times, own, own) for times, own in units if times and own]
     return [
         Unit(times, *([weight.of_tensor_rank(tensor) for weight in weights] for weights in both))
@@ -273,25 +273,18 @@ def fsdp_units(
     ]
 
 
-def _units_of_size(weights, least, is_layer):
-    """([(weights of a unit, and those of the units around it)], weights in no unit).
-
-    Units are modules of `least` parameters or more that are in no unit further inside: the innermost first.
-    """
-
-    def inside(weight, module):
-        return tuple(weight.module.split("."))[: len(module)] == module
-
-    paths = [weight.module.split(".") for weight in weights]
-    modules = {tuple(path[:depth]) for path in paths for depth in range(0 if is_layer else 1, len(path) + 1)}
-    found, left = {}, weights
-    for module in sorted(modules, key=lambda path: (-len(path), path)):
-        own = [weight for weight in left if inside(weight, module)]
-        if sum(weight.numel for weight in own) >= least:
-            found[module] = own
-            left = [weight for weight in left if not inside(weight, module)]
-    nested = {module: [w for other in found if other == module[: len(other)] for w in found[other]] for module in found}
-    return [(own, nested[module]) for module, own in found.items()], left
+def _by_size(weights, least, is_layer):
+    """([(weights of a unit, and those of the units around it)], weights in no unit)."""
+    paths = [tuple(weight.module.split(".")) for weight in weights]
+    # with the modules around them, and the layer itself; outside the layers that would be the root
+    own = {path[:depth]: 0 for path in paths for depth in range(0 if is_layer else 1, len(path) + 1)}
+    for path, weight in zip(paths, weights, strict=True):
+        own[path] += weight.numel
+    units = units_of_size(own, least)
+    found = {unit: [w for w, path in zip(weights, paths, strict=True) if path in units[unit]] for unit in units}
+    nested = {unit: [w for other in found if other == unit[: len(other)] for w in found[other]] for unit in found}
+    left = [w for w, path in zip(weights, paths, strict=True) if not any(path in inside for inside in units.values())]
+    return [(own, nested[unit]) for unit, own in found.items()], left
 
 
 def _deepspeed(share, layout, storage):

@@ -64,6 +64,7 @@ class PlannedModel:
     top_k: int = 1  # of which each token passes through so many
     # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
     capacity: float | None = None
+    head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
 
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
@@ -78,7 +79,7 @@ class PlannedModel:
                 yield f"{name}={value} is too small; use at least 1"
         if self.style not in ("gpt", "llama"):
             yield f"style={self.style!r} is unknown; use gpt or llama"
-        if self.n_embd % H:
+        if self.n_embd % H and self.style == "gpt":
             yield f"n_embd={self.n_embd} does not split over {H} heads; use a multiple of {H}"
         if H % K:
             yield f"{H} heads do not split over {K} key-value heads; use a divisor of {H}"
@@ -96,7 +97,12 @@ class PlannedModel:
     @property
     def kv_width(self) -> int:
         """Numbers of a token's key, over all key-value heads."""
-        return self.n_embd // self.n_head * self.n_kv_head
+        return self.attention_width // self.n_head * self.n_kv_head
+
+    @property
+    def attention_width(self) -> int:
+        """Numbers of a token's query, over all heads: D, unless `head_dim` says another width."""
+        return self.n_embd if self.head_dim is None else self.head_dim * self.n_head
 
     @property
     def routed(self) -> int | float:
@@ -105,10 +111,10 @@ class PlannedModel:
 
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
         """Of one layer, in the order of `GPT.parameters()`, with so many of its experts; none: with all."""
-        D, kv, llama = self.n_embd, self.kv_width, self.style == "llama"
+        D, kv, wide, llama = self.n_embd, self.kv_width, self.attention_width, self.style == "llama"
         norms = [[Weight(name, (D,))] * (1 if llama else 2) for name in ("norm_1", "norm_2")]
         if llama:
-            linears = [("q", (D, D), 0), ("k", (kv, D), 0), ("v", (kv, D), 0), ("out", (D, D), 1)]
+            linears = [("q", (wide, D), 0), ("k", (kv, D), 0), ("v", (kv, D), 0), ("out", (D, wide), 1)]
         else:
             linears = [("qkv", (3 * D, D), 0), ("out", (D, D), 1), ("out", (D,), None)]
             linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
@@ -170,7 +176,7 @@ class PlannedModel:
 
     def attention_flops(self) -> int:
         """Of them, what attention multiplies beside its linear layers: scores, and their product with V."""
-        return 4 * self.n_embd * self.block_size
+        return 4 * self.attention_width * self.block_size
 
     def head_flops(self) -> int:
         """Of the head per token, forward."""

@@ -16,8 +16,20 @@ axes in `traffic.OF_AXIS`; `step_time` turns them into seconds, one field of Ste
 from dataclasses import dataclass, replace
 
 from manyhands.config.layout import SPLIT_BACKWARD
-from manyhands.predict.layouts import CHECKPOINTING, SCHEDULES, SHARINGS, Candidate, Question, divisors, families
+from manyhands.predict import megatron_layouts
+from manyhands.predict.layouts import (
+    CHECKPOINTING,
+    SCHEDULES,
+    SHARINGS,
+    Candidate,
+    PlannedLayout,
+    Question,
+    divisors,
+    families,
+)  # fmt: skip
+from manyhands.predict.megatron import TODAY, Program, Split, work_of
 from manyhands.predict.memory import RankBytes, bytes_per_rank, state_of_rank
+from manyhands.predict.models import PlannedModel
 from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
 
 CLOSE = 1.05
@@ -31,12 +43,13 @@ class Plan(Candidate):
 
     held: RankBytes
     time: StepTime
+    split: Split | None  # of another program than train.py: its layout; `options` are then those of `base` alone
     mfu: float  # model FLOPs per second over the peak of all GPUs
     tokens_per_s: float  # of all GPUs together
 
     @property
     def name(self) -> str:
-        return str(self)
+        return megatron_layouts.name_of(self.split) if self.split else str(self)
 
     @property
     def step_s(self) -> float:
@@ -50,15 +63,17 @@ class Plan(Candidate):
     @property
     def micro(self) -> str:
         """Micro-batches and their sequences, "8x4"."""
-        return f"{self.layout.micro_batches}x{self.micro_batch}"
+        return f"{self.layout.micro_batches}x{self.split.micro_batch if self.split else self.micro_batch}"
 
     @property
     def schedule(self) -> str:
+        if self.split:
+            return "Interleaved1F1B" if self.split.stages_per_rank > 1 else self.split.schedule
         return self.options.parallel.schedule
 
     @property
     def checkpointing(self) -> str:
-        return self.options.parallel.activation_checkpointing
+        return self.split.checkpointing if self.split else self.options.parallel.activation_checkpointing
 
     def complexity(self) -> tuple:
         """For `sorted`: the simplest plan first."""
@@ -66,8 +81,9 @@ class Plan(Candidate):
         axes = sum(getattr(layout, axis) > 1 for axis in ("tensor", "pipeline", "context", "expert", "data"))
         kind = list(SHARINGS).index(self.sharing)
         again, schedule = CHECKPOINTING.index(self.checkpointing), list(SCHEDULES).index(self.schedule)
-        # context ranks come last: there is no command for them
-        return layout.context > 1, axes, kind, again, schedule, self.held.on_gpu, self.step_s
+        # context ranks come last: train.py's ring needs more than is planned
+        last = layout.context > 1 and self.split is None
+        return last, axes, kind, again, schedule, layout.stages_per_rank, self.held.on_gpu, self.step_s
 
 
 @dataclass(frozen=True)
@@ -92,8 +108,15 @@ class Answer:
         return next((one for one in self.ranked if not not_trained(self.question, one)), None)
 
 
+def program_for(model: PlannedModel) -> Program | None:
+    """What would train a model: train.py its own GPT (None), a program of Megatron-LM's kind all others."""
+    return None if model.style == "gpt" and model.n_expert == 1 else TODAY
+
+
 def not_trained(question: Question, candidate: Candidate) -> str:
     """Why train.py cannot run a plan, in a sentence; "" where it can."""
+    if question.program is not None:
+        return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
     if question.model.style != "gpt":
         return "train.py trains the course's GPT alone: there is no command for this model"
     if question.model.n_expert > 1:
@@ -105,6 +128,8 @@ def not_trained(question: Question, candidate: Candidate) -> str:
 
 def plan(question: Question) -> Answer:
     """The Answer to a Question."""
+    if question.program is not None:
+        return _plan_for(question)
     plans, refused, tried, room = {}, [], 0, question.machine.memory_bytes
     for family in families(question):
         tried += len(family.variants)
@@ -124,6 +149,31 @@ def plan(question: Question) -> Answer:
     return Answer(question, ranked, fastest_s, tuple(refused), tried, _by_schedule(ranked, plans))
 
 
+def _plan_for(question):
+    """Of a program of Megatron-LM's kind."""
+    contexts = [question.context] if question.context else []
+    found = megatron_layouts.search(
+        question.model, question.machine, question.gpus, question.global_batch, question.program, contexts
+    )
+    if not found.plans:
+        return Answer(question, (), float("inf"), tuple(found.refused), found.tried)
+    every = sorted((_as_plan(question, one) for one in found.plans.values()), key=lambda one: one.step_s)
+    fastest_s = every[0].step_s
+    best = min((one for one in every if one.step_s <= fastest_s * CLOSE), key=Plan.complexity)
+    ranked = (best, *(one for one in every if one is not best))
+    return Answer(question, ranked, fastest_s, tuple(found.refused), found.tried)
+
+
+def _as_plan(question, timed):
+    split = timed.split
+    shard = {"zero2": split.replicas, "zero3": split.replicas, "hybrid": split.within}.get(split.sharing, 1)
+    layout = PlannedLayout(
+        split.pipeline, split.replicas // shard, shard, split.tensor, context=split.context, expert=split.expert,
+        micro_batches=split.micro_batches(question.global_batch), stages_per_rank=split.stages_per_rank,
+    )  # fmt: skip
+    return Plan(split.sharing, layout, question.base, timed.held, timed.time, split, *_speed(question, timed.time))
+
+
 def _by_schedule(ranked, plans):
     """The fastest plan per schedule of the first way to split that has a pipeline."""
     first = next((one for one in ranked if one.layout.pipeline > 1), None)
@@ -136,13 +186,21 @@ def _by_schedule(ranked, plans):
 
 
 def _timed(question, candidate, held, assumed=None):
-    model, machine = question.model, question.machine
-    work = planned_work(model, candidate.layout, candidate.options)
-    time = step_time(work, machine, assumed)
-    tokens = question.global_batch * model.block_size
-    flops_per_s = model.flops_per_token() * tokens / time.total_s
-    rates = flops_per_s / question.gpus / machine.peak_flops, tokens / time.total_s
-    return Plan(candidate.sharing, candidate.layout, candidate.options, held, time, *rates)
+    model, split = question.model, getattr(candidate, "split", None)
+    if split is not None:
+        work = work_of(model, split, question.global_batch, question.program)
+    else:
+        work = planned_work(model, candidate.layout, candidate.options)
+    time = step_time(work, question.machine, assumed)
+    speed = _speed(question, time)
+    return Plan(candidate.sharing, candidate.layout, candidate.options, held, time, split, *speed)
+
+
+def _speed(question, time):
+    """(MFU, tokens per second of all GPUs)."""
+    tokens = question.global_batch * question.model.block_size
+    flops_per_s = question.model.flops_per_token() * tokens / time.total_s
+    return flops_per_s / question.gpus / question.machine.peak_flops, tokens / time.total_s
 
 
 def _does_not_fit(room, held):
@@ -161,6 +219,8 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
 
     The batch stays as it is, so that a number that does not split it may fail where a smaller one fits.
     """
+    if question.program is not None:
+        return _power_of_two(question, start)
     per_node = question.machine.gpus_per_node
     most = min(MOST_NODES, question.global_batch * question.model.n_layer)
     model, room = question.model, question.machine.memory_bytes
@@ -177,12 +237,22 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
     return None
 
 
+def _power_of_two(question, start):
+    """The smallest number of nodes that is a power of two, of those from `start` GPUs on; None up to MOST_NODES."""
+    gpus = question.machine.gpus_per_node
+    while gpus <= MOST_NODES * question.machine.gpus_per_node:
+        if gpus >= start and plan(replace(question, gpus=gpus)).best:
+            return gpus
+        gpus *= 2
+    return None
+
+
 def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
     """(sentence, seconds of a step if it is wrong): the assumption on which the recommended plan hangs most."""
     a, layout = Assumptions(), best.layout
     hidden = f"messages of data {'and context ' * (layout.context > 1)}parallelism"
     doubts = {
-        f"matrix products attain {a.matmul_share:.0%} of the peak, as fitted on A100 with Megatron-LM; at"
+        f"matrix products reach {a.matmul_share:.0%} of a GPU's best product, as fitted on A100 with Megatron-LM; at"
         f" {0.7 * a.matmul_share:.0%}": {"matmul_share": 0.7 * a.matmul_share},
         f"collectives attain {a.link_share:.0%} of the links' stated bandwidth; at {a.link_share / 2:.0%}": {
             "link_share": a.link_share / 2

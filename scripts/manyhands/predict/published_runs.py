@@ -10,7 +10,7 @@ per GPU, counted as the source counts them: with the operations that recomputati
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -18,131 +18,142 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from manyhands.predict.layouts import Question
 from manyhands.predict.machines import MACHINES, Machine
+from manyhands.predict.megatron import AXES, CHECKPOINTING, SHARINGS, Program, Split, work_of
 from manyhands.predict.models import PlannedModel, preset_model
-from manyhands.predict.step_time import MATMUL_SHARE, MEMORY_PASSES, Assumptions, Work, step_time
-from manyhands.predict.traffic import Message
+from manyhands.predict.planner import Plan, plan
+from manyhands.predict.step_time import Assumptions, Work, step_time
 
 
 class PublishedRun(BaseModel):
-    """A row of published_runs.toml: model, machine, layout, and the TFLOP/s per GPU that were published."""
+    """A row of published_runs.toml: model, machine, layout, and the speed that was published."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
     source: str
-    counts: Literal["hardware", "model"]
+    counts: Literal["hardware", "model"] = "model"
     checked: str
     assumed: str
+    exception: str = ""  # why its layout is not among our first choices
     gpus: int
-    tensor: int
-    pipeline: int
-    global_batch: int
-    tflops: float | None = None  # per GPU; none: `seconds` of an iteration say it
+    global_batch: int  # sequences
+    # the speed is one of these: TFLOP/s per GPU, seconds of an iteration, tokens per second and GPU
+    tflops: float | None = None
     seconds: float | None = None
+    tokens_per_s: float | None = None
     check: dict[str, float]  # what the table says of the row in another way
-    preset: str | None = None  # or a GPT of these sizes, with 2,048 positions
+    # the model: a preset, or a GPT of these sizes, with other positions where `positions` says so
+    preset: str | None = None
+    positions: int | None = None
     n_layer: int = 0
     n_head: int = 0
     n_embd: int = 0
     vocab_size: int = 51200
+    # the machine
     on: str = "a100-80"
-    between_bytes_per_s: float | None = None  # none: as the machine has it
+    best_share: float | None = None  # these: none, as the machine has it
+    best_fp8_flops: float | None = None
+    memory_bytes: float | None = None
+    memory_bytes_per_s: float | None = None
+    inside_bytes_per_s: float | None = None
+    between_bytes_per_s: float | None = None
+    # the layout
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    sharing: Literal["replicas", "zero1", "zero2", "zero3", "hybrid"] = "replicas"
     micro_batch: int = 1
     stages_per_rank: int = 1
-    checkpointing: Literal["block", "attention", "none"] = "block"  # attention: its core alone
-    sequence_parallel: bool = False
-    flash: bool = False  # attention's scores are never kept
-    sharing: Literal["replicas", "zero1", "zero2"] = "replicas"
-    overlap: bool = False
-    scattered: bool = True  # tensor ranks share what a stage sends
+    schedule: Literal["1F1B", "ZeroBubble"] = "1F1B"
+    checkpointing: Literal["block", "selective", "none"] = "block"
+    data_outside: bool = False
+    # the program
+    fused: bool = True
+    sequence_parallel: bool = True
+    flash: bool = True
+    overlap: bool = True
+    scattered: bool = True
+    reduce_bytes: int = 4
+    fp8: bool = False
+    hides_experts: bool = False
+    axes: tuple[str, ...] = AXES
+    sharings: tuple[str, ...] = SHARINGS
+    checkpointings: tuple[str, ...] = CHECKPOINTING
 
     @cached_property
     def model(self) -> PlannedModel:
         """The model that was trained."""
         if self.preset:
-            return preset_model(self.preset)
-        sizes = (self.vocab_size, 2048, self.n_layer, self.n_head, self.n_embd)
+            model = preset_model(self.preset)
+            return replace(model, block_size=self.positions) if self.positions else model
+        sizes = (self.vocab_size, self.positions or 2048, self.n_layer, self.n_head, self.n_embd)
         return PlannedModel(self.name, *sizes, tie=True, qkv_bias=True)
 
     @property
     def machine(self) -> Machine:
         """What it was trained on."""
-        there = MACHINES[self.on]
-        return replace(there, between_bytes_per_s=self.between_bytes_per_s or there.between_bytes_per_s)
+        names = (
+            "best_share",
+            "best_fp8_flops",
+            "memory_bytes",
+            "memory_bytes_per_s",
+            "inside_bytes_per_s",
+            "between_bytes_per_s",
+        )
+        return replace(MACHINES[self.on], **{name: value for name in names if (value := getattr(self, name))})
+
+    @property
+    def split(self) -> Split:
+        """Its layout."""
+        names = ("tensor", "context", "pipeline", "expert", "sharing", "stages_per_rank", "schedule", "micro_batch",
+                 "checkpointing", "data_outside")  # fmt: skip
+        data = self.gpus // (self.tensor * self.context * self.pipeline)
+        within = MACHINES[self.on].gpus_per_node // self.tensor if self.sharing == "hybrid" else 1
+        return Split(data=data, within=within, **{name: getattr(self, name) for name in names})
+
+    @property
+    def program(self) -> Program:
+        """What trained it."""
+        return Program(**{field.name: getattr(self, field.name) for field in fields(Program)})
 
     @property
     def published(self) -> float:
         """TFLOP/s per GPU."""
-        flops = self.model.flops_per_token() * self.global_batch * self.model.block_size
-        return self.tflops or flops / self.seconds / self.gpus / 1e12
+        flops = self.model.flops_per_token()
+        if self.tokens_per_s:
+            return flops * self.tokens_per_s / 1e12
+        return self.tflops or flops * self.global_batch * self.model.block_size / self.seconds / self.gpus / 1e12
 
 
 def _runs() -> Iterator[PublishedRun]:
-    for table in tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text("utf-8"))["table"]:
+    content = tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text("utf-8"))
+    for table in content["table"]:
         columns, rows, check = (table.pop(key, []) for key in ("columns", "rows", "check"))
         for row in rows:
             values = table | dict(zip(columns, row, strict=True))
+            values |= {"exception": content["exceptions"].get(values["name"], "")}
             yield PublishedRun(**values | {"check": {name: values.pop(name) for name in check}})
 
 
 RUNS = tuple(_runs())
 NARAYANAN = RUNS[0].source
-FITTED_ON = ("GPT 1.7B", "GPT 1008.0B")  # the ends of the first table: the most memory-bound run, and the least
+# {run: the constant that it decides}. Of the first table the most memory-bound run and the least; a run with
+# long sequences; the smallest one in eager mode. The fifth decides what one machine's products reach (`best_share`).
+FITTED_ON = {
+    "GPT 1.7B": "memory_passes",
+    "GPT 1008.0B": "matmul_share",
+    "Llama 3 8B, CP 4, 131,072, fp8": "attention_share",
+    "MPT 1B, 8 GPUs": "unfused",
+    "Llama 3 8B, FSDP 8": "",
+}
+SLOWER_IF_MORE = ("memory_passes", "unfused")
 
 
 def published_work(run: PublishedRun) -> Work:
-    """The `Work` of a published run. Bytes of activations by Korthikanti et al. 2022, sections 4.1 to 4.3."""
-    model, b = run.model, run.micro_batch
-    tokens, D, t = b * model.block_size, model.n_embd, run.tensor
-    data = run.gpus // (t * run.pipeline)
-    layers = model.n_layer / run.pipeline
-    scores = 0 if run.flash else 5 * model.n_head * model.block_size
-    whole = (10 / t if run.sequence_parallel else 10) * D  # norms, dropouts and the inputs of linears
-    mlp = 4 * model.n_hidden if model.style == "llama" else 4 * D
-    # 24 of a gpt: 8 in attention, 16 in the MLP; of a Llama twice the numbers that `activation_memory` counts
-    shared = (24 * D if model.style == "gpt" else 2 * (2 * D + 2 * model.kv_width + mlp)) + scores
-    a_layer = tokens * (whole + shared / t)
-    flops = layers * tokens * model.layer_flops() / t
-    parameters = model.num_params() / (t * run.pipeline)
-    again = {
-        "none": (0.0, 0.0),
-        "attention": (layers * tokens * model.attention_flops() / t, layers * tokens * scores / t),
-        "block": (flops, layers * a_layer),
-    }[run.checkpointing]
-    return Work(
-        micro_batches=run.global_batch // data // b,
-        layers=int(layers),
-        layers_flops=flops,
-        head_flops=tokens * model.head_flops() / t,
-        again_flops=again[0],
-        layers_bytes=layers * a_layer,
-        again_bytes=again[1],
-        around_bytes=4 * tokens * (D + model.vocab_size) / t,
-        owned=parameters / (1 if run.sharing == "replicas" else data),
-        messages=tuple(message for message in _published_messages(run, data, parameters) if message.ranks > 1),
-        units=int(layers) + 1,
-        bubble=(run.pipeline - 1) / run.stages_per_rank,
-    )
-
-
-def _published_messages(run, data, parameters):
-    """Of Megatron-LM and its like: 16-bit activations, weights and gradients."""
-    model, t, m = run.model, run.tensor, run.global_batch // data // run.micro_batch
-    layers = model.n_layer / run.pipeline  # on average
-    stream = run.micro_batch * model.block_size * model.n_embd * 2
-    calls, units = m * int(layers * (6 if run.checkpointing == "block" else 4)), int(layers) + 1
-    yield Message("tensor", "all_reduce", calls, calls * stream, t, 1)
-    calls, shared = m * 2 * run.stages_per_rank, t if run.sequence_parallel or run.scattered else 1
-    yield Message("pipeline", "send", calls, calls * stream / shared, run.pipeline, t * data)
-    gradients = "last backward" if run.overlap else ""
-    if run.sharing == "zero2":
-        behind = "first forward" if run.overlap else ""
-        yield Message("data", "all_gather", units, parameters * 2, data, t, behind)
-        yield Message("data", "reduce_scatter", units, parameters * 2, data, t, gradients)
-        return
-    yield Message("data", "all_reduce", units, parameters * 2, data, t, gradients)
-    if run.sharing == "zero1":
-        yield Message("data", "broadcast", units, parameters * 2, data, t)
+    """The `Work` of a published run."""
+    return work_of(run.model, run.split, run.global_batch, run.program)
 
 
 def predicted_tflops(run: PublishedRun, assumed: Assumptions | None = None) -> float:
@@ -161,22 +172,36 @@ def residual(run: PublishedRun, assumed: Assumptions | None = None) -> float:
 
 
 def fit() -> Assumptions:
-    """The Assumptions under which two runs, and no others, are predicted exactly; by bisection, in turns.
-
-    The first run decides the passes over memory, the second the share of the peak.
-    """
+    """The Assumptions under which four runs, and no others, are predicted exactly; by bisection, in turns."""
     runs = {run.name: run for run in RUNS}
-    found, (first, second) = Assumptions(), FITTED_ON
-    for _ in range(40):
-        for name, key, low, high in ((first, "memory_passes", 0.0, 20.0), (second, "matmul_share", 0.2, 1.0)):
-            for _ in range(40):
+    found = Assumptions()
+    for _ in range(12):
+        for name, key in FITTED_ON.items():
+            low, high = (0.0, 20.0) if key in SLOWER_IF_MORE else (0.05, 1.0)
+            for _ in range(40 * bool(key)):
                 middle = (low + high) / 2
-                # more passes are slower, a larger share is faster
                 too_fast = residual(runs[name], replace(found, **{key: middle})) > 0
-                up = too_fast if key == "memory_passes" else not too_fast
-                low, high = (middle, high) if up else (low, middle)
-            found = replace(found, **{key: (low + high) / 2})
+                low, high = (middle, high) if too_fast == (key in SLOWER_IF_MORE) else (low, middle)
+            found = replace(found, **{key: (low + high) / 2}) if key else found
     return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A published layout among those that the planner finds for the same question."""
+
+    place: int  # 1: none is predicted to be faster
+    of: int
+    slower: float  # its predicted time over that of the planner's first
+    first: Plan
+
+
+def choice(run: PublishedRun) -> Choice:
+    """The Choice of a run: the same search as for a question of one's own, with the program that there was."""
+    answer = plan(Question(run.model, run.machine, run.gpus, run.global_batch, program=run.program))
+    own_s = step_time(published_work(run), run.machine).total_s
+    faster = sum(one.step_s < 0.999 * own_s for one in answer.ranked)
+    return Choice(faster + 1, max(faster + 1, len(answer.ranked)), own_s / answer.best.step_s, answer.best)
 
 
 def summary(runs: list[PublishedRun]) -> tuple[float, float]:
@@ -186,18 +211,25 @@ def summary(runs: list[PublishedRun]) -> tuple[float, float]:
 
 
 def published_text() -> str:
-    """The tables of published runs: predicted, published, residual, and what each rests on."""
-    head = f"{'run':28}{'GPUs':>6}{'layout':>14}{'published':>11}{'predicted':>11}{'residual':>10}"
+    """The tables of published runs: predicted, published, residual, our choice, and what each rests on."""
+    head = (
+        f"{'run':36}{'GPUs':>7}{'published':>11}{'predicted':>11}{'residual':>10}{'place':>9}{'slower':>8}"
+        "  the planner's first"
+    )
+    a = Assumptions()
     lines = [
-        f"Two constants, fitted on {' and '.join(FITTED_ON)} alone: matrix products attain {MATMUL_SHARE:.1%} of the"
-        f" peak, kept bytes pass {MEMORY_PASSES:.2f} times through memory.",
-        "TFLOP/s per GPU, counted as the source counts them.",
+        f"Fitted on {len(FITTED_ON)} of {len(RUNS)} runs: matrix products reach {a.matmul_share:.1%} of a GPU's best"
+        f" product, attention {a.attention_share:.1%}; kept bytes pass {a.memory_passes:.2f} times through memory,"
+        f" {a.unfused:.2f} times as often without fused kernels.",
+        "TFLOP/s per GPU, counted as the source counts them. place: of the published layout among those that the"
+        " planner finds; slower: its predicted time over that of the planner's first.",
+        "All that are not fitted: median error {:.1%}, largest {:.1%}.".format(*summary(list(RUNS))),
     ]
     for source in dict.fromkeys(run.source for run in RUNS):
         runs = [run for run in RUNS if run.source == source]
-        lines += ["", source, head, *(_published_row(run) for run in runs)]
-        middle, worst = summary(runs)
-        lines.append(f"  not fitted: median error {middle:.1%}, largest {worst:.1%}")
+        lines += ["", source, head, *(line for run in runs for line in _published_row(run))]
+        if any(run.name not in FITTED_ON for run in runs):
+            lines.append("  not fitted: median error {:.1%}, largest {:.1%}".format(*summary(runs)))
         lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
         assumed = dict.fromkeys(run.assumed for run in runs)
         lines += [f"  assumed, as the source leaves it open: {said}" for said in assumed]
@@ -205,6 +237,8 @@ def published_text() -> str:
 
 
 def _published_row(run):
-    layout, fitted = f"t {run.tensor}, p {run.pipeline}", " (fitted)" * (run.name in FITTED_ON)
-    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}{fitted}"
-    return f"{run.name:28}{run.gpus:6,}{layout:>14}{values}"
+    made, fitted = choice(run), " (fitted)" * (run.name in FITTED_ON)
+    values = f"{run.published:11.1f}{predicted_tflops(run):11.1f}{residual(run):+10.1%}"
+    yield f"{run.name:36}{run.gpus:7,}{values}{made.place:6}/{made.of:<3}{made.slower:7.2f}  {made.first.name}{fitted}"
+    if run.exception:
+        yield f"    {run.exception}"

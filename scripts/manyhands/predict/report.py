@@ -15,6 +15,7 @@ import shlex
 from manyhands.config.options import PRESETS, from_preset
 from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
+from manyhands.predict.megatron_layouts import RESERVE
 from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
 
 GB = 1e9
@@ -48,6 +49,18 @@ def _question(question):
         f" {machine.inside_bytes_per_s / GB:g} GB/s inside a node,"
         f" {machine.between_bytes_per_s / GB:g} GB/s between nodes",
         f"a step: {question.global_batch} sequences = {tokens:,} tokens",
+        *_of_the_program(question),
+    ]
+
+
+def _of_the_program(question):
+    if question.program is None:
+        return ["trained by train.py"]
+    return [
+        "trained as Megatron-LM or torchtitan do: bf16 weights, gradients summed in fp32, fused kernels, FlashAttention"
+        + (", linear layers in fp8" if question.program.fp8 else ""),
+        f"a reserve of {RESERVE:.0%} of the memory for what is not modelled: the context, NCCL's buffers, the"
+        " allocator's waste",
     ]
 
 
@@ -57,13 +70,15 @@ def _nothing_fits(answer):
         return ["No layout is possible.", ""]
     number = smallest_fit(question)
     said = f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
+    if number and question.program:
+        said = f"something fits on {number} of these GPUs (powers of two were tried)"
     return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
 
 
 def _plans(answer, top, show_all):
     rows = answer.ranked if show_all else answer.ranked[:top]
     # of a pipeline a name leaves out the schedule, where it is not 1F1B
-    names = [p.name + (IN_A_NAME.get(p.schedule, "") if p.layout.pipeline > 1 else "") for p in rows]
+    names = [p.name + _schedule_of(p) for p in rows]
     wide = max(len(name) for name in names) + 1
     head = f"{'':4}{'layout':{wide}}{'micro':>7}{'checkpointing':>15}" + "".join(f"{name:>8}" for name in COLUMNS)
     lines = [
@@ -98,6 +113,14 @@ def _schedules(answer):
     if answer.question.schedule is None and (missing := [name for name in SCHEDULES if name not in there]):
         lines.append(f"    {', '.join(missing)}: no layout that fits, or refused by the trainer")
     return [*lines, ""]
+
+
+def _schedule_of(one):
+    """ " interleaved 8": of a pipeline that is not 1F1B, with its stages per rank where they are more than two."""
+    layout = one.layout
+    if layout.pipeline == 1 or one.schedule not in IN_A_NAME:
+        return ""
+    return IN_A_NAME[one.schedule] + f" {layout.stages_per_rank}" * (layout.stages_per_rank > 2)
 
 
 def _gb(size):

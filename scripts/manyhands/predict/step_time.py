@@ -28,8 +28,14 @@ from manyhands.predict.models import PlannedModel, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
 from manyhands.predict.traffic import Message, forwards, messages, tokens_at_once
 
-MATMUL_SHARE = 0.666  # of the dense peak; fitted
+MATMUL_SHARE = 0.766  # of the GPU's best product; fitted
+ATTENTION_SHARE = 0.258  # of the same, of FlashAttention, whose masked half is skipped; fitted
+# Assumption: a collective's kernel takes so much of a GPU from the products beside it: 20 of 132 processors
+# (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2)
+TAKEN_SHARE = 0.15
 MEMORY_PASSES = 2.22  # of each byte that is kept; fitted
+UNFUSED = 1.57  # times as many without fused kernels; fitted
+CASTS = 1.5  # assumption: times as many where linear layers cast what they multiply to 8 bits
 # Assumption: a layer's forward starts so many kernels, its backward twice as many, and the CPU starts one in so long;
 # what a GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
 KERNELS, KERNEL_S = 25, 5e-6
@@ -63,6 +69,13 @@ class Work:
     # of a micro-batch's `layers_flops` and `layers_bytes` those of experts that are spread over ranks
     expert_flops: float = 0.0
     expert_bytes: float = 0.0
+    # of `layers_flops`: attention's, which a kernel of its own computes at another rate, and what is multiplied in 8
+    # bits; and how often `again_flops` has them
+    attention_flops: float = 0.0
+    attention_again: float = 0.0
+    low_flops: float = 0.0
+    low_again: float = 0.0
+    fused: bool = True  # norms and activations are kernels of their own
 
 
 def planned_work(model: PlannedModel, layout, options) -> Work:
@@ -77,7 +90,8 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
     terms = rank_terms(share_of(model, layout.context), layout, options)
     a_layer = sum(kept for term, kept in terms.items() if term not in AROUND) / model.n_layer
     cheap = sum(terms[term] for term in CHEAP) / model.n_layer
-    flops = layers * tokens * model.computed_flops() / tensor
+    attention = layers * tokens * model.attention_flops() / tensor / 2  # FlashAttention skips the masked half
+    flops = layers * tokens * model.computed_flops() / tensor - attention
     again = {"none": 0.0, "selective": cheap, "block": a_layer}[parallel.activation_checkpointing]
     split = layout.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
     sent = messages(model, layout, options, layers)
@@ -107,6 +121,9 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         idle_share=1 / 3 if split else 1.0,
         cast_bytes=cast * (size + low),
         offload=parallel.offload,
+        attention_flops=attention,
+        attention_again=forwards(layout, options) - 1,
+        fused=bool(options.train.compile),
         expert_flops=layers * tokens * model.expert_flops() / tensor if spread else 0.0,
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer if spread else 0.0,
     )
@@ -127,10 +144,13 @@ class Assumptions:
     """What a prediction rests on: change one to see what hangs on it."""
 
     matmul_share: float = MATMUL_SHARE
+    attention_share: float = ATTENTION_SHARE
     memory_passes: float = MEMORY_PASSES
+    unfused: float = UNFUSED  # times as many where kernels are not fused
     link_share: float = LINK_SHARE
     # are messages of data and context parallelism hidden behind compute, where the strategy allows it?
     overlap: bool = True
+    taken: float = TAKEN_SHARE
     halves_fill: bool = True  # zero-bubble: does W, as long as F and I, fill two thirds of the bubble?
     routing: float = 1.0  # tokens of the busiest rank's experts over the mean: 1 is balanced
 
@@ -171,14 +191,19 @@ PARTS = tuple(f.name.removesuffix("_s") for f in fields(StepTime) if f.name != "
 def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) -> StepTime:
     """The StepTime of a Work on a Machine."""
     a, m = assumed or Assumptions(), work.micro_batches
-    flop_s = 1 / (machine.peak_flops * a.matmul_share)
-    byte_s = a.memory_passes / machine.memory_bytes_per_s
+    flop_s, attention_s, low_s = _rates(machine, a)
+    passes = a.memory_passes * (1.0 if work.fused else a.unfused) * (CASTS if work.low_flops else 1.0)
+    byte_s = passes / machine.memory_bytes_per_s
     # of experts that are spread over ranks: a rank with all experts has all tokens, whoever gets them
     more = a.routing - 1
     forward = work.layers_flops + more * work.expert_flops + work.head_flops
     kept_bytes = work.layers_bytes + more * work.expert_bytes + work.around_bytes
-    forward_s = forward * flop_s + kept_bytes * byte_s
-    backward_s = 2 * forward_s + work.again_flops * flop_s + work.again_bytes * byte_s
+    slower_s = work.attention_flops * (attention_s - flop_s)
+    faster_s = work.low_flops * (low_s - flop_s)
+    products_s = forward * flop_s + slower_s + faster_s
+    again_s = work.again_flops * flop_s + work.attention_again * slower_s + work.low_again * faster_s
+    forward_s = products_s + kept_bytes * byte_s
+    backward_s = 2 * forward_s + again_s + work.again_bytes * byte_s
     launching_s = work.layers * KERNELS * KERNEL_S * (4 if work.again_flops or work.again_bytes else 3)
     late_s = max(0.0, launching_s - forward_s - backward_s)
     sent, waits_s = _waits(work, machine, a, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
@@ -192,7 +217,7 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
         optimizer_s, host_s = 0.0, (copied + work.owned * OPTIMIZER_BYTES) / (machine.host_bytes_per_s * a.link_share)
     cast_s = work.cast_bytes / machine.memory_bytes_per_s
     return StepTime(
-        compute_s=m * (3 * forward + work.again_flops) * flop_s,
+        compute_s=m * (3 * products_s + again_s),
         memory_s=m * ((3 * kept_bytes + work.again_bytes) * byte_s + cast_s),
         bubble_s=idle * (forward_s + backward_s - around_s + late_s + waited_s),
         optimizer_s=optimizer_s,
@@ -203,9 +228,16 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     )
 
 
+def _rates(machine, a):
+    """Seconds of an operation: in bf16, of attention, in 8 bits."""
+    flop_s = 1 / (machine.matmul_flops * a.matmul_share)
+    low_s = 1 / (machine.best_fp8_flops * a.matmul_share) if machine.best_fp8_flops else flop_s
+    return flop_s, 1 / (machine.matmul_flops * a.attention_share), low_s
+
+
 def _waits(work, machine, a, forward_s, backward_s):
     """([Message with what a GPU of the machine sends], {axis: seconds of a step that the GPU waits for it})."""
-    m, flop_s = work.micro_batches, 1 / (machine.peak_flops * a.matmul_share)
+    m, flop_s = work.micro_batches, 1 / (machine.matmul_flops * a.matmul_share)
     compute_s = {"first forward": forward_s, "forwards": m * forward_s}
     compute_s |= {"backwards": (m - 1) * backward_s, "last backward": backward_s}
     sent, waits_s, behind_s = [], defaultdict(float), defaultdict(float)
@@ -221,9 +253,14 @@ def _waits(work, machine, a, forward_s, backward_s):
         if a.overlap and message.behind:
             behind_s[message.axis, message.behind] += seconds
         else:
-            hidden_s = message.behind_flops * flop_s if a.overlap else 0.0
-            waits_s[message.axis] += max(0.0, seconds - hidden_s)
+            room_s = message.behind_flops * flop_s if a.overlap else 0.0
+            waits_s[message.axis] += _waited(seconds, max(0.0, seconds - room_s), a)
     for (axis, phase), seconds in behind_s.items():
         # what is left of messages that come in pieces: at least one piece, which nothing can hide
-        waits_s[axis] += max(seconds - compute_s[phase], seconds / work.units)
+        waits_s[axis] += _waited(seconds, max(seconds - compute_s[phase], seconds / work.units), a)
     return sent, waits_s
+
+
+def _waited(seconds, exposed_s, a):
+    """What messages cost: what nothing hides, and of the rest what their kernels take away from the products."""
+    return exposed_s + (seconds - exposed_s) * a.taken / (1 - a.taken)
