@@ -460,6 +460,8 @@ fastest = ____  # your turn: all three axes in order, the outermost first
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from itertools import permutations
+
 compared = [("pipeline", "data", "tensor"), ("data", "pipeline", "tensor")]
 yours = order_of(fastest)
 if yours and yours not in compared:
@@ -1137,6 +1139,9 @@ checks.phases(phases, ranks)
 
 # %%
 # %%ranks
+from manyhands.predict.layouts import Question
+from manyhands.predict.machines import machine_named
+from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 
 if rank == 0:
