@@ -16,60 +16,59 @@
 # %% [markdown]
 # # 10 Meshes and planning: all axes together
 #
-# **45 minutes** for the sections marked CORE, 64 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 81 with those marked MORE.
+#
+# A job on two nodes waits two seconds per step for messages. You change nothing but the order of its ranks, and the
+# waiting almost disappears. Then you ask a planner, and see how far to trust it.
 #
 # After this lesson **you can**
 # - lay ranks out on a grid, and name the groups of each of its axes;
-# - count what each axis sends over which link, and place axes on nodes;
-# - train with data, tensor and pipeline parallelism at once, with the loss of one process;
-# - predict bytes and step time of a layout, and say how far to trust that;
-# - choose a layout for a model, a machine and a number of GPUs.
+# - count what each axis sends between nodes, and how many seconds of it are waited for;
+# - place the axes on nodes, and choose which axes a model needs;
+# - read a planner's answer, and say which part of it to measure.
 #
-# **You need** what the axes do: data parallelism ([lesson 03](03_data_parallel.ipynb)), sharding
-# ([06](06_zero_fsdp.ipynb)), tensor parallelism ([07](07_tensor_parallel.ipynb)), pipelines
-# ([08](08_pipeline_parallel.ipynb)). One sentence about each is enough; their code is in the package.
+# **You need** one sentence about each axis: data parallelism copies the model ([lesson 03](03_data_parallel.ipynb)) or
+# shards its state ([06](06_zero_fsdp.ipynb)), tensor parallelism splits each layer ([07](07_tensor_parallel.ipynb)), a
+# pipeline splits the depth into stages ([08](08_pipeline_parallel.ipynb)).
 #
 # **New here:** [mesh](../assets/glossary.md#mesh), [axis](../assets/glossary.md#axis),
-# [hierarchical all-reduce](../assets/glossary.md#hierarchical-all-reduce), [planner](../assets/glossary.md#planner),
-# [fake backend](../assets/glossary.md#fake-backend), [roofline](../assets/glossary.md#roofline).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 8 scripts/10_meshes_and_planning.py   # 2 x 2 x 2
-# mpiexec -n 4 python scripts/10_meshes_and_planning.py
-# python scripts/10_meshes_and_planning.py               # a world of one: the same path, the same loss
-# ```
+# [planner](../assets/glossary.md#planner), and in MORE
+# [hierarchical all-reduce](../assets/glossary.md#hierarchical-all-reduce),
+# [fake backend](../assets/glossary.md#fake-backend), [roofline](../assets/glossary.md#roofline). Tables to look things up
+# are in [the handbook](../assets/handbook/10_meshes_and_planning.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 2, warm-up 3, grids 9, links 9, all axes at once 4, planner 6, bytes 4, 1,024 ranks 2, published
-# runs 3, zoo 3. Builds A to D take about three minutes each and are in these numbers.
+# Minutes of the CORE: start 1, two seconds of waiting 3, grids 11, bytes between nodes 8, exposed seconds 8, all axes
+# at once 3, planner 9, zoo 2, card 1. Builds A to E take four minutes each and are in these numbers.
 #
-# *Say:* a layout is two decisions. How many ranks has each axis? Which axis lies inside the node? The first decides whether
-# the model fits, the second whether it is fast.
+# *Say:* a layout is two decisions. How many ranks has each axis? Which axis lies inside the node? The first decides
+# whether the model fits, the second whether it is fast.
 #
-# *Three usual mistakes:* taking "axis 0" for the ranks 0, 1, 2, ... (they belong to the *last* axis); giving tensor ranks
-# different data; believing a predicted time to three digits.
+# *Three usual mistakes:* taking "axis 0" for the ranks 0, 1, 2, ... (they belong to the *last* axis); giving tensor
+# ranks different data; believing a predicted time to three digits.
 #
-# *When late:* give solutions B and D, show the stored figures, and keep builds A and C and the zoo.
+# *When late:* give solutions A, B and E, keep builds C and D with both rounds of the game, and the planner.
 #
-# *Ask the room:* "Eight GPUs, the model fits on one. Which axes do you use?" (Data alone. Each further axis needs a reason.)
+# *Ask the room:* "Eight GPUs, the model fits on one. Which axes do you use?" (Data alone. Each further axis needs a
+# reason.)
 #
 # </details>
 
 # %% tags=["parameters"]
-n_ranks = 4  # processes; 8 make a grid of 2 x 2 x 2, and want 4 GB; in a script the launcher decides
+n_ranks = (
+    8  # processes: a grid of 2 x 2 x 2, in 4 GB of memory; with 4 each pair of axes; in a script the launcher decides
+)
 layers = 4  # layers of the GPT, 2 to 8
 sequences = 0  # sequences in a step, at least 4, and a multiple of twice the ranks; 0: 8 or more
 gpus = 1024  # ranks of the largest world that is simulated, a multiple of 8, at most 4,096
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
+# ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells
-# of this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
+# The first cell starts eight ranks. One machine plays two nodes: ranks 0 to 3 are node 0, ranks 4 to 7 node 1. The
+# folded cell describes the job of this lesson. Each section needs the cells of this one, and then only its own.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -80,98 +79,119 @@ gpus = 1024  # ranks of the largest world that is simulated, a multiple of 8, at
 # %%
 # %%ranks
 import math
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from manyhands import Metrics, catch_up, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
 from manyhands.checks import meshes_and_planning as checks
-from manyhands.measure import wire
+from manyhands.plots import bars
 from torch.distributed.device_mesh import init_device_mesh
-
-# %% [markdown]
-# One machine plays two nodes: the first half of the ranks is node 0, the second half node 1. (An odd number of ranks is one
-# node.) That is how a launcher numbers ranks, node by node. Nothing is slower between the two; the lesson *counts* what
-# crosses.
-
-# %%
-# %%ranks
-from manyhands.data.corpus import get_batch, load_corpus
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
-per_node = world_size if world_size % 2 else world_size // 2  # ranks of a node
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.data.corpus import get_batch, load_corpus
+
+per_node = world_size if world_size % 2 else world_size // 2  # ranks of a node here; an odd world is one node
 least = max(4, 2 * world_size)
 sequences = sequences or math.ceil(8 / least) * least
 if sequences % least:
     refuse(f"sequences={sequences} does not split over {world_size} ranks; use a multiple of {least}")
 corpus = load_corpus(ranks)
 metrics = Metrics(ranks, corpus, {"layers": layers, "sequences": sequences})
-AXES = ("pipeline", "data", "tensor")
+AXES = ("data", "pipeline", "tensor")
 tensor, pipeline = math.gcd(world_size, 2), 2 - (world_size % 4 > 0)  # two each, if there are ranks enough
-shape = (pipeline, world_size // (pipeline * tensor), tensor)
-mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)  # explained below
-say(f"I am rank {rank} of {world_size}, on node {rank // per_node}")
+shape = (world_size // (pipeline * tensor), pipeline, tensor)
+
+# the job: a 7B model on 16 H100s in two nodes of 8; steps of 8 micro-batches, each of 8 sequences of 2,048 tokens
+SIZES, PER_NODE = {"data": 2, "pipeline": 2, "tensor": 4}, 8
+FAST, SLOW = 450e9, 50e9  # bytes per second of a GPU in each direction: NVLink 4, and one 400 Gb/s card
+LAYERS, WIDTH, PARAMETERS, TOKENS, MICRO_BATCHES = 32, 4096, 6.7e9, 8 * 2048, 8
+stream, own = 2 * TOKENS * WIDTH, PARAMETERS / 8  # bytes of a micro-batch between two layers in bf16; a GPU's weights
+PAYLOADS = {
+    "data": 4 * own,  # gradients in fp32
+    "pipeline": MICRO_BATCHES * stream,  # activations there and gradients back: an all-reduce of two
+    "tensor": MICRO_BATCHES * 4 * LAYERS / 2 * stream,  # four all-reduces in each of this stage's 16 layers
+}
+SENT = {axis: 2 * (n - 1) / n * PAYLOADS[axis] for axis, n in SIZES.items()}
+MICRO_S = 6 * own * TOKENS / (0.5 * 989.4e12)  # forward and backward of one, at half of the peak
+BEHIND_S = {"data": 2 / 3 * MICRO_S, "pipeline": 0.0, "tensor": 0.0}  # only gradients travel behind a backward
+
+
+def order_of(given):
+    """The axes in the order that the learner typed, or None where that does not name each of them once."""
+    names = list(given) if isinstance(given, (tuple, list)) else []
+    if sorted(map(str, names)) == sorted(AXES):
+        return tuple(names)
+    if given is not None and rank == 0:
+        say(f"an order names each of {', '.join(AXES)} once, not {given!r}")
+    return None
+
+
+def draw_waits(rows, title, name):
+    """Draw {order: {axis: ms}} on rank 0."""
+    if rank == 0:
+        told = "; ".join(f"{order} {sum(row.values()):,.0f} ms" for order, row in rows.items())
+        show(bars.waits(rows, title), name, f"milliseconds of a step that a GPU waits for messages: {told}")
+
 
 # %% [markdown]
-# ## Warm-up: four ranks on a grid (CORE, 3 min)
+# ## Two seconds of waiting (CORE, 3 min)
 #
-# **Why.** Lessons 03 to 08 each had *one* reason to send. A large model needs several at once: replicas for speed, a split layer
-# because the matrices are large, stages because the layers are many. Put the ranks on a grid, with one
-# [**axis**](../assets/glossary.md#axis) for each reason. The grid is called a [**mesh**](../assets/glossary.md#mesh).
+# A 7B model trains on 16 H100s, two nodes of 8. Two **data** ranks hold replicas, two **pipeline** ranks hold half of
+# the layers each, four **tensor** ranks share each layer. The loss is right. The job's ranks are numbered in the order
+# tensor x pipeline x data, and this is what a GPU does in a step:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+first = {"data": 0.0, "pipeline": 1e3 * SENT["pipeline"] / FAST, "tensor": 1e3 * SENT["tensor"] / SLOW}
+draw_waits({"tensor x pipeline x data": first}, f"computing {8e3 * MICRO_S:,.0f} ms, and waiting", "waiting")
+
+# %% [markdown]
+# It waits longer than it computes. Tensor ranks add up their parts of a layer four times per layer and micro-batch.
+# Here each tensor group lies on both nodes, and the link between nodes carries 50 GB/s per GPU in each direction.
+# Inside a node it is 450 GB/s (NVLink 4).
 #
-# ![Four ranks on a grid of two rows and two columns: a row is a tensor group, a column a data group](../assets/10_grid.svg)
-#
-# **Predict.** Rank r holds the number r + 1. Rows 0 1 and 2 3 are tensor groups. Which sums does an all-reduce over the
-# tensor groups leave? And one over the data groups, the columns?
-#
-# <details><summary>Answer</summary>
-#
-# Rows: 1 + 2 = 3 on ranks 0 and 1, 3 + 4 = 7 on ranks 2 and 3. Columns: 1 + 3 = 4 on ranks 0 and 2, 2 + 4 = 6 on ranks 1
-# and 3. The same call with another group means another thing.
-#
-# </details>
+# **Predict.** Somebody writes the axes in another order, so that the four ranks of a tensor group are on one node. How
+# many ms does a step now wait for tensor messages?
 
 # %%
 # %%ranks
-columns = math.gcd(world_size, 2)
-small = init_device_mesh(device.type, (world_size // columns, columns), mesh_dim_names=("data", "tensor"))
-sums = {}
-for axis in ("tensor", "data"):
-    number = torch.tensor([rank + 1.0], device=device)
-    dist.all_reduce(number, group=small[axis].get_group())
-    sums[axis] = int(number)
-say(f"I hold {rank + 1}; the sum over my tensor group is {sums['tensor']}, over my data group {sums['data']}")
+guess_inside = ____  # your turn: type ms
+
+# %%
+# %%ranks
+compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * SENT["tensor"] / FAST), "ms")
 
 # %% [markdown]
-# ## Rank grids (CORE, 9 min)
+# Nine times less, by one line of a configuration. So the question of this lesson: **which axis goes where?**
+
+# %% [markdown]
+# ## Ranks on a grid (CORE, 11 min)
 #
-# **Why.** Everything below hangs on one convention. The *last* axis runs fastest, as in a C array: on a grid of
-# pipeline 2 x data 2 x tensor 2, ranks 0 and 1 differ in `tensor`, ranks 0 and 2 in `data`, ranks 0 and 4 in `pipeline`. A
-# launcher numbers the ranks of a node in a row, so the last axis stays on the node, and the first one crosses.
+# The ranks stand on a grid with one [**axis**](../assets/glossary.md#axis) for each kind of parallelism. It is called a
+# [**mesh**](../assets/glossary.md#mesh). The *last* axis runs fastest, as in a C array. A launcher numbers ranks node
+# by node. So the last axis stays on a node, and the first one crosses.
 #
-# ![Eight ranks as a cube, pipeline 2 x data 2 x tensor 2: ranks 0 to 3 are node 0, ranks 4 to 7 node 1; lines join the ranks that
-# form a group of each axis](../assets/10_cube.svg)
-#
-# **Predict.** Where does rank 6 stand on this grid? With whom is it in a data group?
-#
-# <details><summary>Answer</summary>
-#
-# 6 = 1·4 + 1·2 + 0: (1, 1, 0). Its data group has the same first and last coordinate: ranks 4 and 6.
-#
-# </details>
+# ![Eight ranks as a cube, data 2 x pipeline 2 x tensor 2: ranks 0 to 3 are node 0, ranks 4 to 7 node 1; lines join the
+# ranks that form a group of each axis](../assets/10_cube.svg)
 #
 # ### Build A: from a rank to its coordinates
 #
-# `shape` holds the ranks of each axis, the first one outermost. Write the coordinates as a list, by whole division and its
-# remainder: `divmod(17, 5)` is `(3, 2)`.
+# `shape` holds the ranks of each axis, the outermost first. Rank 6 on 2 x 2 x 2 is at [1, 1, 0], as 6 = 1·4 + 1·2 + 0.
+# Use whole division and its remainder, from the last axis to the first: `divmod(17, 5)` is `(3, 2)`.
 
 
 # %%
 # %%ranks
 def coordinates(rank, shape):
     """Where `rank` stands on a grid of `shape`; the last axis runs fastest."""
-    raise NotImplementedError  # your turn
+    place = []
+    for size in reversed(shape):
+        ____  # your turn: two lines
+    return place
 
 
 checks.coordinates(coordinates, ranks)
@@ -193,15 +213,19 @@ checks.coordinates(coordinates, ranks)
 # %% [markdown]
 # ### Build B: the groups of an axis
 #
-# A group of an axis is all ranks that differ in this coordinate *only*. Write all groups of axis number `axis`, each in the
-# order of that coordinate. Two ranks belong together if their coordinates without this one are equal.
+# Ranks that differ in *one* coordinate form a group of this axis: they exchange messages of one kind. Write all groups
+# of axis number `axis`, each in the order of that coordinate. Two ranks belong together if their coordinates without
+# this one are equal. The check prints your groups of the cube above.
 
 
 # %%
 # %%ranks
 def groups_of(shape, axis):
     """[[ranks that differ in `axis` only], ...] on a grid of `shape`: lists that hold each rank once."""
-    raise NotImplementedError  # your turn
+    groups = {}
+    for rank in range(math.prod(shape)):
+        ____  # your turn: three lines, a key and its list
+    return list(groups.values())
 
 
 checks.groups_of(groups_of, ranks)
@@ -222,55 +246,46 @@ checks.groups_of(groups_of, ranks)
 # </details>
 
 # %% [markdown]
-# **The library.** `init_device_mesh` makes the same grid and opens a process group for each group of each axis: on every
-# rank one per axis, the one that it is in. `mesh["tensor"]` is the axis; `mesh["data", "tensor"]` a grid within the grid.
-# The start cell has made one of all ranks that are here:
+# **The library** makes the same grid, and opens a process group for each group of each axis:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "coordinates", "groups_of")
 
 # %%
 # %%ranks
-told = []
-for number, axis in enumerate(AXES):
-    group = dist.get_process_group_ranks(mesh[axis].get_group())
-    assert group in groups_of(shape, number)
-    told.append(f"{axis} {group}")
-assert list(mesh.get_coordinate()) == coordinates(rank, shape)
-say(f"I stand at {coordinates(rank, shape)}, in the groups {', '.join(told)}")
+mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+mine = {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES}
+same = all(group in groups_of(shape, number) for number, group in enumerate(mine.values()))
+say(f"at {coordinates(rank, shape)}; my groups: {mine}; yours are the same: {same}".replace("'", ""))
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+assert same and list(mesh.get_coordinate()) == coordinates(rank, shape)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: grids</summary>
 #
-# Let eight people stand up as a cube and call "tensor": everybody points at their partner. *Usual mistake:* groups as ranges
-# of ranks. That is true of the last axis only. *Ask:* "how many process groups does a rank of a 4 x 8 x 8 mesh open?"
-# (Three. All ranks together: 64 + 32 + 32.)
+# Let eight people stand up as a cube and call "tensor": everybody points at their partner. *Usual mistake:* groups as
+# ranges of ranks. That is true of the last axis only. *Ask:* "how many process groups does a rank of a 4 x 8 x 8 mesh
+# open?" (Three. All ranks together: 64 + 32 + 32.)
 #
 # </details>
 
 # %% [markdown]
-# ## What crosses the nodes (CORE, 9 min)
+# ## Bytes between nodes (CORE, 8 min)
 #
-# **Why.** Inside a node a GPU sends 450 GB/s, to another node 50 GB/s (NVLink 4 and one 400 Gb/s card, each direction). The
-# number of ranks on an axis says *how much* it sends. The place of the axis says *over which link*.
+# In a ring all-reduce of M bytes each of n ranks sends 2(n - 1)/n · M to its neighbour (lesson 02). Whether that leaves
+# the node depends on where the neighbour is.
 #
-# In a ring all-reduce each of n ranks sends 2 (n-1)/n of the payload to its neighbour (lesson 02). Whether that leaves
-# the node depends on where the neighbour stands.
+# ![Two rings of four ranks on two nodes of two: in the order 0 1 2 3 two of the four hops cross between the nodes, in
+# the order 0 2 1 3 all four do](../assets/10_rings.svg)
 #
-# ![Two rings of four ranks on two nodes of two: in the order 0 1 2 3 two of the four hops cross between the nodes, in the order
-# 0 2 1 3 all four do](../assets/10_rings.svg)
+# ### Build C: slow bytes
 #
-# **Predict.** Four ranks on two nodes of two reduce 1 MB in the ring 0 → 1 → 2 → 3 → 0. How many MB leave a node, both nodes
-# together? And in the ring 0 → 2 → 1 → 3 → 0?
-#
-# <details><summary>Answer</summary>
-#
-# Each hop carries 2·3/4 = 1.5 MB. In the first ring the hops 1 → 2 and 3 → 0 cross: 3 MB. In the second all four cross: 6 MB.
-# Same ranks, same sum.
-#
-# </details>
-#
-# ### Build C: bytes between nodes
-#
-# `group` is a ring in its order: each rank sends to the next one, the last to the first. Ranks `0` to `per_node - 1` are node
-# 0, and so on. How many bytes does a ring all-reduce of `payload` bytes send between nodes, all ranks of the group together?
+# `group` is a ring in its order: each rank sends to the next one, the last to the first. Ranks `0` to `per_node - 1`
+# are node 0, and so on. How many bytes does a ring all-reduce of `payload` bytes send between nodes, all ranks of the
+# group together?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -281,7 +296,8 @@ catch_up(globals(), "coordinates", "groups_of")
 # %%ranks
 def slow_bytes(group, payload, per_node):
     """Bytes that a ring all-reduce of `payload` bytes in `group` sends from one node to another."""
-    raise NotImplementedError  # your turn
+    n = len(group)
+    ____  # your turn: three lines; how many of the n hops cross, and what does each carry?
 
 
 checks.slow_bytes(slow_bytes, ranks)
@@ -300,11 +316,14 @@ checks.slow_bytes(slow_bytes, ranks)
 # </details>
 
 # %% [markdown]
-# Now count real messages. This is lesson 02's ring, over any group; `wire` records to whom each message goes.
+# Real messages agree: on the mesh above, the folded cell sends lesson 02's ring through every group and counts what
+# goes to the other node.
 
-
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
+from manyhands.measure import wire
+
+
 def ring_sum(x, group):
     """The sum of x over the group, by a ring, in place. len(x) is a multiple of the group's size. All its ranks call it."""
     n, me = group.size(), group.rank()
@@ -320,16 +339,14 @@ def ring_sum(x, group):
     return x
 
 
-# %%
-# %%ranks
-payload = torch.ones(4096 * world_size, device=device)  # on 4 ranks 65,536 bytes
+mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+payload = torch.ones(4096 * world_size, device=device)  # on 8 ranks 131,072 bytes
 for axis in AXES:
     group = mesh[axis].get_group()
     with wire.watch() as seen:
         ring_sum(payload.clone(), group)
     sent = [(call.bytes, call.peer // per_node) for call in seen.calls if call.op == "send"]
-    mine = sum(size for size, node in sent if node != rank // per_node)
-    between = torch.tensor([mine], device=device)
+    between = torch.tensor([sum(size for size, node in sent if node != rank // per_node)], device=device)
     dist.all_reduce(between)  # over all ranks
     expected = sum(slow_bytes(g, payload.nbytes, per_node) for g in groups_of(shape, AXES.index(axis)))
     assert abs(between.item() - expected) < 1
@@ -338,21 +355,14 @@ for axis in AXES:
     metrics.exact(**{f"{axis}_between": int(between)})
 
 # %% [markdown]
-# Only the outermost axis of more than one rank crosses. Now with what a training step really hands to each axis. A 7B model (32 layers of
-# width 4,096), one sequence of 2,048 tokens per micro-batch and 8 micro-batches in bf16, on 16 GPUs: pipeline 2 x data 2 x
-# tensor 4, two nodes of 8. Turn the axes around, and see what changes.
+# ### Round 1: the fewest bytes
+#
+# Back to the job on 16 GPUs. `PAYLOADS` has the bytes of each axis in a step. `crossing` adds up what goes between the
+# two nodes of 8. Place the axes so that it is as little as possible.
+
 
 # %%
 # %%ranks
-token_bytes = 2 * 2048 * 4096  # B·T·D numbers of two bytes
-sizes = {"pipeline": 2, "data": 2, "tensor": 4}
-step_payloads = {
-    "pipeline": 8 * token_bytes,  # activations there, gradients back: as an all-reduce of two
-    "data": 4 * 6.7e9 / (2 * 4),  # gradients in fp32 of this rank's share
-    "tensor": 8 * 4 * 16 * token_bytes,  # four all-reduces in each of this stage's 16 layers
-}
-
-
 def crossing(order, sizes, payloads, per_node):
     """{axis: bytes between nodes in a step} with the axes in this order, the outermost first."""
     shape = [sizes[axis] for axis in order]
@@ -362,61 +372,151 @@ def crossing(order, sizes, payloads, per_node):
     }
 
 
-# %%
+fewest = ____  # your turn: all three axes in order, such as ("tensor", "pipeline", "data")
+
+# %% jupyter={"source_hidden": true}
 # %%ranks
-if rank == 0:
-    for order in (
-        ("pipeline", "data", "tensor"),
-        ("data", "pipeline", "tensor"),
-        ("tensor", "data", "pipeline"),
-    ):
-        found = crossing(order, sizes, step_payloads, 8)
-        each = ", ".join(f"{axis} {size / 1e9:.1f}" for axis, size in found.items())
-        say(f"{' x '.join(order):24} {sum(found.values()) / 1e9:6.1f} GB between nodes: {each}")
+from itertools import permutations
+
+yours = order_of(fewest)
+for order in permutations(AXES):
+    found = {axis: size / 1e9 for axis, size in crossing(order, SIZES, PAYLOADS, PER_NODE).items()}
+    if rank == 0:
+        told = ", ".join(f"{axis} {size:.1f}" for axis, size in found.items() if size)
+        mark = "  <- yours" * (order == yours)
+        say(f"{' x '.join(order):24} {sum(found.values()):6.1f} GB between nodes: {told}{mark}")
 
 # %% [markdown]
-# **Tensor inside, pipeline outside.** The axis that sends most goes innermost: tensor ranks within a node, stages between
-# nodes, replicas where there is room, since their gradients can travel behind the backward pass. (And not every byte is
-# waited for: the planner knows which.)
-#
-# Below, the same counted link by link: left a rank and its partners, right what each rank sends to each. What lies outside of
-# the two frames goes between nodes. Change the order of the axes and watch the dark squares move out.
-
-# %% tags=["active-ipynb"]
-# from manyhands.widgets.rank_grid import show_rank_grid
-#
-# show_rank_grid(pipeline=2, data=2, tensor=4, per_node=8, rank=5)
+# Tensor outermost is out. With the **pipeline** outermost the fewest bytes cross, three times fewer than with data.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: links</summary>
 #
 # *Usual mistake:* counting what crosses per rank and then per node. Ask for the whole group, always. *Ask:* "why does an
-# all-reduce over 2 ranks cost as much as one message there and one back?" (2·(2-1)/2 = 1 payload from each rank.) *When late:*
-# leave out the ring's code, run the count.
+# all-reduce over 2 ranks cost as much as one message there and one back?" (2·(2-1)/2 = 1 payload from each rank.)
+# *When late:* leave out the count of real messages.
 #
 # </details>
 
 # %% [markdown]
-# ## All axes at once (CORE, 4 min)
+# ## Bytes are not seconds (CORE, 8 min)
 #
-# **Why it must agree.** Each axis alone gives the numbers of one process. Their product must too, and that is where bugs
-# live: a gradient that is averaged over the tensor ranks, a loss that is divided twice. So hold the whole to one process, in
-# float64: loss and *every* gradient.
+# A byte costs time only if somebody waits for it.
 #
-# `parallelize` is what `train.py` uses: `Layout` has the axes pipeline x replicate x shard x tensor; the two in the middle are
-# the data axis, replicas or FSDP.
+# | axis | sends | what can hide it |
+# |---|---|---|
+# | tensor | in every layer | nothing: the next layer needs the sum |
+# | pipeline | per micro-batch | nothing: the next stage needs the activations (`SENT` counts each direction once) |
+# | data | once per step, the gradients | the backward of the last micro-batch |
 #
-# **Predict.** Pipeline 2 x tensor 2 and no data axis: how many different batches do the four ranks read?
+# ### Build D: exposed seconds
 #
-# <details><summary>Answer</summary>
-#
-# One. Tensor ranks compute parts of the same layer, stages parts of the same depth. Only `data` reads other sequences.
-#
-# </details>
-#
-# On four ranks the cells below try each pair of axes, on eight (`n_ranks = 8` at the top) all three at once: 2 x 2 x 2.
+# `sent_bytes` leave a GPU at `bytes_per_s`. For `behind_s` seconds it computes meanwhile. How many seconds does it wait?
+
 
 # %%
+# %%ranks
+def exposed_s(sent_bytes, bytes_per_s, behind_s):
+    """Seconds that a GPU waits for messages that travel while it computes for `behind_s` seconds."""
+    return ____
+
+
+checks.exposed_s(exposed_s, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def exposed_s(sent_bytes, bytes_per_s, behind_s):
+#     return max(0.0, sent_bytes / bytes_per_s - behind_s)
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Round 2: the fewest seconds
+#
+# A group that has ranks on both nodes goes at the pace of its slowest link. `SENT` are the bytes of a GPU, `BEHIND_S`
+# the seconds that can hide them (0.11 s for data, at half of the GPU's peak). Place the axes once more.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "coordinates", "groups_of", "slow_bytes", "exposed_s")
+
+
+# %%
+# %%ranks
+def waited_ms(order):
+    """{axis: ms that a GPU waits for messages in a step}, with the axes in this order, the outermost first."""
+    found = {}
+    for number, axis in enumerate(order):
+        groups = groups_of([SIZES[name] for name in order], number)
+        crosses = any(slow_bytes(group, 1, PER_NODE) for group in groups)
+        found[axis] = 1e3 * exposed_s(SENT[axis], SLOW if crosses else FAST, BEHIND_S[axis])
+    return found
+
+
+fastest = ____  # your turn: all three axes in order, the outermost first
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from itertools import permutations
+
+compared = [("pipeline", "data", "tensor"), ("data", "pipeline", "tensor")]
+yours = order_of(fastest)
+if yours and yours not in compared:
+    compared.append(yours)
+in_order = {order: {axis: waited_ms(order)[axis] for axis in AXES} for order in compared}
+named = {" x ".join(order) + " (yours)" * (order == yours): row for order, row in in_order.items()}
+draw_waits(named, "waiting for messages in a step", "game")
+if rank == 0:
+    sums = [sum(row.values()) for row in in_order.values()]
+    say(f"pipeline outermost: 17 GB between nodes, {sums[0]:.0f} ms; data outermost: 54 GB, {sums[1]:.0f} ms")
+metrics.exact(waited_ms={" x ".join(order): round(sum(waited_ms(order).values()), 6) for order in permutations(AXES)})
+
+# %% [markdown]
+# **Three times the bytes, and less waiting**: the gradients pass behind the backward. Llama 3 orders its axes like this,
+# from the inside: tensor, context, pipeline, data ([section 3.3](https://arxiv.org/abs/2407.21783)). Megatron-LM puts the
+# pipeline outermost unless you pass
+# [`--use-tp-pp-dp-mapping`](https://github.com/NVIDIA/Megatron-LM/blob/307dcf37f03d44da131ba21999278abe4112d2ad/megatron/training/arguments.py).
+# Both keep tensor inside.
+#
+# Between the other two, count seconds for *your* job. With one sequence per micro-batch the backward is 8 times shorter,
+# the gradients stick out, and the pipeline belongs outside:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    for many in (1, 8):
+        part = many / 8
+        outside = 1e3 * part * SENT["pipeline"] / SLOW, 1e3 * part * SENT["pipeline"] / FAST
+        hidden = [1e3 * exposed_s(SENT["data"], link, part * BEHIND_S["data"]) for link in (FAST, SLOW)]
+        told = f"pipeline outermost {outside[0] + hidden[0]:3.0f} ms, data outermost {outside[1] + hidden[1]:3.0f} ms"
+        say(f"{many} sequence{'s' * (many > 1)} per micro-batch: pipeline and data wait with {told}")
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: exposed seconds</summary>
+#
+# Most of the room places the pipeline outermost in round 2 as well. Let them say what each axis waits for. *Ask:* "what if
+# gradients went in bf16?" (Half the bytes: 34 ms, hidden behind an even shorter backward.) *Usual mistake:* negative
+# seconds. With FSDP weights are gathered, too; they come before a layer is needed, and hide in the same way.
+#
+# </details>
+
+# %% [markdown]
+# ## All axes at once (CORE, 3 min)
+#
+# The product of all axes must still compute what one process computes. Bugs live here: a gradient that is averaged over
+# tensor ranks, a loss that is divided twice. The folded cells train data 2 x pipeline 2 x tensor 2 with `parallelize`,
+# which `train.py` uses, and compare the loss and *every* gradient with one process, in float64.
+#
+# **Predict.** How many different batches do the eight ranks read?
+
+# %%
+# %%ranks
+guess_batches = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
@@ -424,7 +524,7 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.parallel.strategy import full_model, parallelize
 
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=4)
-both = {"tensor": shape[2], "pipeline": shape[0]}
+both = {"tensor": shape[2], "pipeline": shape[1]}
 PRODUCTS = {
     1: [{}],
     2: [{"tensor": 2}, {"pipeline": 2}, {"strategy": "fsdp"}],
@@ -436,8 +536,6 @@ PRODUCTS = {
 }.get(world_size, [{"strategy": "fsdp", **both}])  # on 8 ranks all three: 2 x 2 x 2
 
 
-# %%
-# %%ranks
 def options_of(**parallel):
     """The trainer's options in float64: `sequences` per step, over all ranks."""
     train = TrainOptions(global_batch=sequences, precision="fp64")
@@ -450,7 +548,7 @@ def data_share(first, of):
     return [ids.to(device).chunk(of)[first] for ids in pair]
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 single = full_model(config, options_of()).to(device)
 loss_1 = single(*data_share(0, 1))[1]
@@ -467,58 +565,62 @@ for product in PRODUCTS:
     assert max(apart) < 1e-10, f"{layout}: {max(apart):.1e} away"
     if rank == 0:
         say(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
+compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
+
+# %% [markdown]
+# Only `data` reads other sequences. Tensor ranks compute parts of the same layer, stages parts of the same depth. (The
+# name starts with the pipeline: `train.py` numbers its ranks in Megatron-LM's default order.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
 #
-# With 8 ranks this is the full 2 x 2 x 2; with 4, all pairs of axes. Let somebody change `chunk(of)[first]` to share 0 for
-# everybody: the loss still looks right, the assertion says how far it is off. *Ask:* "why float64?" (In fp32 a wrong factor
-# on a small gradient hides in rounding.)
+# With 8 ranks this is the full 2 x 2 x 2; with 4, all pairs of axes. Let somebody change `chunk(of)[first]` to share 0
+# for everybody: the loss still looks right, the assertion says how far it is off. *Ask:* "why float64?" (In fp32 a wrong
+# factor on a small gradient hides in rounding.)
 #
 # </details>
 
 # %% [markdown]
-# ## Choosing: a guide, and a planner (CORE, 6 min)
+# ## Which axes? Ask the planner (CORE, 9 min)
 #
-# **Why.** A thousand GPUs split over four axes in hundreds of ways, with micro-batches and recomputation in thousands. A
-# rule of thumb comes first:
+# A rule of thumb comes first. Each row has a price, so stop at the first that works:
 #
-# | where | the model | take |
-# |---|---|---|
-# | one GPU | fits | train |
-# | | does not fit | ZeRO with offload to CPU or NVMe |
-# | | not even its largest layer | memory-centric tiling: that layer in pieces |
-# | one node | fits on one GPU | DDP or ZeRO |
-# | | does not, fast links | PP, ZeRO or TP: comparable |
-# | | does not, slow links | PP before ZeRO and TP |
-# | several nodes | fast network | ZeRO (hardly any change to the code), or PP + TP + DP (less communication, more work) |
-# | | slow network, short of memory | DP + PP + TP + ZeRO-1 |
+# | the model | take |
+# |---|---|
+# | fits on one GPU, with its optimizer | data parallel alone: DDP |
+# | does not | FSDP: data ranks shard weights, gradients and optimizer |
+# | waits for FSDP's all-gathers on many nodes | HSDP (`hybrid`): shard within a group of GPUs, replicas between groups |
+# | has layers, or activations, too large for that | + tensor, within the fast domain: 8 GPUs in an H100 node, 72 in a GB200 NVL72 |
+# | is still too large, or the network too slow | + pipeline |
+# | reads long sequences; has experts | + context; + expert parallelism |
 #
-# And always: TP at most as many as the GPUs of a node. (The questions, and most answers, are those of the [Transformers
-# documentation](https://huggingface.co/docs/transformers/perf_train_gpu_many).)
+# A [**planner**](../assets/glossary.md#planner) computes instead: it splits the GPUs in every way, drops what does not
+# fit into memory, and predicts the time of a step for the rest. A **family** is one choice of axes and of what data
+# ranks share; for each it keeps the best micro-batch, schedule and recomputation.
 #
-# A [**planner**](../assets/glossary.md#planner) does the sums instead: for each layout the bytes of the fullest GPU; what does not
-# fit is out, and of the rest it predicts the time of a step.
+# ![A planner takes every split of the GPUs, refuses what does not go together or fit, and ranks the rest by
+# time](../assets/10_plan.svg)
 #
-# ![A planner takes every split of the GPUs, refuses what does not go together or fit, and ranks the rest by time](../assets/10_plan.svg)
+# ### Build E: recommend
 #
-# ### Build D: recommend
-#
-# Predictions are not right to 5 %, so the fastest is not simply the best: among plans within 5 % of the fastest that fits, take
-# the one with the fewest axes. Each plan is `(name, bytes, seconds, axes)`. Write `recommend`: a name, or None if nothing fits.
+# Predictions are not right to 5 %, so the fastest is not simply the best. Among the plans within 5 % of the fastest that
+# fits, take the one with the fewest axes, and of these the fastest. A plan is `(name, bytes, seconds, axes)`.
 
 
 # %%
 # %%ranks
 def recommend(plans, memory_bytes):
-    """The name of the plan with the fewest axes (then the fastest) within 5 % of the fastest that fits, or None."""
-    raise NotImplementedError  # your turn
+    """The name of the plan to use, or None if nothing fits."""
+    fitting = [plan for plan in plans if ____]
+    fastest = min((seconds for _, _, seconds, _ in fitting), default=None)
+    close = ____
+    return ____ if close else None
 
 
 checks.recommend(recommend, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution D</summary>
+# <details><summary>Solution E</summary>
 #
 # ```python
 # def recommend(plans, memory_bytes):
@@ -531,74 +633,180 @@ checks.recommend(recommend, ranks)
 # </details>
 
 # %% [markdown]
-# The course's planner is `scripts/plan.py`. It knows the guide's axes, ways to share the state of data ranks, micro-batches,
-# schedules and recomputation. (And context parallelism, for which it gives no command, so it is left out here.) Five
-# questions that people bring along:
+# The course's planner, `scripts/plan.py`, answers by this rule:
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.predict.machines import machine_named
 from manyhands.predict.layouts import Question
+from manyhands.predict.machines import machine_named
 from manyhands.predict.models import preset_model
-from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
+from manyhands.predict.planner import plan
 
-if rank == 0:
-    for name, count in (("olmo-1b", 1), ("olmo-7b", 1), ("olmo-7b", 8), ("olmo-7b", 64), ("llama3-70b", 64)):
-        question = Question(preset_model(name), machine_named("h100"), count, 512, context=1)
-        best = plan(question).best
-        held, step_s = best.held.on_gpu / 1e9, best.step_s
-        said = f"{held:2.0f} GB, {step_s:6.1f} s per step, MFU {best.mfu:.0%}"
-        say(f"{name:10} on {count:2} H100: {best.name:31} {said}")
+for name in ("olmo-7b", "llama3-70b") if rank == 0 else ():
+    answer = plan(Question(preset_model(name), machine_named("h100"), 64, 512, context=1))
+    say(f"{name} on 64 H100: {answer.tried:,} layouts, {len(answer.ranked)} families fit, {len(answer.refused)} do not")
+    for one in answer.ranked[:3]:
+        say(f"    {one.name:32} {one.held.on_gpu / 1e9:3.0f} of 80 GB  {one.step_s:6.2f} s per step  MFU {one.mfu:.0%}")
 
 # %% [markdown]
-# It also says on which assumption its answer depends most, and on how many GPUs something fits:
+# The 7B model needs data parallelism alone. The 70B model takes all three axes.
+#
+# How far can you trust this? The team that trained BLOOM (176B) first timed [five
+# layouts](https://github.com/bigscience-workshop/bigscience/blob/9dcfdde07e059202cad97179f82567aa107dc3b5/train/tr11-176B-ml/chronicles-prequel.md)
+# of one model on the same 384 A100s. Our planner has not seen them.
+#
+# **Predict.** Which was the fastest: 8, 4 or 2 tensor ranks?
 
 # %%
 # %%ranks
+guess_tensor = ____  # your turn: type 8, 4 or 2
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.launch import recorded_runs
+from manyhands.predict.published_runs import RUNS, PublishedRun, predicted_tflops
+
+bloom = next(run for run in RUNS if run.name == "BLOOM 176B").model_dump()
+trials = recorded_runs.published("10_layouts")
+trial = {"n_layer": 72, "n_head": 64}
+planned = [
+    predicted_tflops(PublishedRun(**bloom | trial | {k: one[k] for k in ("tensor", "pipeline")})) for one in trials
+]
 if rank == 0:
-    question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
-    answer = plan(question)
-    say(f"{answer.tried:,} layouts tried, {len(answer.ranked)} families fit, {len(answer.refused)} are refused")
-    say(weakest_assumption(question, answer.best)[0])
-    big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, offload=False)
-    say(f"llama3-405b on 8: {len(plan(big).ranked)} families fit; on {smallest_fit(big)} GPUs something does")
+    figure = bars.layouts(trials, planned, "181B parameters on 384 A100s, February 2022")
+    show(figure, "layouts", "published and predicted TFLOP/s per GPU of five layouts; four tensor ranks are fastest")
+    off = [guess / one["points"][-1][1] - 1 for guess, one in zip(planned, trials, strict=True)]
+    say(f"the planner is between {min(off):+.0%} and {max(off):+.0%} off")
+compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 
 # %% [markdown]
-# Try your own model, and turn the knobs:
-
-# %% tags=["active-ipynb"]
-# from manyhands.widgets.planner import show_planner
+# It finds the two slow layouts, and cannot tell the three fast ones apart: one that was measured twice differs by 3 %
+# from itself. So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
 #
-# show_planner(model="olmo-7b", gpus=64)
+# **Bytes** are another matter. What a GPU holds between two steps (weights, gradients, optimizer) is right to 1 or 2 %:
+# "What ranks hold", in MORE, measures it. That is not so for activations and buffers, which are formulas of a small
+# model here. Leave a reserve: a plan with 76 of 80 GB is a plan to measure first.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: choosing</summary>
 #
-# Let the room vote on olmo-7b on 64 H100 before the cell runs. Most say TP x PP x DP. *Then ask* what each further axis would
-# buy. The guide is older than fast networks; that a planner disagrees with it is no fault of either. *When late:* build D is
-# the one to give away.
+# Let the room vote on olmo-7b on 64 H100 before the cell runs. Most say TP x PP x DP. *Then ask* what each further axis
+# would buy. *Ask:* "why does 8-way tensor lose to 4-way inside the same node?" (By the planner's parts
+# it sends twice as much between tensor ranks, and has twice as many micro-batches per replica.)
 #
 # </details>
 
 # %% [markdown]
-# ## Experiment: predicted bytes, and real ranks (CORE, 4 min)
+# ## A bug from the zoo (CORE, 2 min)
 #
-# A plan that does not fit wastes a night in the queue. So hold the planner's bytes to what ranks *hold*: build up to eight
-# layouts of a small GPT, run a step, and add up the storages of parameters, gradients and Adam's state.
+# A published simulator prices an all-reduce in three phases: reduce-scatter inside nodes of G ranks, all-reduce of M/G
+# bytes between them, all-gather inside. The third phase cost as much as a whole ring all-reduce of M bytes. A change made
+# it one of M/G bytes, since "only the shard" goes back. **Which of the two is right?** The folded cell runs the third
+# phase with real messages on a virtual clock of 450 GB/s:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.measure.virtual_network import Link, VirtualNetwork
+
+NVLINK, M = Link(0.0, 450e9), 2**20 * world_size  # no latency; bytes
+whole = torch.zeros(M // 4)
+
+
+def back_inside(group):
+    """Virtual seconds of the third phase: each rank has a G-th, and a ring hands the parts around."""
+    net, parts = VirtualNetwork(ranks, NVLINK, group=group), whole.chunk(group.size())
+    for hop in range(net.world_size - 1):
+        give, take = (parts[(net.rank - hop - step) % net.world_size] for step in (0, 1))
+        net.exchange(give, (net.rank + 1) % net.world_size, take, (net.rank - 1) % net.world_size)
+    return net.clock_s
+
+
+def ring_s(n_bytes, G):
+    """A ring all-reduce of G ranks."""
+    return 2 * (G - 1) / G * n_bytes / NVLINK.bytes_per_s
+
+
+node_size = math.gcd(world_size, 2)
+grid = (world_size // node_size, node_size)
+pair = init_device_mesh(device.type, grid, mesh_dim_names=("nodes", "node"))["node"]
+for group in (pair.get_group(), dist.group.WORLD)[: 1 + (world_size > 2)]:
+    G, measured = group.size(), back_inside(group)
+    theirs = {"first": ring_s(M, G), "changed": ring_s(M / G, G)}
+    if rank == 0:
+        said = ", ".join(f"{name} {1e6 * s:5.1f} µs" for name, s in theirs.items())
+        say(f"G = {G}: measured {1e6 * measured:5.1f} µs (virtual); {said}")
+    assert abs(measured - (G - 1) / G * M / NVLINK.bytes_per_s) < 1e-12
+
+# %% [markdown]
+# <details><summary>Answer</summary>
 #
-# Expect bars that end at their dashed lines, within 2 %. They cannot all be exact shares: DTensor and FSDP pad, and some
-# weights (norms, biases) are whole on every tensor rank.
+# Neither. Each rank must *receive* the (G-1)/G of the M bytes that it does not have. The first formula counts twice that;
+# the changed one counts 2/G of it: right at G = 2, by accident, and 4 times too fast on nodes of 8.
+# The thread: [cs249r_book#1530](https://github.com/harvard-edge/cs249r_book/pull/1530).
 #
-# **Predict.** Which of `replicas 4` and `zero3 4` holds more, and by what factor?
+# </details>
+#
+# **Test a cost formula with real messages at two sizes**: at G = 2 the wrong one is right.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the zoo</summary>
+#
+# Most of a room believes the change: "a shard is smaller". Draw four people with a card each who all need all four
+# cards. The first phase, too, was priced as a whole all-reduce; the thread puts the effect at about 220 µs for 32 GB of
+# gradients on nodes of 8 H100, but 7/8 of 32 GB at 450 GB/s are 62 **milli**seconds. *Usual question:* "does NCCL do
+# that?" It chooses between rings, trees and in-network sums. The lower bound without a summing switch holds for all.
+#
+# </details>
+
+# %% [markdown]
+# ## Four ranks by hand (MORE, 2 min)
+#
+# ![Four ranks on a grid of two rows and two columns: a row is a tensor group, a column a data
+# group](../assets/10_grid.svg)
+#
+# **Predict.** Rank r holds the number r + 1. Rows 0 1 and 2 3 are tensor groups. Which sums does an all-reduce over the
+# tensor groups leave? And one over the data groups, the columns?
 #
 # <details><summary>Answer</summary>
 #
-# Copies: 16 bytes per parameter in fp32 with Adam (4 + 4 + 8), on each rank. zero3 a quarter of that, and padding.
+# Rows: 1 + 2 = 3 on ranks 0 and 1, 3 + 4 = 7 on ranks 2 and 3. Columns: 1 + 3 = 4 on ranks 0 and 2, 2 + 4 = 6 on ranks
+# 1 and 3. The same call with another group means another thing. (On eight ranks the grid has four rows.)
 #
 # </details>
 
 # %%
 # %%ranks
+columns = math.gcd(world_size, 2)
+small = init_device_mesh(device.type, (world_size // columns, columns), mesh_dim_names=("data", "tensor"))
+sums = {}
+for axis in ("tensor", "data"):
+    number = torch.tensor([rank + 1.0], device=device)
+    dist.all_reduce(number, group=small[axis].get_group())
+    sums[axis] = int(number)
+say(f"I hold {rank + 1}; the sum over my tensor group is {sums['tensor']}, over my data group {sums['data']}")
+
+# %% [markdown]
+# ## What ranks hold (MORE, 6 min)
+#
+# A plan that does not fit wastes a night in the queue. So compare the planner's bytes with what ranks *hold*: build up to
+# eight layouts of a small GPT, run a step, and add up the storages of parameters, gradients and Adam's state.
+#
+# Expect bars that end at their dashed lines, within 2 %. They cannot all be exact shares: DTensor and FSDP pad, and some
+# weights (norms, biases) are whole on every tensor rank. This is state *at rest*. What a forward keeps, what FSDP gathers
+# for a moment and the buffers of a step come on top: formulas that this cell does not measure.
+#
+# **Predict.** Which of the layouts `replicas` and `zero3` over all ranks holds more, and by what factor?
+#
+# <details><summary>Answer</summary>
+#
+# Copies: 16 bytes per parameter in fp32 with Adam (4 + 4 + 8), on each rank. zero3 an n-th of that on n ranks, and padding.
+#
+# </details>
+
+# %%
+# %%ranks
+from dataclasses import replace
+
 from manyhands.gpt.model import GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.optimizer import build_optimizer
@@ -675,7 +883,7 @@ if rank == 0:
     assert errors[worst] < 0.02
 
 # %% [markdown]
-# ## 1,024 ranks in one process (CORE, 2 min)
+# ## 1,024 ranks in one process (MORE, 3 min)
 #
 # You cannot start 1,024 ranks here. But torch can be told that it is rank 0 of 1,024: the [**fake
 # backend**](../assets/glossary.md#fake-backend) has a process group whose collectives return at once and move nothing. With weights
@@ -717,7 +925,7 @@ if rank == 0:  # nothing communicates in there
 # </details>
 
 # %% [markdown]
-# ## Held against published runs (CORE, 3 min)
+# ## Held against published runs (MORE, 4 min)
 #
 # Bytes can be counted; time is a model. This one has two fitted constants: the share of its peak that a GPU's matrix products
 # attain, and how often kept bytes pass through its memory. Table 1 of Narayanan et al. 2021 has ten runs on A100, from 32
@@ -771,8 +979,50 @@ if rank == 0:
     say(f"{fast} of the {len(others)} others are predicted too fast, {len(others) - fast} too slow")
 
 # %% [markdown]
-# **How to use that.** A layout that is predicted to take half as long is faster. One that is predicted to be 5 % faster has to be
-# measured. Let the planner name three candidates, run each for 20 steps, keep the best.
+# A layout that is predicted to take half as long is faster. One that is predicted to be 5 % faster has to be measured.
+
+# %% [markdown]
+# ## Turn the knobs (MORE, 2 min)
+#
+# The grid again, with the links: left a rank and its partners, right what each rank sends to each. What lies outside of
+# the two frames goes between nodes. Change the order of the axes and watch the dark squares move out.
+
+# %% tags=["active-ipynb"]
+# from manyhands.widgets.rank_grid import show_rank_grid
+#
+# show_rank_grid(pipeline=2, data=2, tensor=4, per_node=8, rank=5)
+
+# %% [markdown]
+# And the planner. A row is the best plan of its family:
+
+# %% tags=["active-ipynb"]
+# from manyhands.widgets.planner import show_planner
+#
+# show_planner(model="olmo-7b", gpus=64)
+
+# %% [markdown]
+# `zero3` shards more than `zero2`, so **why does its row hold more bytes?** `zero2` keeps the weights whole ("gathered")
+# for the whole step. That leaves room for smaller micro-batches only. `zero3` gathers block by block, and its fastest
+# variant spends the room on a larger micro-batch. With the same micro-batch it holds less:
+
+# %%
+# %%ranks
+from manyhands.predict.layouts import Question, families
+from manyhands.predict.machines import machine_named
+from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import preset_model
+
+olmo = preset_model("olmo-7b")
+for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1)) if rank == 0 else ():
+    if family.name not in ("zero2 64", "zero3 64"):
+        continue
+    for one in family.variants:
+        held = bytes_per_rank(olmo, one.layout, one.options)
+        if one.options.parallel.activation_checkpointing == "none" and held.on_gpu < 120e9:
+            parts = (
+                f"activations {held.activations / 1e9:5.1f}, gathered weights {held.unsharded_parameters / 1e9:4.1f}"
+            )
+            say(f"{family.name}, {one.micro_batch} per micro-batch: {held.on_gpu / 1e9:5.1f} GB, of which {parts}")
 
 # %% [markdown]
 # ## Exercises (MORE, 19 min)
@@ -883,113 +1133,50 @@ checks.phases(phases, ranks)
 # </details>
 
 # %% [markdown]
-# ## A bug from the zoo (CORE, 3 min)
+# ### What else the planner says
 #
-# A published simulator prices a hierarchical all-reduce: reduce-scatter inside the nodes of G ranks, all-reduce of M/G bytes
-# between them, and back. It took the time of a full ring all-reduce of M bytes for the first phase and, "by symmetry", for
-# the third. Then a change made the third phase an all-reduce of M/G bytes, since "only the shard" goes back: 8 times
-# faster on nodes of 8. **Which of the two is right?** Do not argue. Measure: run the third phase with real messages. The
-# ranks' clocks are virtual, a 450 GB/s link and no latency, so that nothing else disturbs them.
+# On which assumption its answer depends most, and on how many GPUs something fits:
 
 # %%
 # %%ranks
-from manyhands.measure.virtual_network import Link, VirtualNetwork
+from manyhands.predict.layouts import Question
+from manyhands.predict.machines import machine_named
+from manyhands.predict.models import preset_model
+from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 
-NVLINK, M = Link(0.0, 450e9), 2**20 * world_size  # no latency; bytes
-whole = torch.zeros(M // 4)
-
-
-def back_inside(group):
-    """Virtual seconds of the third phase: each rank has a G-th, and a ring hands the parts around."""
-    net, parts = VirtualNetwork(ranks, NVLINK, group=group), whole.chunk(group.size())
-    for hop in range(net.world_size - 1):
-        give, take = (parts[(net.rank - hop - step) % net.world_size] for step in (0, 1))
-        net.exchange(give, (net.rank + 1) % net.world_size, take, (net.rank - 1) % net.world_size)
-    return net.clock_s
-
-
-# %%
-# %%ranks
-def ring_s(n_bytes, G):
-    """A ring all-reduce of G ranks."""
-    return 2 * (G - 1) / G * n_bytes / NVLINK.bytes_per_s
-
-
-node_size = math.gcd(world_size, 2)
-grid = (world_size // node_size, node_size)
-pair = init_device_mesh(device.type, grid, mesh_dim_names=("nodes", "node"))["node"]
-for group in (pair.get_group(), dist.group.WORLD)[: 1 + (world_size > 2)]:
-    G, measured = group.size(), back_inside(group)
-    theirs = {"first": ring_s(M, G), "changed": ring_s(M / G, G)}
-    if rank == 0:
-        said = ", ".join(f"{name} {1e6 * s:5.1f} µs" for name, s in theirs.items())
-        say(f"G = {G}: measured {1e6 * measured:5.1f} µs (virtual); {said}")
-    assert abs(measured - (G - 1) / G * M / NVLINK.bytes_per_s) < 1e-12
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# Neither. On the way back each rank must *receive* the (G-1)/G of the M bytes that it does not have, whatever the algorithm. The
-# first formula counts twice that: an all-reduce is a reduce-scatter *and* an all-gather. The changed one counts 2/G of it: right
-# at G = 2, by accident; on nodes of 8 it is 4 times too fast. The first phase, too, was priced as a full all-reduce, and the
-# change left it so. The symmetry of phases one and three was right; their factor of 2 was not.
-#
-# The thread: [cs249r_book#1530](https://github.com/harvard-edge/cs249r_book/pull/1530). It puts the effect at about 220 µs, for 32 GB of
-# gradients on nodes of 8 H100. Do the sum: 7/8 of 32 GB at 450 GB/s are 62 **milli**seconds for that phase alone.
-#
-# </details>
-#
-# The rule to take home: **a cost formula has a lower bound and a test.** The bound is what each rank must receive. The test is a
-# run with real messages at *two* sizes, since at G = 2 the wrong formula is right.
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the zoo</summary>
-#
-# Most of a room believes the change: "a shard is smaller". Draw four people with a card each who all need all four cards.
-# *Usual question:* "does NCCL do that?" It chooses between rings, trees and in-network sums. The lower bound without a
-# summing switch holds for all.
-#
-# </details>
-
-# %% [markdown]
-# ## On the cluster
-#
-# Ask for ranked layouts, with the command for the first; for another machine; how far off the planner is; what would run. Then
-# submit the job of [lesson 04](04_first_job.ipynb) with these flags:
-#
-# ```bash
-# python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64
-# python scripts/plan.py --preset olmo-7b --machine mine.toml --gpus 64 --all
-# python scripts/plan.py --published
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 8
-# sbatch jobs/train.slurm --preset olmo-7b --parallel.tensor 8
-# ```
-#
-# **What changes on GPUs.** The order of ranks is the launcher's. One that deals ranks to nodes in turn (`--distribution=cyclic`
-# of Slurm, `--map-by node` of Open MPI) puts your tensor groups on the network. Print `rank, hostname` once. NCCL is
-# [topology-aware](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/overview.html): it orders its rings itself, so what
-# goes between nodes depends on which ranks are in a group, not on their order.
-#
-# **What to look for**: the peak of `torch.cuda.max_memory_allocated()` against the plan; tokens per second per GPU of the three
-# best plans over 20 steps each; the same loss in all of them.
+if rank == 0:
+    question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
+    say(weakest_assumption(question, plan(question).best)[0])
+    big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, offload=False)
+    say(f"llama3-405b on 8: {len(plan(big).ranked)} families fit; on {smallest_fit(big)} GPUs something does")
 
 # %% [markdown]
 # ## Recap
 #
-# 1. A mesh is a grid of ranks; the last axis runs fastest, so it stays on the node. Groups of an axis differ in it alone.
-# 2. How many ranks an axis has decides what fits; where it lies decides over which link it sends. Tensor inside, pipeline outside.
-# 3. The product of all axes still has one process's loss and gradients, to 1e-10 in float64. Test that, not the loss curve.
-# 4. Bytes can be predicted to 1 %, also for 1,024 ranks in one process; time to some 5 to 25 %, so measure the best three.
-# 5. Each further axis needs a reason. Of plans that are close, take the simplest.
+# What changes on a cluster is in the [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster); the lab is the
+# sections marked MORE, above. The card to take home:
+
+# %%
+# %%ranks
+card(
+    "A mesh is a grid of ranks. The last axis runs fastest, so it stays on the node; its groups differ in it alone.",
+    "Tensor inside, always. Pipeline or data outermost: count the seconds that are waited for, not the bytes.",
+    "Gradients hide behind the backward if it is long enough. Then data goes outermost.",
+    "The product of all axes has one process's loss and gradients, to 1e-10 in float64. Test that.",
+    "A planner's bytes at rest are right to 2 %, its times to some 10 %: keep a reserve, and time the best three.",
+    figure="game: three times the bytes between nodes, and less waiting",
+    command="python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64",
+)
+
+# %% [markdown]
+# ## On the cluster
+#
+# Ask the planner before you ask for GPUs: the card has the command. The job's flags, and the launcher that puts your
+# tensor groups on the network, are in the [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
 #
 # ## Further reading
 #
-# - Narayanan et al. 2021, [Efficient large-scale language model training on GPU clusters](https://arxiv.org/abs/2104.04473): section 3,
-#   how to combine the axes; table 1, the runs above.
-# - Rajbhandari et al. 2020, [ZeRO](https://arxiv.org/abs/1910.02054): what sharding saves, and what it sends.
-# - Grattafiori et al. 2024, [The Llama 3 herd of models](https://arxiv.org/abs/2407.21783): section 3.3, four axes on 16,384 GPUs and
-#   the order in which they lie on the network.
-# - PyTorch, [DeviceMesh](https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html).
+# Papers and guides are in the [handbook](../assets/handbook/10_meshes_and_planning.md#further-reading).
 
 # %%
 # %%ranks

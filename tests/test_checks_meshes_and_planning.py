@@ -6,6 +6,7 @@ from exercises import Answers
 from manyhands.checks import meshes_and_planning as checks
 
 ALL, BEST = "list(groups.values())", "min(itertools.permutations(sizes), key=total)"
+WAIT = "max(0.0, sent_bytes / bytes_per_s - behind_s)"
 REJECTED = {
     "coordinates": [
         ("reversed(shape)", "shape", "insert(0, here)", "append(here)", "the last axis runs fastest, yours is"),
@@ -48,6 +49,16 @@ REJECTED = {
         ("rank // per_node", "rank % per_node", "all 6 hops; 3 of them cross"),
         ("    return crossing", "    crossing = len(set(nodes))\n    return crossing",
          "what goes between nodes should be"),
+    ],
+    "exposed_s": [
+        (WAIT, WAIT[9:-1], "should be 0 s, not -0.043 s: that is negative"),
+        (WAIT, "sent_bytes / bytes_per_s", "should be 0.09 s, not 0.14 s: that is all of it"),
+        (WAIT, "min(behind_s, sent_bytes / bytes_per_s)", "should be 0.09 s, not 0.05 s: that is the part that is"),
+        ("sent_bytes / bytes_per_s - behind_s", "behind_s - sent_bytes / bytes_per_s", "should be 0.09 s, not 0 s"),
+        ("sent_bytes / bytes_per_s - behind_s", "sent_bytes / bytes_per_s + behind_s", "one after the other"),
+        (WAIT, "0.0 if behind_s else sent_bytes / bytes_per_s", "should be 0.09 s, not 0 s"),
+        (WAIT, "bytes_per_s / sent_bytes", "divide the bytes by bytes per second"),
+        ("max(0.0, ", "max(0.001, ", "should be 0 s, not 0.001 s"),
     ],
     "recommend": [
         ("1.05", "1.0", "(4 % slower with fewer axes) should be 'b', not 'a'"),
@@ -109,6 +120,9 @@ RIGHT = {
         torch.tensor(group).roll(1) // per_node != torch.tensor(group) // per_node
     ) * (2 * (len(group) - 1) * payload / len(group)), ("crossing * 2 * (n - 1) / n * payload",
      "2 * payload * crossing - 2 * payload * crossing / n")],
+    "exposed_s": [(WAIT, f"sorted([0, {WAIT[9:-1]}])[1]"),
+        (WAIT, "max(0, sent_bytes - behind_s * bytes_per_s) / bytes_per_s"),
+        (WAIT, f"torch.tensor({WAIT})")],
     "recommend": [("min(close,", "sorted(close,", "[2]))[0]", "[2]))[0][0]"), ("plan[2] <= 1.05 * fastest",
     "plan[2] / fastest - 1 <= 0.05")],
     "best_order": [(BEST, f"list({BEST})"), (BEST, "sorted(itertools.permutations(sorted(sizes)), key=total)[0]")],

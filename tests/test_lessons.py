@@ -165,7 +165,8 @@ def test_the_notebook_at_full_length_gives_the_stored_checked_outputs(lesson, tm
     assert done.returncode == 0, done.stdout[-6000:]
     metrics = find_metrics(tmp_path, lesson.name)
     own = next(parameter.default for parameter in read(lesson.script) if parameter.name == "n_ranks")
-    assert own == 4 or lesson.number == "14"  # it times single calls, which four ranks on two cores disturb
+    # 10 has three axes of two; 14 times single calls, which four ranks on two cores disturb
+    assert own == 4 or (lesson.number, own) == ("10", 8) or lesson.number == "14"
     assert (metrics["launcher"], metrics["world_size"]) == ("notebook", own)
     assert metrics["exact"] or lesson.number == "04"
 

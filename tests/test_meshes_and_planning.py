@@ -9,18 +9,19 @@ import torch.distributed as dist
 from definitions import taken_from
 from manyhands.config.layout import AXES as LAYOUT_AXES
 from manyhands.config.layout import Layout
+from manyhands.launch import recorded_runs
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.plots.bars import planned_and_held
+from manyhands.plots.bars import layouts, planned_and_held, waits
 from manyhands.plots.results import table_and_others
 from manyhands.predict.simulated_rank import in_own_process
 
 LESSON = "10_meshes_and_planning"
-AXES = ("pipeline", "data", "tensor")
+AXES = ("data", "pipeline", "tensor")
 
 
 def ours(**given):
-    names = "coordinates", "groups_of", "slow_bytes", "ring_sum", "crossing", "recommend", "phases"
+    names = "coordinates", "groups_of", "slow_bytes", "ring_sum", "crossing", "recommend", "phases", "exposed_s"
     return taken_from(LESSON, *names, **given)
 
 
@@ -87,14 +88,47 @@ def test_real_messages_between_nodes_are_those_of_the_formula(pool, n, order, pe
     assert sum(crossing for _, crossing, _ in found) == ours().slow_bytes(order, 96, per_node)
 
 
-def test_tensor_inside_and_pipeline_outside_sends_least_between_nodes():
-    sizes = {"pipeline": 2, "data": 2, "tensor": 4}
-    payloads = {"pipeline": 1.0, "data": 25.0, "tensor": 64.0}
-    lesson = ours()
-    inside = sum(lesson.crossing(AXES, sizes, payloads, 8).values())
-    outside = sum(lesson.crossing(AXES[::-1], sizes, payloads, 8).values())
-    assert inside == 8 * 2 * 1.0  # eight pairs of stages, there and back
-    assert outside == 4 * 2 * 1.5 * 64.0  # four tensor groups, two hops of each cross
+ORDERS = [("pipeline", "data", "tensor"), ("data", "pipeline", "tensor"), ("tensor", "data", "pipeline")]
+
+
+@pytest.fixture(scope="module")
+def job():
+    """The lesson's job of 16 GPUs: ({order: GB between nodes}, {order: ms that a GPU waits}), worked out here again."""
+    stream, own = 2 * 8 * 2048 * 4096, 6.7e9 / 8
+    payloads = {"data": 4 * own, "pipeline": 8 * stream, "tensor": 8 * 4 * 16 * stream}
+    sizes = {"data": 2, "pipeline": 2, "tensor": 4}
+    sent = {"data": payloads["data"], "pipeline": payloads["pipeline"], "tensor": 1.5 * payloads["tensor"]}
+    behind = {"data": 4 * own * 8 * 2048 / (0.5 * 989.4e12), "pipeline": 0.0, "tensor": 0.0}
+    given = {"SIZES": sizes, "PER_NODE": 8, "SENT": sent, "BEHIND_S": behind, "FAST": 450e9, "SLOW": 50e9}
+    names = "coordinates", "groups_of", "slow_bytes", "exposed_s", "waited_ms", "crossing"
+    lesson = taken_from(LESSON, *names, **given)
+    between = {order: sum(lesson.crossing(order, sizes, payloads, 8).values()) / 1e9 for order in ORDERS}
+    return between, {order: sum(lesson.waited_ms(order).values()) for order in ORDERS}
+
+
+def test_data_outermost_sends_three_times_the_bytes_of_pipeline_outermost_and_waits_less(job):
+    between, waited = job
+    pipeline, data, tensor = ORDERS
+    assert between[data] == pytest.approx(3.12 * between[pipeline], rel=0.01)
+    assert round(waited[pipeline]) == 251 and round(waited[data]) == 231
+    assert waited[tensor] > 8 * waited[data], "tensor ranks on two nodes"
+
+
+def test_the_figure_of_waiting_stacks_each_orders_axes_and_says_the_sum():
+    (axes,) = waits({"a x b": {"tensor": 229.0, "data": 0.0}, "b x a": {"tensor": 2062.0, "data": 3.0}}, "t").axes
+    assert [bar.get_width() for bar in axes.patches] == [229.0, 2062.0, 3.0]
+    assert [text.get_text().strip() for text in axes.texts] == ["229 ms", "2,065 ms"]
+
+
+def test_published_layouts_have_a_point_for_each_measurement_and_a_mark_for_the_prediction():
+    published = recorded_runs.published("10_layouts")
+    (axes,) = layouts(published, [130.0, 140.0, 151.0, 139.0, 121.0], "t").axes
+    points = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
+    assert points[1] == [141.99, 145.92] and [len(values) for values in points] == [1, 2, 1, 1, 1]
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_ls() == "--"] == [130.0, 140.0, 151.0, 139.0, 121.0]
+    fastest = max(published, key=lambda one: one["points"][-1][1])
+    assert fastest["tensor"] == 4, "what the lesson asks for"
+    assert all(one["tensor"] * one["pipeline"] * one["data"] == one["ranks"] for one in published)
 
 
 def third_phase(ranks):

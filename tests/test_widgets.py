@@ -201,10 +201,10 @@ def test_the_bytes_between_nodes_are_those_that_the_lesson_counts(order):
 
 def test_the_grid_marks_partners_and_says_what_leaves_the_node():
     picture = rank_grid_picture(2, 2, 4, per_node=8, rank=5)
-    assert {"rank 5", "4 T", "1 D", "13 P", "node 1"} <= set(found := texts(picture))
-    assert "P  pipeline: 2 ranks, over 2 nodes, 0.13 GB a step to its neighbour" in found
-    assert "between nodes: 2.1 of 261.9 GB in a step of a 7B model" in found
-    assert any("between nodes: 103.1 of" in text for text in texts(rank_grid_picture(2, 2, 4, 8, 5, ORDERS[-1])))
+    assert {"rank 5", "4 T", "13 D", "1 P", "node 1"} <= set(found := texts(picture))
+    assert "D  data: 2 ranks, over 2 nodes, 3.4 GB a step to its neighbour" in found
+    assert "between nodes: 53.6 of 1,720.0 GB in a step of a 7B model" in found
+    assert any("between nodes: 824.6 of" in text for text in texts(rank_grid_picture(2, 2, 4, 8, 5, ORDERS[-1])))
 
 
 @pytest.mark.parametrize(
@@ -229,6 +229,15 @@ def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state
     assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
     bytes_legend, _ = planner_picture("olmo-7b", "h100", 1)[0].legends
     assert "optimizer" not in [text.get_text() for text in bytes_legend.get_texts()]
+
+
+def test_the_planners_panels_have_four_keys_each_and_no_word_means_two_things():
+    keys = [
+        [text.get_text() for text in legend.get_texts()]
+        for legend in planner_picture("llama3-70b", "h100", 64)[0].legends
+    ]
+    assert keys[0] == ["weights", "optimizer", "gradients", "activations"]
+    assert keys[1] == ["computing", "messages", "bubble"]
 
 
 def test_where_nothing_fits_the_planner_says_on_how_many_gpus_something_would():
@@ -281,8 +290,8 @@ def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_th
           ({"ranks c": 3}, "8 positions do not split into 3 equal chunks; use a multiple of 3")]),
         (show_rank_grid, {"pipeline": 2},
          ["pipeline ranks", "data ranks", "tensor ranks", "ranks per node", "look at rank", "outermost first"],
-         "rank 0 of pipeline 2 x data 2 x tensor 2 is in the groups pipeline 0 4, data 0 2, tensor 0 1",
-         [({"look at rank": 6, "outermost first": "tensor x data x pipeline"}, "between nodes: 68.7 of")]),
+         "rank 0 of data 2 x pipeline 2 x tensor 2 is in the groups data 0 4, pipeline 0 2, tensor 0 1",
+         [({"look at rank": 6, "outermost first": "tensor x data x pipeline"}, "between nodes: 549.8 of")]),
         (show_sizes, {"device": 48}, ["GB to hold", "device", "whose unit is"], "20 of 48 GB and 18 of 48 GiB",
          [({"GB to hold": 1718, "device": 64, "whose unit is": "GB"}, "1,718 GB = 1,600 GiB: that takes 27 of 64 GB")]),
         (show_planner, {"gpus": 8}, ["model", "machine", "GPUs", "sequences per step", "offload"], "olmo-7b on 8 h100",

@@ -47,9 +47,9 @@ def grid():
 
 
 def cube():
-    figure, axes = card(92, 49, "pipeline 2 x data 2 x tensor 2, on two nodes of four")
-    _node(axes, 3, 6, 40, 34, "node 0: stage 0")
-    _node(axes, 49, 6, 40, 34, "node 1: stage 1")
+    figure, axes = card(92, 49, "data 2 x pipeline 2 x tensor 2, on two nodes of four")
+    _node(axes, 3, 6, 40, 34, "node 0: replica 0")
+    _node(axes, 49, 6, 40, 34, "node 1: replica 1")
     places = {rank: (6 + 46 * (rank // 4) + 22 * (rank % 2), 12 + 14 * (rank // 2 % 2)) for rank in range(8)}
     for rank, (x, y) in places.items():
         rank_box(axes, rank, x, y, width=11, height=5)
@@ -65,8 +65,8 @@ def cube():
         edge = y - 0.2 if first < 2 else y + 5.2
         arrow(axes, (x + 8, edge), (end + 8, edge), bend=bend, style="<|-|>", ls="--")
     write(axes, 3.5, 43.4, "horizontal: tensor, ranks next to each other", ha="left")
-    write(axes, 47, 43.4, "vertical, grey: data, every second rank", ha="left")
-    write(axes, 3.5, 46.4, "dashed: pipeline, every fourth rank: the only axis that leaves the node", ha="left")
+    write(axes, 47, 43.4, "vertical, grey: pipeline, every second rank", ha="left")
+    write(axes, 3.5, 46.4, "dashed: data, every fourth rank: the only axis that leaves the node", ha="left")
     return figure
 
 

@@ -1,8 +1,9 @@
-"""Checks of lesson 10: coordinates, groups, bytes between nodes, a recommendation, orders of axes, a roofline, phases.
+"""Checks of lesson 10: coordinates, groups, bytes between nodes, exposed seconds, plans, orders of axes, phases.
 
 Nothing here needs a message: every rank judges the same numbers.
 """
 
+import functools
 import itertools
 from math import isclose, prod
 
@@ -10,8 +11,28 @@ from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import CLOSE, luck, sizes
 from manyhands.checks.expect import expect_equal, expect_number, plain
 from manyhands.checks.witness import shown
+from manyhands.launch.program import say
 
 SHAPES = ((2, 3), (2, 2, 2), (4,), (3, 1, 4), (2, 2, 3, 2), (1, 1), (5, 2, 3))
+CUBE = (2, 2, 2)  # the grid that build B draws
+_drawn = {}  # {axis: the groups of CUBE that the learner's code returned}
+
+
+def draws_groups(check):
+    """Make the check of the groups print those of eight ranks by the learner's code, wrong ones with a ✗."""
+
+    @functools.wraps(check)
+    def and_draw(answer, ranks=None, **given):
+        _drawn.clear()
+        verdict = check(answer, ranks, **given)
+        if ranks is None or ranks.rank == 0:
+            for axis, groups in _drawn.items():
+                right = _groups(CUBE, axis)
+                cells = [" ".join(map(str, group)) + " ✗" * (group not in right) for group in groups]
+                say(f"axis {axis} of 2 x 2 x 2: {' | '.join(cells)}")
+        return verdict
+
+    return and_draw
 
 
 @exercise("A", "from a rank to its coordinates")
@@ -28,9 +49,12 @@ def coordinates(answer, ranks=None):
             expect_equal(answer(rank, shape), wanted, case, slips)
 
 
+@draws_groups
 @exercise("B", "the groups of an axis")
 def groups_of(answer, ranks=None):
     """`answer(shape, axis)` is all groups of that axis, in any order; each in the order of its coordinate."""
+    drawn = {axis: [list(group) for group in plain(answer(CUBE, axis))] for axis in range(3)}
+    _drawn.update(drawn)
     for shape in SHAPES:
         for axis in range(len(shape)):
             found, wanted = sorted(map(list, plain(answer(shape, axis)))), _groups(shape, axis)
@@ -72,7 +96,31 @@ def slow_bytes(answer, ranks=None):
         expect_number(answer(list(group), payload, per_node), crossing * each, case, "bytes", slips, CLOSE)
 
 
-@exercise("D", "recommend")
+@exercise("D", "exposed seconds")
+def exposed_s(answer, ranks=None):
+    """`answer(sent_bytes, bytes_per_s, behind_s)` is the part of the messages' seconds that outlasts `behind_s`."""
+    draw = luck(14)
+    drawn = [
+        (draw.uniform(1e9, 9e10), draw.choice((50e9, 450e9)), draw.choice((0.0, draw.uniform(0.01, 0.3))))
+        for _ in range(12)
+    ]
+    for sent, rate, behind in ((7e9, 50e9, 0.05), (3.35e9, 50e9, 0.11), (7e9, 450e9, 0.0), *drawn):
+        seconds = sent / rate
+        wanted = max(0.0, seconds - behind)
+        slips = {
+            "that is all of it; what passes behind the computing is not waited for": seconds,
+            "that is negative: messages that end early make nobody faster": min(0.0, seconds - behind),
+            "that is the part that is hidden": min(seconds, behind),
+            "that is the time left over behind which more could hide": max(0.0, behind - seconds),
+            "that is the messages and the computing one after the other": seconds + behind,
+            "divide the bytes by bytes per second": rate / sent,
+        }
+        slips = {sentence: value for sentence, value in slips.items() if not isclose(value, wanted, abs_tol=1e-12)}
+        case = f"{sent:g} bytes at {rate:g} bytes/s behind {behind:g} s of computing: what is waited for"
+        expect_number(answer(sent, rate, behind), wanted, case, "s", slips, CLOSE)
+
+
+@exercise("E", "recommend")
 def recommend(answer, ranks=None):
     """`answer(plans, memory)` is a name or None: fits, within 5 % of the fastest that does, fewest axes, fastest."""
     draw = luck(10)

@@ -6,10 +6,7 @@ from manyhands.plots import looks
 
 KINDS = ("parameters", "optimizer", "gradients")  # what is there between two steps
 GB = 1e9
-# those that `looks` has no colour of its own for
-DRAWN_AS = {"accumulated_gradients": "gradients", "workspace": "other"}
 COMPUTE, MESSAGES = (("compute", "memory", "optimizer"), ("tensor", "context", "experts", "pipeline", "data", "host"))
-STRENGTH = {"compute": 0.75, "memory": 0.5, "optimizer": 0.3}
 
 
 def held_and_sent(rows, num_params, title):
@@ -277,38 +274,104 @@ def skew_and_balance(skewed, shares):
     return figure
 
 
-def plans(rows, memory_bytes, title):
-    """Left each plan's bytes by kind and the memory's limit, right the seconds of a step by what the GPU waits for.
+def waits(rows, title):
+    """Draw the milliseconds of a step that a GPU waits for messages: a bar for each order of the axes, by axis.
 
-    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first.
+    rows: {order: {axis: ms}}. Returns a Figure.
     """
-    figure, (left, right) = looks.new_figure(12, 2.6 + 0.36 * len(rows), 1, 2, sharey=True)
-    longest = max(sum(seconds.values()) for _, _, seconds in rows)
-    for row, (_, held, seconds) in enumerate(rows):
-        kinds = [(size / GB, *_look_of_bytes(kind), kind.replace("_", " ")) for kind, size in held.items() if size]
-        parts = [(s, *_look_of_time(part), part) for part, s in seconds.items() if s > longest / 500]
-        for axes, pieces in ((left, kinds), (right, parts)):
-            looks.stacked(axes, row, pieces, 0.62, lw=0.6)
-    left.axvline(memory_bytes / GB, **looks.LIMIT, label="memory")
-    left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    left.set(xlabel="GB per GPU", title=title, xlim=(0, memory_bytes / GB * 1.06))
-    right.set(xlabel="predicted seconds per step", xlim=(0, None))
-    left.set_ylim(len(rows) - 0.4, -0.6)
-    for axes, side in ((left, "left"), (right, "right")):
-        handles, labels = axes.get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))
-        figure.legend(once.values(), once, loc=f"outside lower {side}", frameon=False, ncols=3, fontsize=9)
+    from matplotlib.patches import Patch
+
+    figure, axes = looks.new_figure(9, 1.7 + 0.4 * len(rows))
+    most = max(sum(row.values()) for row in rows.values())
+    for i, row in enumerate(rows.values()):
+        pieces = [(ms, *_look_of_time(axis)) for axis, ms in row.items() if ms]
+        axes.text(looks.stacked(axes, i, pieces, 0.6), i, f"  {sum(row.values()):,.0f} ms", va="center")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set(xlabel="ms per step", title=title, xlim=(0, 1.18 * most))
+    looked = {axis: _look_of_time(axis) for row in rows.values() for axis in row}
+    keys = [Patch(fc=colour, ec=looks.INK, hatch=hatch, label=axis) for axis, (colour, hatch) in looked.items()]
+    figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, handleheight=1.3)
     return figure
 
 
-def _look_of_bytes(kind):
-    colour, hatch = looks.BYTES[DRAWN_AS.get(kind, kind)]
-    return (looks.tint(colour, 0.5), hatch) if kind == "accumulated_gradients" else (colour, hatch)
+def layouts(published, predicted, title):
+    """Draw the published speed of each layout as points on a bar, and a dashed mark where it is predicted.
+
+    published: dicts with `name` and `points`, [[tensor ranks, TFLOP/s per GPU], ...], a point for each time that it was
+    measured. predicted: TFLOP/s of each, in the same order. Returns a Figure.
+    """
+    from matplotlib.lines import Line2D
+
+    figure, axes = looks.new_figure(9, 1.7 + 0.4 * len(published))
+    for i, (one, guess) in enumerate(zip(published, predicted, strict=True)):
+        values = [value for _, value in one["points"]]
+        axes.barh(i, max(values), 0.6, fc=looks.GREY, ec=looks.INK)
+        axes.plot(values, [i] * len(values), **looks.MEASURED | {"ls": "none"})
+        _predicted(axes, i, guess, lw=2.2, zorder=3)
+        axes.text(max(*values, guess), i, f"   {max(values):.0f}, predicted {guess:.0f}", va="center")
+    axes.set_yticks(range(len(published)), [one["name"] for one in published])
+    axes.invert_yaxis()
+    most = max(value for one in published for _, value in one["points"])
+    axes.set(xlabel="TFLOP/s per GPU", title=title, xlim=(0, 1.35 * most))
+    keys = [
+        Line2D([], [], **looks.MEASURED | {"ls": "none"}, label="published"),
+        Line2D([], [], **looks.PREDICTED, label="predicted"),
+    ]
+    figure.legend(handles=keys, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
+PANEL_BYTES = {  # key of the planner's left panel: (what it adds up, in which look)
+    "weights": (("parameters", "unsharded_parameters", "copies"), "parameters"),
+    "optimizer": (("optimizer",), "optimizer"),
+    "gradients": (("gradients", "accumulated_gradients"), "gradients"),
+    "activations": (("activations", "workspace"), "activations"),
+}
+PANEL_TIME = {"computing": COMPUTE, "messages": MESSAGES, "bubble": ("bubble",), "launching": ("launch",)}
+
+
+def plans(rows, memory_bytes, title):
+    """Left each plan's bytes with the end of the GPU's memory, right the seconds of a step by what the GPU does.
+
+    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first. Each panel has four keys at
+    most: PANEL_BYTES and PANEL_TIME say what they add up.
+    """
+    from matplotlib.patches import Patch
+
+    figure, (left, right) = looks.new_figure(12, 2.4 + 0.36 * len(rows), 1, 2, sharey=True)
+    solid, pale = looks.tint(looks.INK, 0.75), looks.tint(looks.GREY, 0.4)
+    look_of = {
+        "computing": (solid, ""),
+        "messages": ("none", looks.HATCH),
+        "bubble": (pale, ""),
+        "launching": (looks.GROUND, ""),
+    }
+    panels = (
+        (left, 1, GB, {key: (kinds, looks.BYTES[look]) for key, (kinds, look) in PANEL_BYTES.items()}),
+        (right, 2, 1, {key: (parts, look_of[key]) for key, parts in PANEL_TIME.items()}),
+    )  # fmt: skip
+    longest = max(sum(row[2].values()) for row in rows)
+    for axes, column, unit, keys in panels:
+        there = {}
+        for place, row in enumerate(rows):
+            sums = {key: sum(row[column].get(part, 0) for part in parts) for key, (parts, _) in keys.items()}
+            sums = {key: value for key, value in sums.items() if value > (longest / 500 if axes is right else 0)}
+            there |= {key: keys[key][1] for key in keys if key in sums}
+            looks.stacked(axes, place, [(value / unit, *keys[key][1]) for key, value in sums.items()], 0.62, lw=0.6)
+        drawn = [Patch(fc=there[key][0], ec=looks.INK, hatch=there[key][1], label=key) for key in keys if key in there]
+        side = "left" if axes is left else "right"
+        figure.legend(handles=drawn, loc=f"outside lower {side}", frameon=False, ncols=4, fontsize=9)
+    end = memory_bytes / GB
+    left.axvline(end, **looks.LIMIT)
+    left.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    left.set(xlabel=f"GB per GPU, which has {end:.0f} (red line)", title=title, xlim=(0, end * 1.06))
+    right.set(xlabel="predicted seconds per step", xlim=(0, None))
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    return figure
 
 
 def _look_of_time(part):
-    """Compute is solid, messages are hatched, idle time is pale."""
-    if part in MESSAGES:
-        strengths = (1, 0.8, 0.5, 0.35, 0.2, 0.6)
-        return looks.tint(looks.EDGE, strengths[MESSAGES.index(part)]), looks.HATCH
-    return (looks.tint(looks.INK, STRENGTH[part]), "") if part in COMPUTE else (looks.tint(looks.GREY, 0.4), "")
+    """Return (colour, hatch) of the messages of an axis."""
+    strengths = (1, 0.8, 0.5, 0.35, 0.15, 0.6)
+    return looks.tint(looks.EDGE, strengths[MESSAGES.index(part)]), looks.HATCH

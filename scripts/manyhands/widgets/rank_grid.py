@@ -9,12 +9,12 @@ import numpy as np
 from manyhands.plots.looks import EDGE, FAINT, HEAT, INK, PAPER, QUIET, box, card, rank_box, write
 from manyhands.widgets.display import show_with_controls
 
-AXES = ("pipeline", "data", "tensor")
+AXES = ("data", "pipeline", "tensor")
 ORDERS = tuple(" x ".join(order) for order in permutations(AXES))
 MOST_RANKS = 64
 MARKS = {"pipeline": "P", "data": "D", "tensor": "T"}
 GB = 1e9
-TOKENS, WIDTH, LAYERS, PARAMETERS = 2048, 4096, 32, 6.7e9  # lesson 10's 7B model, one sequence per micro-batch
+TOKENS, WIDTH, LAYERS, PARAMETERS = 8 * 2048, 4096, 32, 6.7e9  # lesson 10's 7B model, 8 sequences per micro-batch
 MICRO_BATCHES = 8
 
 
@@ -144,14 +144,14 @@ def _matrix(figure, sent, n, per_node, height):
     values = [[float("nan")] * n for _ in range(n)]
     for (start, end), one in sent.items():
         values[start][end] = one.bytes / GB
-    image = axes.imshow(values, cmap=HEAT, norm=LogNorm(0.05, 100), interpolation="nearest")
+    image = axes.imshow(values, cmap=HEAT, norm=LogNorm(0.5, 200), interpolation="nearest")
     for first in range(0, n, per_node):
         axes.add_patch(Rectangle((first - 0.5, first - 0.5), per_node, per_node, fc="none", ec=INK, lw=1.6, zorder=3))
     ticks = range(0, n, max(1, n // 8))
     axes.set_xticks(ticks, ticks, fontsize=10)
     axes.set_yticks(ticks, ticks, fontsize=10)
     axes.spines[:].set_color(FAINT)
-    figure.colorbar(image, cax=bar, ticks=[0.1, 1, 10, 100], format="%g")
+    figure.colorbar(image, cax=bar, ticks=[1, 10, 100], format="%g")
 
 
 def _in_words(groups, sent, rank, per_node):
@@ -161,7 +161,7 @@ def _in_words(groups, sent, rank, per_node):
         size = max((one.bytes for pair, one in sent.items() if pair[0] == rank and one.axis == axis), default=0.0)
         nodes = len({one // per_node for one in group})
         where = "alone" if len(group) == 1 else "within a node" if nodes == 1 else f"over {nodes} nodes"
-        each = f", {size / GB:.2g} GB a step to its neighbour" if size else ""
+        each = f", {size / GB:.1f} GB a step to its neighbour" if size else ""
         told.append(f"{MARKS[axis]}  {axis}: {len(group)} rank{'s' * (len(group) > 1)}, {where}{each}")
     slow, all_of_it = sum(between_nodes(sent, per_node).values()), sum(one.bytes for one in sent.values())
     return [*told, f"between nodes: {slow / GB:,.1f} of {all_of_it / GB:,.1f} GB in a step of a 7B model"]
