@@ -986,7 +986,8 @@ def ratios(found):
 found = ratios(gradients(theirs))
 assert all(math.isclose(ratio, c) for ratio in found[1:])
 compare("experts' gradients on four ranks, times what they should be", guess_factor, 4)
-say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
+if rank == 0:
+    say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
 
 # %% [markdown]
 # Tokens of *all* ranks came here, and backward brought the gradients of all n losses. So the exchange has summed them
@@ -1426,7 +1427,8 @@ say(f"{len(rows)} rows, {e} experts: {2 * e} products in the loop, 2 grouped; re
 #
 # [DeepSeek-V3](https://arxiv.org/abs/2412.19437) differs from our router in four things:
 #
-# - **sigmoid gates**: each expert's score is a sigmoid, so experts do not compete within the score;
+# - **sigmoid gates**: each expert's score is a sigmoid, so experts do not compete within the score. The scores of the chosen
+#   ones are scaled to sum to 1;
 # - a **bias** chooses (build H);
 # - a **shared expert** sees every token. It is on every rank, so it needs no exchange, and it can compute while rows travel;
 # - **node-limited dispatch**: a token visits at most so many nodes. The nodes are chosen by the sum of the best scores of
@@ -1461,8 +1463,6 @@ for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": mos
     kept_score = scores_NE.gather(1, experts_Nk).sum() / scores_NE.gather(1, free).sum()
     if rank == 0:
         say(f"{name}: {visited:.2f} nodes per token; its experts have {kept_score:.1%} of the best scores")
-gates_Nk = scores_NE.gather(1, most_4)
-gates_Nk = gates_Nk / gates_Nk.sum(-1, keepdim=True)  # what is weighted; the shared expert is added on top
 
 # %% [markdown]
 # A row that goes to several experts of one node can cross the network once and be copied inside the node. So the slow
