@@ -28,7 +28,38 @@ WORDS = "{T} positions do not split into {2 * n} chunks; use a multiple of {2 * 
 EXCHANGE, JOIN = "dist.all_to_all_single(received, parts, group=group)", "torch.cat(received.unbind(), dim=2)"
 TABLE, REDUCE = "tolist(), arriving_ne\n", "    dist.all_reduce(both, group=group)\n"
 OWN_P, MEANS = "own_E - own_E.detach()", "    f_E, P_E = both / group.size()\n"
+RING = {
+    "arrive": "kv = arrive()", "owner": "(i - step) % n", "post": "post(kv, group) if step < n - 1 else None",
+    "log": "largest + total.log()", "at": "at[i], at[owner]",
+}  # fmt: skip
+CHOOSE, GATES, EVEN = "(probs_NE + bias_E).topk", "probs_NE.gather(1, experts_Nk)", "share_E.mean() - share_E"
 REJECTED = {
+    "ring_forward": [
+        (RING["arrive"], "arrive()", "with this rank's own keys in every step; take what arrives"),
+        (RING["owner"], "i", "every block is masked as if it were this rank's own"),
+        (RING["owner"], "(i + step) % n", "as if they came from the rank ahead; they come from behind"),
+        ("range(n)", "range(1)", RING["post"], "None", "that is over this rank's own keys alone"),
+        (RING["log"], "total.log()", "the log of the sums of this rank's queries should be"),
+        ("weighted / total", "weighted", "the attention of this rank's queries should be"),
+        (RING["post"], "post(kv, group)", "the messages that this rank sends, n - 1 on 4 ranks"),
+        (RING["post"], "post(torch.stack([kv, kv]), group) if step < n - 1 else None", RING["arrive"],
+         "kv = arrive()[0]", "but the bytes that it sends"),
+        (RING["at"], "at[i], at[i]", "every block is masked as if it were this rank's own"),
+    ],
+    "bias": [
+        (CHOOSE, "probs_NE.topk", "that is without the bias"),
+        (CHOOSE, "(probs_NE - bias_E).topk", "with the bias subtracted; add it"),
+        (GATES, "(probs_NE + bias_E).gather(1, experts_Nk)", "the bias only chooses"),
+        (GATES, "probs_NE.topk(k).values", "those are the largest probabilities, not those of the chosen"),
+        ("best_Nk / best_Nk.sum(-1, keepdim=True), experts", "best_Nk, experts", "divide by the sum of the chosen"),
+        (EVEN, "share_E - share_E.mean()", "that moves the wrong way"),
+        (f"torch.sign({EVEN})", f"({EVEN})", "each step is `speed`, up or down"),
+        ("return bias_E + ", "return ", "that forgets the old bias"),
+        (EVEN, "1 - share_E", "every bias has moved up"),
+        ("speed * ", "", "that is without the speed"),
+        ("return bias_E + speed * torch.sign(share_E.mean() - share_E)",
+         "return bias_E.add_(speed * torch.sign(share_E.mean() - share_E))", "was changed"),
+    ],
     "absorb": [
         (" * shrink", "", "without shrinking what was there"),
         ("total * shrink", "total", "`total` after block 2 should be"),
@@ -166,6 +197,19 @@ REJECTED = {
     ],
 }  # fmt: skip
 RIGHT = {
+    "ring_forward": [
+        (RING["owner"], "i - step"),
+        (
+            RING["owner"],
+            "(i + n - step) % n",
+            "        if arrive:\n            kv = arrive()",
+            "        kv = arrive() if arrive else kv",
+        ),
+    ],
+    "bias": [
+        (EVEN, "1 / len(share_E) - share_E"),
+        (GATES, "probs_NE[torch.arange(len(probs_NE))[:, None], experts_Nk]"),
+    ],
     "absorb": [
         ("p_BHsu @ v_BHuK", 'torch.einsum("bhsu,bhuk->bhsk", p_BHsu, v_BHuK)'),
         (LARGEST, "torch.cat([largest, s_BHsu], -1).amax(-1, keepdim=True)"),
@@ -207,4 +251,5 @@ RIGHT = {
 
 class TestAnswers(AnswersOfRanks):
     lesson, checks, rejected, right, world = "09_context_and_experts", checks, REJECTED, RIGHT, 4
-    worlds = (1, 2, 4)
+    worlds, around = (1, 2, 4), ("scores", "start", "absorb", "post")
+    solutions = {"bias": ("biased_route", "nudge")}

@@ -12,12 +12,13 @@ from manyhands.measure import wire
 
 LESSON = "09_context_and_experts"
 CONTEXT = (
-    "normal", "scores", "start", "absorb", "pass_on", "ring_forward", "in_order", "mine_of", "block_gradients",
+    "normal", "scores", "start", "absorb", "post", "ring_forward", "in_order", "mine_of", "block_gradients",
     "ring_backward", "RingAttention", "zig_zag", "pairs_of", "to_heads", "to_positions", "Trade",
 )  # fmt: skip
 EXPERTS = (
     "normal", "route", "dense_mixture", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel",
-    "finish", "share_of_choices", "balance_loss", "global_balance", "kept", "by_library",
+    "finish", "share_of_choices", "balance_loss", "global_balance", "kept", "by_library", "biased_route", "nudge",
+    "run_grouped", "limited",
 )  # fmt: skip
 B, H, T, K = 2, 4, 32, 5
 N, D, M, E, k = 12, 6, 7, 8, 2
@@ -72,7 +73,7 @@ def test_a_ring_is_full_attention_in_forward_and_backward_for_c_minus_1_and_2c_m
     for apart, sent, messages, _ in pool.run(n, ring, c, layout):
         assert apart < 1e-10
         assert sent == (c - 1, 2 * c - 1 if c > 1 else 0)
-        assert messages == (c - 1, c if c > 1 else 0)
+        assert messages == (c - 1, 2 * c - 1 if c > 1 else 0)
 
 
 def test_zig_zag_gives_every_rank_the_same_pairs_in_every_step_and_in_order_takes_2_minus_1_nth_as_long(pool):
@@ -82,6 +83,33 @@ def test_zig_zag_gives_every_rank_the_same_pairs_in_every_step_and_in_order_take
     rows = [found[3] for found in pool.run(4, ring, 4, "in_order")]
     assert sum(max(row[step] for row in rows) for step in range(4)) == s * (s + 1) // 2 + 3 * s * s
     assert sum(map(sum, rows)) == T * (T + 1) // 2
+
+
+def ring_of_shared_keys(ranks):
+    """(distance from full attention, numbers sent per query number) where 16 query heads share one KV head."""
+    group = dist.group.WORLD
+    lesson, n, me = ours(CONTEXT, group), ranks.world_size, ranks.rank
+    q, k, v = (lesson.normal(seed, B, heads, T, K) for seed, heads in enumerate((16, 1, 1)))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    at = [lesson.zig_zag(T, n, r) for r in range(n)]
+    with wire.watch() as seen, torch.no_grad():
+        out = lesson.ring_forward(*(x[:, :, at[me]] for x in (q, k, v)), at, group)[0]
+    return furthest([(out, wanted[:, :, at[me]])]), seen.sent_bytes / (q.nbytes / n)
+
+
+def test_a_ring_of_four_sends_0_375_units_where_16_query_heads_share_their_keys(pool):
+    for apart, units in pool.run(4, ring_of_shared_keys):
+        assert apart < 1e-10 and units == 0.375
+
+
+def test_torchs_context_parallel_gathers_all_keys_by_default_and_has_no_kernel_of_a_cpu():
+    """The lesson says so of the pinned version, whose names these are; both are private."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    assert theirs._cp_options.rotate_method == theirs._RotateMethod.ALL_GATHER
+    assert theirs._cp_options.enable_load_balance, "zig-zag"
+    handled = {operator.name() for operator in theirs.custom_ops}
+    assert "aten::_scaled_dot_product_flash_attention" in handled and not any("for_cpu" in name for name in handled)
 
 
 def ulysses(ranks):
@@ -192,18 +220,51 @@ def test_capacity_drops_the_last_choices_of_a_popular_expert():
     assert kept(chosen, 3, 2).tolist() == [[True, True], [True, True], [True, False], [False, True]]
 
 
-def test_each_half_fits_fifty_minutes():
+def test_a_bias_chooses_and_does_not_weigh_and_moves_towards_even_shares():
+    lesson = taken_from(LESSON, "route", "biased_route", "nudge")
+    x, router = torch.randn(50, D, dtype=torch.float64), torch.randn(E, D, dtype=torch.float64)
+    for found, wanted in zip(
+        lesson.biased_route(x, router, k, torch.zeros(E)), lesson.route(x, router, k), strict=True
+    ):
+        assert torch.equal(found, wanted), "without a bias it is the plain router"
+    bias = torch.zeros(E)
+    for _ in range(400):
+        chosen = lesson.biased_route(x, router, k, bias)[1]
+        bias = lesson.nudge(bias, torch.bincount(chosen.flatten(), minlength=E) / chosen.numel(), 0.002)
+    before, after = (
+        torch.bincount(route(x, router, k)[1].flatten(), minlength=E).max()
+        for route in (lesson.route, lambda *given: lesson.biased_route(*given, bias))
+    )
+    assert after < before, "the busiest expert has fewer rows"
+
+
+def test_grouped_products_are_the_loop_also_where_an_expert_has_no_row():
+    lesson = taken_from(LESSON, "run_experts", "run_grouped")
+    arriving_ne = torch.tensor([[2, 0, 3], [1, 0, 4]])
+    rows, up, down = torch.randn(10, 8), torch.randn(3, 8, 12), torch.randn(3, 12, 8)  # each row a multiple of 16 bytes
+    assert torch.allclose(lesson.run_grouped(rows, arriving_ne, up, down),
+                          lesson.run_experts(rows, arriving_ne, up, down), atol=1e-4)  # fmt: skip
+
+
+def test_a_token_visits_the_nodes_with_the_best_scores_and_no_more_than_allowed():
+    limited = taken_from(LESSON, "limited").limited
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.8, 0.2, 0.3, 0.0]])  # of eight experts on four nodes
+    assert set(limited(scores, 2, 4, 1)[0].tolist()) == {2, 3}, "0.6 + 0.5 is more than 0.9 + 0.1"
+    assert set(limited(scores, 2, 4, 2)[0].tolist()) == {0, 4}
+
+
+def test_each_half_fits_forty_minutes():
     from manyhands.course.lessons import find_lessons
     from minutes import sections
 
     (lesson,) = find_lessons(only=["09"])
     core = [part for part in sections(lesson) if part.core]
-    second = next(i for i, part in enumerate(core) if part.name.startswith("A router"))
+    second = next(i for i, part in enumerate(core) if part.name.startswith("Who gets how many"))
     start = sum(part.minutes for part in core[:2])  # needed before either half
     halves = sum(part.minutes for part in core[:second]), start + sum(part.minutes for part in core[second:])
-    assert max(halves) <= 50
+    assert max(halves) <= 40
     stated = sum(part.stated or 0 for part in core[:second]), sum(part.stated or 0 for part in core[second:])
-    assert stated == (35, 31), "as the head says"
+    assert max(stated) <= 40, "as the head says"
 
 
 def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
@@ -212,6 +273,10 @@ def test_the_lessons_plots_have_a_bar_per_rank_and_step_and_a_point_per_draw():
     figure = work_per_rank({"in order": [[1, 0], [1, 2]], "zig-zag": [[1, 1], [1, 1]]}, fair=2)
     heights = [[bar.get_y() + bar.get_height() for bar in axes.patches] for axes in figure.axes]
     assert heights == [[1, 1, 1, 3], [1, 2, 1, 2]], "steps are stacked, rank by rank"
+    from manyhands.launch import recorded_runs
+
+    figure = work_per_rank({"in order": [[1]], "zig-zag": [[1]]}, 1, recorded_runs.published("09_ring_attention"))
+    assert [round(bar.get_width()) for bar in figure.axes[2].patches] == [54, 83, 90], "and a real machine's rates"
     figure = skew_and_balance({0.5: ([1.1, 0.9], 1.0)}, {"no balancing": [[0.7, 0.3]], "balanced": [[0.6, 0.4]]})
     points = figure.axes[0].get_lines()
     assert [list(line.get_ydata()) for line in points] == [[1.0], [1.1, 0.9]]

@@ -12,7 +12,7 @@ def online_softmax():
             cell(axes, x + 11 + 4.6 * i, 5, score, width=4, height=4)
     rows = (
         (13, "largest", "2", "3"),
-        (20, "sum", "exp(1 - 2) + exp(2 - 2) = 1.37", "1.37 · exp(2 - 3) + exp(3 - 3) + exp(0 - 3) = 1.55"),
+        (20, "sum", "exp(1 - 2) + exp(2 - 2) = 1.37", "1.37 · exp(2 - 3) + exp(3 - 3) + exp(0 - 3) = ?"),
     )
     for y, name, first, second in rows:
         write(axes, 3, y + 2.5, name, ha="left")

@@ -1,5 +1,5 @@
-"""Checks of lesson 09: a block in an online softmax, its gradients, zig-zag positions, positions to heads; split sizes,
-combine, experts' gradients, a global balancing loss, capacity.
+"""Checks of lesson 09: a block in an online softmax, the ring, a block's gradients, zig-zag positions, positions to
+heads; split sizes, combine, experts' gradients, a bias for balance, a global balancing loss, capacity.
 
 All is in float64 and in the CPU's memory, where the trial group can send. What each rank is given follows from seeds,
 so that every rank knows the right answer without communicating.
@@ -78,7 +78,48 @@ def _mistaken_states(state, s, v):
     }  # fmt: skip
 
 
-@exercise("B", "one block's gradients")
+@exercise("B", "the ring")
+def ring_forward(answer, ranks):
+    """`answer(q, k, v, at, group)` is full attention at this rank's positions, its log of sums; n - 1 messages."""
+    B, H, (S, K) = 2, 2, sizes(9, 2, 2, 7)
+    for group, members, where in groups_of(ranks):
+        n, i = len(members), group.rank()
+        q, k, v = (normal(240 + nth + 10 * members[0], B, H, n * S, K) for nth in range(3))
+        at = list(torch.randperm(n * S, generator=generator(247)).chunk(n))  # a layout that is neither of the lesson's
+        given = [x[:, :, at[i]].clone() for x in (q, k, v)]
+
+        def over(blocks, q=given[0], k=k, v=v, at=at, i=i):
+            """(attention, log of sums) over blocks: (positions that the mask is told, whose keys and values)."""
+            told, keys, values = zip(*((at[a], k[:, :, at[b]], v[:, :, at[b]]) for a, b in blocks), strict=True)
+            s = (q @ torch.cat(keys, 2).mT / math.sqrt(q.shape[-1])).masked_fill(
+                torch.cat(told)[None] > at[i][:, None], -math.inf
+            )
+            return s.softmax(-1) @ torch.cat(values, 2), s.logsumexp(-1, keepdim=True)
+
+        owners = [(i - step) % n for step in range(n)]
+        wanted, log_sums = over([(owner, owner) for owner in owners])
+        mistaken = {
+            "that is over this rank's own keys alone": [(i, i)],
+            "every block is masked as if it were this rank's own; the block of step i is from i places behind": (
+                [(i, owner) for owner in owners]
+            ),
+            "blocks are masked as if they came from the rank ahead; they come from behind": (
+                [((i + step) % n, owner) for step, owner in enumerate(owners)]
+            ),
+            "that is with this rank's own keys in every step; take what arrives": [(owner, i) for owner in owners],
+        }
+        with wire.watch() as seen:
+            found = answer(*given, at, group)
+        for nth, (what, right) in enumerate((("the attention", wanted), ("the log of the sums", log_sums))):
+            slips = {why: over(blocks)[nth] for why, blocks in mistaken.items()}
+            expect_tensor(found[nth], right, f"{where}{what} of this rank's queries", slips, "that over all keys")
+        case = f"{where}the attention is right, but the messages that this rank sends, n - 1 on {count(n, 'rank')},"
+        expect_equal(seen.messages, n - 1, case)
+        block = 2 * given[0].nbytes
+        expect_equal(seen.sent_bytes, (n - 1) * block, f"{where}the attention is right, but the bytes that it sends")
+
+
+@exercise("C", "one block's gradients")
 def block_gradients(answer, ranks=None):
     """`answer(q, k, v, s, log_sums, d_out, delta)` are the block's part of (d_q, d_k, d_v) under the whole softmax."""
     for H, S, K in ((2, 3, 5), sizes(2, 3, 2, 9)):  # heads, queries, numbers per head
@@ -115,7 +156,7 @@ def _block_gradients(q, k, v, s, log_sums, d_out, delta):
     return {why: (d_s @ k, d_s.mT @ q, p.mT @ d_out) for why, (p, d_s) in ways.items()}
 
 
-@exercise("C", "zig-zag positions")
+@exercise("D", "zig-zag positions")
 def zig_zag(answer, ranks=None):
     """`answer(T, n, rank)` are chunk `rank` of 2n and its mirror image, or a ValueError with both numbers."""
     for T, n in ((8, 1), (8, 2), (16, 4), (24, 2), (48, 8), (36, 3)):
@@ -159,7 +200,7 @@ def _choices(seed, N, E, k):
     return (torch.rand(N, E, generator=generator(seed)) - torch.arange(E) / (3 * E)).topk(k).indices
 
 
-@exercise("D", "the sizes of the parts")
+@exercise("E", "the sizes of the parts")
 def split_sizes(answer, ranks):
     """`answer(experts_Nk, E, group)`: rows to each rank and from each, and [n, e] of the latter."""
     N = luck(4).randint(5, 9)
@@ -189,7 +230,7 @@ def split_sizes(answer, ranks):
         expect_traffic(seen, f"{case} the sizes are right", cure, calls=1, volume=8 * E)
 
 
-@exercise("E", "combine")
+@exercise("F", "combine")
 def combine(answer, ranks=None):
     """`answer(rows_RD, order_R, gates_Nk)` is [N, D]: each token's results times their gates, with both gradients."""
     N, D = sizes(5, 2, 2, 8)
@@ -222,7 +263,7 @@ def combine(answer, ranks=None):
         expect_tensor(d_gates, wanted_gates, f"for k = {k} the gradient of gates_Nk", it_is="result times gradient")
 
 
-@exercise("F", "finish the gradients")
+@exercise("G", "finish the gradients")
 def finish(answer, ranks):
     """`answer(copies, experts, group)`: those of copies are averaged, experts' divided by n, unsent."""
     (a, b, c), world = sizes(6, 3, 2, 6), ranks.world_size
@@ -257,6 +298,46 @@ def finish(answer, ranks):
             expect_tensor(p.grad, wanted, f"{where}p.grad of {what}", slips, it_is)
         volume = 2 * sum(p.nbytes for p in parameters[:2])
         expect_traffic(seen, "all gradients are right", "one all_reduce for each copy does", calls=2, volume=volume)
+
+
+@exercise("H", "balance by a bias")
+def bias(answer, ranks=None):
+    """`answer` is (route, nudge): the bias chooses and does not weigh; it moves by `speed` towards even shares."""
+    route, nudge = answer
+    N, D, E = sizes(10, 3, 5, 12)
+    for k in (1, 2, 3):
+        x, router, bias_E = normal(370 + k, N, D), normal(374, E, D), normal(375, E) / 2
+        probs = (x @ router.T).softmax(-1)
+        gates, experts, all_probs = route(x, router, k, bias_E)
+        wanted = (probs + bias_E).topk(k).indices
+        slips = {
+            "that is without the bias": probs.topk(k).indices,
+            "that is with the bias subtracted; add it": (probs - bias_E).topk(k).indices,
+            "those are the experts with the lowest": (-probs - bias_E).topk(k).indices,
+        }
+        case = f"for k = {k} the chosen experts"
+        expect_tensor(experts, wanted, case, slips, "those with the largest probability + bias")
+        chosen, biased = probs.gather(1, wanted), (probs + bias_E).gather(1, wanted)
+        slips = {
+            "they come from probability + bias; the bias only chooses": biased / biased.sum(-1, keepdim=True),
+            "they do not sum to 1; divide by the sum of the chosen": chosen,
+            "those are the largest probabilities, not those of the chosen": (
+                probs.topk(k).values / probs.topk(k).values.sum(-1, keepdim=True)
+            ),
+        }
+        it_is = "the chosen experts' probabilities, divided by their sum"
+        expect_tensor(gates, chosen / chosen.sum(-1, keepdim=True), f"for k = {k} the gates", slips, it_is)
+        expect_tensor(all_probs, probs, f"for k = {k} the third result", it_is="the probabilities without the bias")
+    share, speed = normal(376, E).softmax(-1), 1 / 8
+    step = torch.sign(1 / E - share)
+    slips = {
+        "that moves the wrong way; an expert with more than its share should become less likely": bias_E - speed * step,
+        "that moves by the distance; each step is `speed`, up or down": bias_E + speed * (1 / E - share),
+        "that forgets the old bias": speed * step,
+        "every bias has moved up; compare with the even share, 1 / E": bias_E + speed,
+        "that is without the speed": bias_E + step,
+    }
+    expect_tensor(nudge(bias_E, share, speed), bias_E + speed * step, "the new bias", slips, "the old one ± speed")
 
 
 @exercise(2, "a balancing loss that does not depend on the number of ranks")

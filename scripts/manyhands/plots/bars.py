@@ -218,21 +218,33 @@ def kept_and_dropped(documents, characters, title):
     return figure
 
 
-def work_per_rank(work, fair):
-    """A matplotlib Figure: for each layout a bar per rank, stacked by the ring's steps.
+def work_per_rank(work, fair, published=()):
+    """Draw for each layout a bar per rank, stacked by the ring's steps. Returns a Figure.
 
-    `work`: {layout: [rank][step] query-key pairs}; `fair`: pairs of a rank under perfect balance.
+    `work`: {layout: [rank][step] query-key pairs}; `fair`: pairs of a rank under perfect balance. published: dicts with
+    `name`, `hardware` and `points`, [[number of GPUs, % of the rate that one GPU promises]], drawn in a
+    panel on the right.
     """
-    figure, panels = looks.new_figure(9, 3.2, 1, len(work), sharey=True, squeeze=False)
+    figure, panels = looks.new_figure(9.5, 3.2, 1, len(work) + bool(published), squeeze=False)
     panels = panels[0]
-    for axes, (name, rows) in zip(panels, work.items(), strict=True):
+    most = max([fair, *(sum(steps) for rows in work.values() for steps in rows)])
+    for axes, (name, rows) in zip(panels, work.items(), strict=False):
         steps_of_ranks(axes, rows)
         axes.axhline(fair, **looks.PREDICTED)
-        axes.set(title=name, xlabel="rank of the group (darkest: step 0)")
+        axes.set(title=name, xlabel="rank (darkest: step 0)", ylim=(0, 1.08 * most))
         axes.set_xticks(range(len(rows)))
     panels[0].set_ylabel("query-key pairs")
-    at_end = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom", "fontsize": 10}
-    panels[-1].annotate("a fair share", (1, fair), **at_end)
+    at_start = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": 10}
+    panels[0].annotate("  a fair share", (0, fair), **at_start)
+    for axes in panels[len(work) :]:
+        for i, one in enumerate(published):
+            ((gpus, share),) = one["points"]
+            axes.barh(i, share, 0.62, fc=looks.GREY, ec=looks.INK)
+            axes.text(share, i, f" {share:.0f} %", va="center")
+        axes.set_yticks(range(len(published)), [one["name"] for one in published])
+        axes.invert_yaxis()
+        axes.set(xlabel="% of what one GPU promises", xlim=(0, 118), title=published[0]["hardware"])
+        axes.set_xticks(range(0, 101, 25))
     return figure
 
 
