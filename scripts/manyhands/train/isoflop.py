@@ -43,10 +43,11 @@ LOOK_ROWS, LOOK_AT_ONCE = 1024, 64  # sequences of the validation text
 
 @dataclass(frozen=True)
 class Point:
-    """A budget in FLOPs and a width; what follows from them."""
+    """A budget in FLOPs, a width and a seed; what follows from them."""
 
     budget_flops: float
     width: int
+    seed: int = SEED
 
     def options(self, vocab_size: int, strategy: str = "ddp", world_size: int = 1) -> Options:
         """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
@@ -57,7 +58,7 @@ class Point:
         global_batch = -(-GLOBAL_BATCH // world_size) * world_size
         per_step = flops_per_token(model_config(options, vocab_size)) * global_batch * BLOCK
         steps = max(2, round(self.budget_flops / per_step))
-        return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": SEED}}, "isoflop")
+        return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": self.seed}}, "isoflop")
 
 
 def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
@@ -73,7 +74,7 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
     optimizer = build_optimizer(parallel, options)
     began, steps, global_batch = time.perf_counter(), options.train.steps, options.train.global_batch
     for step in range(steps):
-        batch = get_batch(corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, SEED)
+        batch = get_batch(corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, point.seed)
         set_learning_rate(optimizer, learning_rate(step, options))
         parallel.forward_backward(*(part.to(ranks.device) for part in batch))
         parallel.clip(options.optimizer.clip)
@@ -84,6 +85,7 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
         "budget_flops": point.budget_flops,
         "flops": tokens * flops_per_token(config),
         "width": point.width,
+        "seed": point.seed,
         "params": config.num_params(),
         "tokens": tokens,
         "epochs": tokens / len(corpus.train_ids),
