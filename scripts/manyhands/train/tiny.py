@@ -1,7 +1,7 @@
 """A tiny GPT for experiments that one rank makes alone, in seconds: no communication, the same result everywhere.
 
-    model = train_tiny(batch_of, vocab_size=256, steps=200)      # batch_of(step) -> inputs, targets [B, T]
-    nats = mean_loss(model, *batch)
+model = train_tiny(batch_of, vocab_size=256, steps=200)      # batch_of(step) -> inputs, targets [B, T]
+nats = mean_loss(model, *batch)
 """
 
 from collections.abc import Callable
