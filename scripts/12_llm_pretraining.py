@@ -392,8 +392,8 @@ if rank == 0:
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
-# Nearly all copies are found on any number of ranks. (A test compares the result of 1, 2 and 4 ranks with all pairs.) The
-# line of the all-gather stays where it is. Yours falls with every rank that you add.
+# The same copies are found on any number of ranks. (A test compares 1, 2 and 4 ranks with all pairs. The bands miss some
+# of the less similar ones.) The line of the all-gather stays where it is. Yours falls with every rank that you add.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: keys</summary>
