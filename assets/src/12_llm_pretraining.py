@@ -106,7 +106,7 @@ def keys():
         x = 4 + 46 * rank
         rank_box(axes, rank, x, 6, width=38, height=4)
         for i, (document, numbers) in enumerate(documents):
-            box(axes, x + 19.5 * i, 11, 18.5, 4, f"document {document}: keys {numbers[0]}, {numbers[1]}", size=9)
+            box(axes, x + 19.5 * i, 11, 18.5, 4, f"document {document}: keys {numbers[0]}, {numbers[1]}")
             for key in numbers:
                 to = key % 2
                 start = x + 19.5 * i + (6 if key % 2 == 0 else 13)
@@ -114,7 +114,7 @@ def keys():
     met = ("6: documents 0, 1     8: documents 2, 3", "3: document 0     5: documents 2, 3     7: document 1")
     for rank, text in enumerate(met):
         rank_box(axes, rank, 4 + 46 * rank, 24, width=38, height=4)
-        box(axes, 4 + 46 * rank, 28.6, 38, 4, text, face=GREY, size=9)
+        box(axes, 4 + 46 * rank, 28.6, 38, 4, text, face=GREY)
     write(axes, 46, 35.8, "pairs to compare: (0, 1) and (2, 3), the latter found twice")
     return figure
 
