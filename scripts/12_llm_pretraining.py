@@ -14,49 +14,43 @@
 # ---
 
 # %% [markdown]
-# # 12 Pre-training: from documents to a model
+# # 12 Pre-training: clean, tokenize and pack on all ranks
 #
-# **50 minutes** for the sections marked CORE, 71 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 107 with those marked MORE.
+#
+# Each rank cleans its own documents. Most copies stay in, and nothing fails. You mend that without gathering everything
+# anywhere, then tokenize, pack, and train one point of a scaling law.
 #
 # After this lesson **you can**
-# - find near-duplicates among documents that are spread over ranks, and say how sure you are;
+# - find near-duplicates among documents that are spread over ranks, with an all-to-all;
 # - train a tokenizer whose merges do not depend on the number of ranks;
 # - pack documents into sequences so that no token sees another document, and prove it;
-# - prepare a text of your own, train on it, and compare models in bits per byte;
-# - fit a scaling law to a grid of runs, with its uncertainty, and say where it ends.
+# - say how large a model a budget should buy, and how sure you are.
 #
-# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token and
-# [MFU](../assets/glossary.md#mfu) ([lesson 01](01_one_device.ipynb)).
+# **You need** the all-to-all of [lesson 02](02_collectives.ipynb), data parallel training
+# ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token ([lesson 01](01_one_device.ipynb)).
 #
 # **New here:** [pre-training](../assets/glossary.md#pre-training), [shingle](../assets/glossary.md#shingle), [Jaccard
 # similarity](../assets/glossary.md#jaccard-similarity), [MinHash](../assets/glossary.md#minhash),
 # [BPE](../assets/glossary.md#bpe), [packing](../assets/glossary.md#packing), [document
-# mask](../assets/glossary.md#document-mask), [bits per byte](../assets/glossary.md#bits-per-byte),
-# [isoFLOP](../assets/glossary.md#isoflop), [scaling law](../assets/glossary.md#scaling-law).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/12_llm_pretraining.py --merges 256
-# mpiexec -n 4 python scripts/12_llm_pretraining.py
-# python scripts/12_llm_pretraining.py                   # a world of one: the same path, the same merges
-# ```
+# mask](../assets/glossary.md#document-mask), [isoFLOP](../assets/glossary.md#isoflop), [scaling
+# law](../assets/glossary.md#scaling-law), and in MORE [bits per byte](../assets/glossary.md#bits-per-byte). Tables are in
+# [the handbook](../assets/handbook/12_llm_pretraining.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Each heading says its minutes. Builds A to D take about three minutes each and are in these numbers.
+# Minutes of the CORE: start 1, the copies that stay 4, signatures 8, one rank for each key 11, tokens 7, packing 7, the
+# scaling law 9, zoo 2, card 1. Builds A to F take about three minutes each and are in these numbers.
 #
-# *Say:* nearly all of the compute goes into one stage, and nearly all of the mistakes happen in the stage before it.
-# Every step of the data pipeline must give the same result on any number of ranks, or nobody can repeat the run.
+# *Say:* every step of the data pipeline gives the same result on any number of ranks, or nobody can repeat the run.
 #
 # *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each process); comparing
 # losses per token of two tokenizers; reading a scaling law outside its range.
 #
-# *When late:* give solutions A and D, skip the table of model families, and keep builds B and C, the grid and the zoo.
+# *When late:* give solutions A and D, and keep builds B, C and E, the grid and the zoo.
 #
-# *Ask the room:* "You get ten times the compute. How much larger is the model?" (Four times in the grid below, whose
-# exponent is 0.6; three times by Hoffmann's 0.5.)
+# *Ask the room:* "Which of these steps needs all documents in one place?" (None.)
 #
 # </details>
 
@@ -66,12 +60,13 @@ merges = 256  # merges of the tokenizer, 16 to 2000
 hashes = 128  # numbers in a MinHash signature, a multiple of 16, at least 16
 live_flops = 6e10  # cost of the model that is trained here, at least 1e9; 6e10 is a recorded point
 zoo_steps = 80  # steps of training in which the zoo's bug shows, at least 2
+lab_steps = 300  # steps of each small training of the labs, at least 2
 
 # %% [markdown]
-# ## Start (CORE, 2 min)
+# ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells of
-# this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
+# The first cell starts four ranks. The corpus is a pile of **documents**: 960 speeches of Shakespeare, and among them 64
+# planted copies in which a few words were replaced. Document i belongs to rank i mod n.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -86,137 +81,160 @@ import random
 import re
 import zlib
 from collections import Counter, defaultdict
+from itertools import combinations  # noqa: F401 - for build C
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
 from manyhands.checks import llm_pretraining as checks
 from manyhands.measure import wire
 
-# %% [markdown]
-# The corpus is Shakespeare once more, but now it is a pile of **documents**: each speech is one, and a blank line ends
-# it. Document i belongs to rank i mod n.
-
-# %%
-# %%ranks
-from manyhands.data.corpus import load_corpus
-
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.data.corpus import get_batch, load_corpus
+from manyhands.data.documents import content_hash, copies_among, minhash
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch import recorded_runs
+from manyhands.plots import pretraining as plots
+
 if hashes % 16 or hashes < 16:
     refuse(f"hashes={hashes} does not split into 16 bands; use a multiple of 16")
 global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
 corpus = load_corpus(ranks)
-given = {"merges": merges, "hashes": hashes, "live_flops": live_flops, "zoo_steps": zoo_steps}
+given = {"merges": merges, "hashes": hashes, "live_flops": live_flops, "zoo_steps": zoo_steps, "lab_steps": lab_steps}
 metrics = Metrics(ranks, corpus, given)
 documents = [text for text in corpus.text.split("\n\n") if text.strip()]
-mine = documents[rank::world_size]
-say(f"{len(mine):,} of {len(documents):,} documents, {sum(len(text.encode()) for text in mine):,} bytes")
+
+
+def copy_of(text, share, dice):
+    """The text with about this share of its words replaced by others of its own."""
+    words = text.split()
+    return " ".join(dice.choice(words) if dice.random() < share else word for word in words)
+
+
+def planted_pile(dice):
+    """(texts, {(place, place) of each planted copy and its original}), the same on every rank."""
+    speeches = [text for text in documents if len(text.split()) >= 20][:960]
+    texts = [(k, text) for k, text in enumerate(speeches)]
+    texts += [(k, copy_of(speeches[k], 0.03, dice)) for k in range(0, len(speeches), 15)]
+    dice.shuffle(texts)
+    places = defaultdict(list)
+    for place, (k, _) in enumerate(texts):
+        places[k].append(place)
+    return [text for _, text in texts], {tuple(both) for both in places.values() if len(both) == 2}
+
+
+def everyone(value):
+    """The value of each rank, in a list. All ranks call it."""
+    values = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+pile, planted = planted_pile(random.Random(1))
+mine = pile[rank::world_size]
 
 # %% [markdown]
-# ## The life of a language model (CORE, 3 min)
+# ## The copies that stay (CORE, 4 min)
 #
-# ![Six stages in a row: collect and clean, pre-train, fine-tune, align, deploy, monitor and re-evaluate; an arrow leads
-# from the last one back to the first; pre-training is marked as nearly all the compute](../assets/12_life.svg)
+# Web pages get copied, with another header or a changed word. A model that sees a page many times learns it by heart. So
+# copies are removed before [**pre-training**](../assets/glossary.md#pre-training): guessing the next token, on as much
+# text as one can get.
 #
-# [**Pre-training**](../assets/glossary.md#pre-training) has one task: guess the next token, on as much text as you can
-# get. It takes nearly all of the compute. Fine-tuning and alignment turn the result into an assistant, which is
-# deployed, watched and measured again.
-#
-# Architectures have become much alike. What differs most is how much data the models were trained on. (B is 10⁹, T is
-# 10¹². Norms, positions and MLPs are variants of the parts in [lesson 01](01_one_device.ipynb)'s drawing.
-# [GQA](../assets/glossary.md#gqa) shares keys and values among heads, "latent" compresses them, and with experts each
-# token uses only a few of many MLPs.)
-#
-# | family | norm | positions | MLP | attention | parameters | tokens |
-# |---|---|---|---|---|---|---|
-# | GPT-3 (Brown et al. 2020) | LayerNorm | learned | GELU | multi-head | 175 B | 0.3 T |
-# | Gopher (Rae et al. 2021) | RMSNorm | relative | GELU | multi-head | 280 B | 0.3 T |
-# | Chinchilla (Hoffmann et al. 2022) | RMSNorm | relative | GELU | multi-head | 70 B | 1.4 T |
-# | LLaMA (Touvron et al. 2023) | RMSNorm | rotary | SwiGLU | multi-head | 65 B | 1.4 T |
-# | Llama 2 (Touvron et al. 2023) | RMSNorm | rotary | SwiGLU | GQA | 70 B | 2 T |
-# | Llama 3 (Grattafiori et al. 2024) | RMSNorm | rotary | SwiGLU | GQA | 405 B | 15.6 T |
-# | DeepSeek-V3 (2024) | RMSNorm | rotary | SwiGLU, experts | latent | 671 B, 37 B active | 14.8 T |
-#
-# ![Parameters against training tokens of six models on logarithmic axes, with a dashed line of 20 tokens per parameter:
-# GPT-3 and Gopher lie far below it, Chinchilla and LLaMA 65B on it, Llama 2 and Llama 3 405B above
-# it](../assets/12_appetite.svg)
-#
-# **Predict.** Training takes about 6 FLOPs per parameter and token. How many FLOPs did Llama 3 405B take? How long would
-# 16,000 GPUs need if each reaches 400 TFLOP/s?
-#
-# <details><summary>Answer</summary>
-#
-# 6 · 405e9 · 15.6e12 = 3.8e25. 16,000 · 4e14 = 6.4e18 per second, so 5.9e6 s: 69 days, without interruptions.
-#
-# </details>
+# Here is a tool that works on one rank. Now each rank cleans its own documents with it.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+exact, signed = [content_hash(text) for text in pile], np.stack([minhash(text) for text in pile])
+
+
+def found_by(n):
+    """How many planted copies n ranks find if each of them looks at its own documents only."""
+    found = 0
+    for r in range(n):
+        places = list(range(r, len(pile), n))
+        copies = copies_among([exact[i] for i in places], signed[places], 0.5)
+        found += sum((places[first], places[second]) in planted for second, (first, _) in copies.items())
+    return found
+
+
+# %%
+# %%ranks
+if rank == 0:
+    for n in (1, 4):
+        say(f"{n} rank{'s' * (n > 1)}: {found_by(n)} of {len(planted)} planted copies found")
 
 # %% [markdown]
-# ## Documents that are there twice (CORE, 10 min)
+# There is no error. The tool is right, and most copies are still in the training set.
 #
-# **Why.** Web pages get copied, with another header or a changed word. A model that sees a page many times learns it by
-# heart, and a model that was trained on its own test looks better than it is. Equal documents have the same hash. For
-# *nearly* equal ones you need a measure.
+# **Predict.** How many of the 64 copies do 16 ranks find?
+
+# %%
+# %%ranks
+guess_found = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+compare("planted copies that 16 ranks find, each in its own documents", guess_found, found_by(16))
+
+# %% [markdown]
+# A copy and its original lie on the same rank with probability 1/n. With 1,000 ranks the tool finds next to nothing. So
+# documents of different ranks must meet. But comparing every pair is hopeless: a billion documents make 5e17 pairs.
+
+# %% [markdown]
+# ## Signatures: a document in 512 bytes (CORE, 8 min)
 #
 # Cut a document into [**shingles**](../assets/glossary.md#shingle), here three words in a row. Two documents with the
-# sets A and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) |A ∩ B| / |A ∪
-# B|. But comparing every pair is hopeless: a billion documents make 5e17 pairs.
+# sets A and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) J = |A ∩ B| / |A ∪
+# B|.
 #
 # ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the
 # first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
 #
 # [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. A and B then have the
-# same first shingle exactly if the first shingle of A ∪ B lies in both, which happens with probability J. Do so for K
-# random orders: the share of them in which A and B have the same first shingle *estimates* J.
+# same first shingle exactly if the first shingle of A ∪ B lies in both. This happens with probability J. Do so for K
+# random orders. The share of them in which A and B have the same first shingle *estimates* J.
 #
-# A hash makes a random order: map each shingle's number x to (a·x + b) mod p and sort by the result. The smallest
-# result stands for the first shingle, so a document becomes K numbers, its **signature**.
-#
-# **Predict.** With K = 128 and J = 0.8, how far off is the estimate typically? (Each order is a coin toss that agrees
-# with probability J.)
-#
-# <details><summary>Answer</summary>
-#
-# sqrt(J (1 - J) / K) = sqrt(0.16 / 128) = 0.035. Four times the hashes halve it.
-#
-# </details>
+# A hash makes a random order: map each shingle's number x to (a·x + b) mod PRIME. The smallest result stands for the
+# first shingle. So a document becomes K = 128 numbers, its **signature**.
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 PRIME = 2**31 - 1
-draw = np.random.default_rng(0)  # the same on all ranks
-a_K, b_K = draw.integers(1, PRIME, size=(2, hashes))
+a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # the same on all ranks
 
 
 def shingle_hashes(text, k=3):
     """The numbers [S] of a text's shingles: k words in a row, in lower case."""
     words = re.findall(r"\w+", text.lower())
     found = {" ".join(words[i : i + k]) for i in range(max(1, len(words) - k + 1))}
+    # not Python's hash(text): it is salted in each process, so four ranks would have four answers
     return np.array(sorted(zlib.crc32(shingle.encode()) % PRIME for shingle in found))
 
 
 # %% [markdown]
-# (Not Python's `hash(text)`: it is salted in each process, so four ranks would have four answers.)
-#
 # ### Build A: signature and estimate
 #
-# Write `signature(hashes_S, a_K, b_K)`: for each k the smallest (a_k · x + b_k) mod PRIME over all x in `hashes_S`, as
-# int32 [K], without a loop (broadcast to [S, K]). And `similarity(one_K, other_K)`: the estimate of J, as a float. (Whatever
-# you leave as it is, the check replaces by the lesson's own lines.)
+# Letters at the end of a name are its shape: S shingles, K orders. No loop is needed: `hashes_S[:, None] * a_K` is [S, K].
+# Whatever you leave as it is, the check replaces by the lesson's own lines.
 
 
 # %%
 # %%ranks
 def signature(hashes_S, a_K, b_K):
-    """The smallest hash of the set under each of K hash functions: int32 [K]."""
-    raise NotImplementedError  # your turn
+    """The smallest hash of the set in each of K orders: int32 [K]."""
+    ordered_SK = ____  # (a x + b) mod PRIME for each x and each k
+    return ____.astype(np.int32)  # the smallest of each k
 
 
 def similarity(one_K, other_K):
-    """The estimate of the Jaccard similarity of two sets from their signatures."""
-    raise NotImplementedError  # your turn
+    """The estimate of J, a float."""
+    return ____
 
 
 checks.minhash((signature, similarity), ranks)
@@ -237,158 +255,189 @@ checks.minhash((signature, similarity), ranks)
 # </details>
 
 # %% [markdown]
-# **One experiment.** Copy long speeches and replace some of their words. Each rank copies and signs its share. The true
-# J of each pair is known. What should the plot show? Points around the diagonal, about two thirds of them between the
-# dashed lines, which are one standard deviation away.
-
-
-# %%
-# %%ranks
-def copy_of(text, share, dice):
-    """The text with about this share of its words replaced by others of its own."""
-    words = text.split()
-    return " ".join(dice.choice(words) if dice.random() < share else word for word in words)
-
-
-def jaccard(one_S, other_S):
-    both = len(np.intersect1d(one_S, other_S))
-    return both / (len(one_S) + len(other_S) - both)
-
-
-dice, pairs = random.Random(rank), []
-long = [text for text in mine if len(text.split()) >= 60]
-for i, text in enumerate(long[:80]):
-    sets = [shingle_hashes(text), shingle_hashes(copy_of(text, 0.004 * (i % 80), dice))]
-    estimate = similarity(*(signature(hashes_S, a_K, b_K) for hashes_S in sets))
-    pairs.append((jaccard(*sets), estimate))
-gathered = [None] * world_size
-dist.all_gather_object(gathered, pairs)
-
-# %%
-# %%ranks
-true_N, found_N = np.array([pair for pairs in gathered for pair in pairs]).T
-sigma_N = np.sqrt(true_N * (1 - true_N) / hashes)
-inside = int((np.abs(found_N - true_N) <= sigma_N).sum())
-if rank == 0:
-    from manyhands.plots.results import estimates
-
-    alt = "estimated against true similarity of planted copies: points around the diagonal, in a band"
-    show(estimates(gathered, hashes), "minhash", alt)
-    say(f"{inside} of {len(true_N)} estimates are within one standard deviation: {inside / len(true_N):.0%}")
-metrics.exact(minhash_inside=inside)
-
-# %% [markdown]
-# But which pairs do you compare? Cut each signature into 16 **bands**, and compare two documents only if they agree in
-# *all* numbers of some band: one dictionary look-up per band finds them. With r numbers in a band, a pair is found with
-# probability 1 - (1 - J^r)^16. For r = 8 that is 0.06 at J = 0.5, and 0.95 at J = 0.8.
-
-
-# %%
-# %%ranks
-def near_duplicates(signatures_NK, limit=0.6):
-    """{document: the earlier one that it copies}; the first of several copies is kept."""
-    seen, dropped = {}, {}
-    for i, signature_K in enumerate(signatures_NK):
-        bands = [(b, part.tobytes()) for b, part in enumerate(np.split(signature_K, 16))]
-        twin = next((seen[band] for band in bands if band in seen), None)
-        if twin is not None and similarity(signature_K, signatures_NK[twin]) >= limit:
-            dropped[i] = twin
-        else:
-            for band in bands:
-                seen.setdefault(band, i)
-    return dropped
-
-
-# %% [markdown]
-# Ranks exchange signatures, never texts. Each rank signs its share, an all-gather gives all signatures to every rank,
-# and all ranks come to the same decision:
-
-# %%
-# %%ranks
-dice = random.Random(1)
-pile = [text for text in documents if len(text.split()) >= 20][:1000]
-copies = {len(pile) + k: 40 * k for k in range(25)}  # {place of a copy: place of its original}
-pile += [copy_of(pile[i], 0.03, dice) for i in copies.values()]
-each = math.ceil(len(pile) / world_size)
-mine_eK = np.zeros((each, hashes), np.int32)
-for k, text in enumerate(pile[rank * each : (rank + 1) * each]):
-    mine_eK[k] = signature(shingle_hashes(text), a_K, b_K)
-all_NK = torch.zeros(world_size * each, hashes, dtype=torch.int32, device=device)
-with wire.watch() as seen:
-    dist.all_gather(list(all_NK.chunk(world_size)), torch.from_numpy(mine_eK).to(device))
-
-# %%
-# %%ranks
-dropped = near_duplicates(all_NK.cpu().numpy()[: len(pile)])
-found = sum(dropped.get(copy) == original for copy, original in copies.items())
-truth = [jaccard(shingle_hashes(pile[copy]), shingle_hashes(pile[i])) for copy, i in copies.items()]
-expected = sum(1 - (1 - J ** (hashes // 16)) ** 16 for J in truth)
-if rank == 0:
-    say(f"found {found} of {len(copies)} planted copies; the bands should find {expected:.1f}")
-    say(f"dropped {len(dropped) - found} other documents")
-    predicted = 4 * hashes * world_size * each
-    say(f"all-gathered {seen.payload_bytes():,} bytes, predicted {predicted:,}")
-    say(f"the texts themselves have {sum(len(text.encode()) for text in pile):,} bytes")
-    assert seen.payload_bytes() == predicted
-metrics.exact(dropped=sorted(dropped.items()))
-
-# %% [markdown]
-# Most speeches are shorter than a signature (4 K = 512 bytes); a page of 5 kB is ten times as long. Real pipelines also
-# **filter**: they drop what is too short, has few letters, or repeats its lines.
+# The estimate is off by about sqrt(J (1 - J) / K): 0.035 for J = 0.8. (A lab below draws it.)
+#
+# Which pairs do you compare? Cut each signature into 16 **bands** of r = 8 numbers. Compare two documents only if they
+# agree in *all* numbers of some band. A pair is compared with probability 1 - (1 - J^r)^16: 0.06 for J = 0.5, and 0.95
+# for J = 0.8.
 
 # %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: duplicates</summary>
+# <details><summary>For the instructor: signatures</summary>
 #
 # *Usual mistake:* believing that a long signature makes the search slow. The search is in the bands; K makes the
-# estimate sharp. *Ask:* "which of these steps needs all documents in one place?" (None. Even the signatures need not be:
-# with bands you could send each band to one rank.) *When late:* skip the plot.
+# estimate sharp.
 #
 # </details>
 
 # %% [markdown]
-# ## Tokens: byte-pair encoding (CORE, 10 min)
+# ## One rank for each key (CORE, 11 min)
 #
-# **Why.** Characters make long sequences. Whole words make endless vocabularies, and a new word is unknown. Byte-pair
-# encoding ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) lies between: begin with the 256 bytes, and
-# again and again make the *most frequent pair of neighbours* a new token. Bytes spell every text, so nothing is
-# unknown.
+# The easy way is an all-gather of all signatures. Then every rank holds 512 bytes for each document of the world, and
+# every rank does all the comparing. More ranks do not help.
+#
+# Documents that agree in a band have the same **key**: a hash of the band's number and content. So *send each key to one
+# rank*, the same for all who have it. That rank sees everybody who has the key. Equal keys meet, and nothing else needs
+# to. It is an all-to-all, as in a shuffle of MapReduce.
+#
+# ![Two ranks hold documents with two keys each; odd keys go to rank 1, even keys to rank 0; equal keys of different
+# documents meet there and make a pair](../assets/12_keys.svg)
+#
+# **Predict.** There are 1,024 documents on 4 ranks, with 16 bands each. A record (key, document) has 8 bytes. By the
+# all-gather a rank receives 393 kB from the others. How many kB of records does it receive?
+
+# %%
+# %%ranks
+guess_kb = ____  # your turn: type a number
+
+# %% [markdown]
+# ### Build B: who gets which record?
+#
+# `records_N2` has a row (key, document) for each band of each of this rank's documents. Key k belongs to rank k mod n.
+# Return a list of n tensors: the rows for rank 0, for rank 1, and so on.
+
+
+# %%
+# %%ranks
+def parcels(records_N2, n):
+    return ____  # a list of n tensors
+
+
+checks.parcels(parcels, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def parcels(records_N2, n):
+#     return [records_N2[records_N2[:, 0] % n == r] for r in range(n)]
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Build C: who meets whom?
+#
+# `records` is what arrived at a rank, a list of [key, document]. Return the set of all pairs (i, j) with i < j that share
+# a key. Three documents with one key are three pairs: the first may be unlike the others, which are copies of each other.
+# (`combinations(items, 2)` yields all pairs of a sorted list.)
+
+
+# %%
+# %%ranks
+def colliding(records):
+    met = defaultdict(set)
+    for key, document in records:
+        ____  # the document has this key
+    return ____  # the pairs, of all keys
+
+
+checks.colliding(colliding, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def colliding(records):
+#     met = defaultdict(set)
+#     for key, document in records:
+#         met[key].add(document)
+#     return {pair for documents in met.values() for pair in combinations(sorted(documents), 2)}
+# ```
+#
+# </details>
+
+# %% [markdown]
+# The rest is given. `exchange_rows` sends parcel r to rank r. `near_pairs` sends each pair to the holder of its first
+# document, and that document's signature to the holder of the second, who estimates J. A document goes if an earlier one
+# is as similar as the limit. So its holder decides alone, and no rank ever has all signatures.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "PRIME", "shingle_hashes", "signature", "similarity", "parcels", "colliding")
+a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
+
+# %%
+# %%ranks
+from manyhands.data.near_copies import band_records, exchange_rows, near_pairs
+
+
+def near_copies(mine_eK, limit=0.6):
+    """{document of this rank: the first one that it is near to}. All ranks call it."""
+    records = band_records(mine_eK).to(device)
+    met = exchange_rows(parcels(records, world_size))
+    return near_pairs(colliding(met.tolist()), mine_eK, similarity, limit, device)
+
+
+mine_eK = np.stack([signature(shingle_hashes(text), a_K, b_K) for text in mine])
+with wire.watch() as seen:
+    dropped = near_copies(mine_eK)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+calls = [call.bytes for call in seen.calls if call.op == "all_to_all"]  # received: counts and rows, three times
+n_docs, share = len(pile), (world_size - 1) / world_size  # of what a rank receives, this share is from the others
+gather_kb = 4 * hashes * n_docs * share / 1e3
+compare("kB of records that a rank of 4 receives", guess_kb, round(8 * 16 * 1024 * 3 / 16 / 1e3, 1))
+copies = {second: first for part in everyone(dropped) for second, first in part.items()}
+found = len({(first, second) for second, first in copies.items()} & planted)
+truth = len(planted)
+if rank == 0:
+    say(f"{world_size} ranks found {found} of {truth} planted copies, and {len(copies) - found} other pairs")
+    say(f"this rank received {calls[1]:,} bytes of records, {calls[3]:,} of pairs, {calls[5]:,} of signatures")
+    by_keys_kb = sum(calls) * share / 1e3
+    say(f"from the others about {by_keys_kb:.0f} kB; by the all-gather {gather_kb:.0f} kB")
+    say(f"for comparison, all texts together: {sum(len(text.encode()) for text in pile) / 1e3:.0f} kB")
+    figure = plots.received(n_docs, hashes, world_size, by_keys_kb)
+    show(figure, "received", "kB that a rank receives against the number of ranks: all-gather stays, keys fall")
+metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
+
+# %% [markdown]
+# The same copies are found on any number of ranks. (A test compares 1, 2 and 4 ranks with all pairs. The bands miss some
+# of the less similar ones.) The line of the all-gather stays where it is. Yours falls with every rank that you add.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: keys</summary>
+#
+# *Usual mistake:* comparing with the first document of a key only: then a chance meeting hides a copy. *Ask:* "what if a
+# thousand pages share one band, such as a licence text?" (Half a million pairs on one rank. Pipelines cap a key's
+# documents, or remove such paragraphs first.) *When late:* give C.
+#
+# </details>
+
+# %% [markdown]
+# ## Tokens: byte-pair encoding (CORE, 7 min)
+#
+# Characters make long sequences. Whole words make endless vocabularies. Byte-pair encoding
+# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) lies between. It begins with the 256 bytes, and again and
+# again makes the *most frequent pair of neighbours* a new token. Bytes spell every text, so nothing is unknown.
 #
 # ![The words banana and bandana as letters; the pair a n occurs four times and becomes one token; then b with an,
 # twice](../assets/12_bpe.svg)
 #
-# **Predict.** Which pair is merged third? In a tie the pair with the smaller numbers wins: bytes come first (`a` < `b` <
-# `d` < `n`), then the new tokens in the order in which they were made.
+# ### Build D: one merge
 #
-# <details><summary>Answer</summary>
-#
-# `ban an a` and `ban d an a`: `an`+`a` occurs twice, all others once. Without a rule for ties two programs would soon
-# disagree.
-#
-# </details>
-#
-# ### Build B: one merge
-#
-# `pairs` counts the pairs of neighbours: {(a, b): how often}. Write `most_frequent(pairs)`, with the rule for ties from
-# above. And `merge(ids, pair, new)`: a new list in which `new` replaces each `pair`, from left to right. Each token is
-# used once: in a a a only the first two become one.
+# `pairs` is {(a, b): how often}. In a tie the smaller pair wins: without such a rule two programs would soon disagree.
+# `merge` makes a new list in which `new` replaces each `pair`, from left to right. Each token is used once: in a a a only
+# the first two become one.
 
 
 # %%
 # %%ranks
 def most_frequent(pairs):
-    """The pair (a, b) that occurs most often; in a tie the smallest."""
-    raise NotImplementedError  # your turn
+    return min(pairs, key=lambda pair: ____)
 
 
 def merge(ids, pair, new):
-    """A new list: `ids` with `new` in place of each `pair`."""
-    raise NotImplementedError  # your turn
+    merged, i = [], 0
+    while i < len(ids):
+        ____  # three lines: is the pair here? what is appended? how far does i go?
+    return merged
 
 
 checks.one_merge((most_frequent, merge), ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution B</summary>
+# <details><summary>Solution D</summary>
 #
 # ```python
 # def most_frequent(pairs):
@@ -408,11 +457,12 @@ checks.one_merge((most_frequent, merge), ranks)
 
 # %% [markdown]
 # Pairs are counted within words only; a word includes the space before it. So it is enough to know how often each *word*
-# occurs:
+# occurs. Ranks exchange these counts once, and add them up. Sums of integers are the same in any order, so all ranks find
+# the same merges. (Counts of pairs would need a collective for each merge.)
 
-
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
+catch_up(globals(), "most_frequent", "merge")
 WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
 
 
@@ -421,16 +471,8 @@ def word_counts(texts):
     return Counter(word.encode() for text in texts for word in WORDS.findall(text))
 
 
-say(WORDS.findall("Who goes there?\nI."))
-
-# %% [markdown]
-# After a merge only the words that changed are counted again:
-
-
-# %%
-# %%ranks
 def train_bpe(counts, merges):
-    """The merges [(a, b), ...]; number i makes the token 256 + i."""
+    """The merges [(a, b), ...]; number i makes the token 256 + i. After a merge only words that changed are counted."""
     words = [[list(word), n] for word, n in counts.items()]
     pairs, places, table = Counter(), defaultdict(set), []  # places: the words in which a pair occurs, or did
 
@@ -452,120 +494,50 @@ def train_bpe(counts, merges):
     return table
 
 
-# %% [markdown]
-# Is your third merge right? (97, 110) are the bytes of `an`, which becomes token 256:
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-by_hand = train_bpe(Counter({b"banana": 1, b"bandana": 1}), 3)
-say(f"merges {by_hand}")
-
-# %% [markdown]
-# **Predict.** Each rank has some of the documents, and the merges must not depend on the number of ranks. What should
-# ranks exchange: the text, the counts of words, or the counts of pairs at each merge?
-#
-# <details><summary>Answer</summary>
-#
-# The counts of words, once: more text brings few new words. Counts of pairs would need a collective per merge. Sums of
-# integers are the same in any order, so all ranks find the same merges.
-#
-# </details>
-
 # %%
 # %%ranks --timeout 120
-gathered, own = [None] * world_size, word_counts(mine)
+own = word_counts(documents[rank::world_size])
 with wire.watch() as seen:
-    dist.all_gather_object(gathered, own)
-counts = sum(gathered, Counter())
+    counts = sum(everyone(own), Counter())
 table = train_bpe(counts, merges)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.data.tokenizer import byte_encoder
+
+encode = byte_encoder(table, WORDS)
+stream = [i for text in documents[rank::world_size] for i in (256 + len(table), *encode(text))]
+text_bytes = sum(len(text.encode()) for text in documents[rank::world_size])
+total = torch.tensor([len(stream), text_bytes], device=device)
+dist.all_reduce(total)
 if rank == 0:
     handed = sum(call.bytes for call in seen.calls)
-    say(f"{len(own):,} different words on this rank, {len(counts):,} on all")
-    say(f"all-gathered {handed:,} bytes; the texts have {len(corpus.text.encode()):,}")
+    say(f"{len(own):,} different words on this rank, {len(counts):,} on all; all-gathered {handed:,} bytes")
     token = {i: bytes([i]) for i in range(256)}
     for i, (a, b) in enumerate(table):
         token[256 + i] = token[a] + token[b]
     say(f"longest tokens {[t.decode('latin-1') for t in sorted(token.values(), key=len)[-6:]]}")
-metrics.exact(merges=[list(pair) for pair in table])
+    say(f"all shards: {total[0]:,} tokens, {total[1] / (total[0] - len(documents)):.2f} bytes per token")
+metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 
 # %% [markdown]
-# **The library's way** is `tokenizers`. It works on characters, so we give it one per byte. Its merges must equal ours:
-
-# %%
-# %%ranks --timeout 120
-import json
-
-from tokenizers import Tokenizer, models, trainers
-
-
-def by_library(counts, merges):
-    """A tokenizer of `tokenizers` for words given as bytes: token i < 256 is the byte i."""
-    bpe = Tokenizer(models.BPE())
-    alphabet = [chr(i) for i in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + merges, initial_alphabet=alphabet, show_progress=False, limit_alphabet=256
-    )
-    bpe.train_from_iterator((word.decode("latin-1") for word in counts.elements()), trainer)
-    return bpe
-
-
-bpe = by_library(counts, merges)
-model = json.loads(bpe.to_str())["model"]
-theirs = [(model["vocab"][a], model["vocab"][b]) for a, b in model["merges"]]
-assert theirs == table, "ours and the library's merges differ"
-say(f"{len(table)} merges, the same as the library's")
-
-# %% [markdown]
-# Now each rank tokenizes its documents and writes a **shard**: a file of 16-bit numbers that training later maps into
-# memory. A special token, the **separator**, begins each document.
-
-# %%
-# %%ranks
-from manyhands.data.token_files import write_tokens
-from manyhands.launch.run_folder import run_folder
-
-SEPARATOR = 256 + len(table)
-
-
-def encode(text):
-    """The tokens of a text, by the library."""
-    words = (bpe.encode(word.encode().decode("latin-1")).ids for word in WORDS.findall(text))
-    return [i for ids in words for i in ids]
-
-
-def decode(ids):
-    parts = (bpe.id_to_token(i).encode("latin-1") for i in ids if i != SEPARATOR)
-    return b"".join(parts).decode("utf-8", "replace")
-
-
-say(encode(" there, there"))
-
-# %%
-# %%ranks
-stream = [i for text in mine for i in (SEPARATOR, *encode(text))]
-shard = write_tokens(run_folder(ranks) / f"train-{rank:05d}.bin", stream)
-assert decode(stream) == "".join(mine)
-text_bytes = sum(len(text.encode()) for text in mine)
-total = torch.tensor([shard.count, text_bytes], device=device)
-dist.all_reduce(total)
-say(f"{shard.count:,} tokens, {text_bytes / (shard.count - len(mine)):.2f} bytes per token")
-metrics.exact(tokens=total.tolist())
+# Each rank tokenizes its own documents with these merges. A special token, the **separator**, begins each document. The
+# result is one **shard** per rank: a file of 16-bit numbers that training maps into memory.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: tokens</summary>
 #
 # Do banana and bandana by hand with the room. *Usual mistake:* counting pairs across a space, so that `e t` of "the
-# the" becomes a token. *Ask:* "why does training need the counts of words, and encoding only the order of the merges?"
-# *When late:* give `merge` and let them write `most_frequent`.
+# the" becomes a token. *When late:* give `merge` and let them write `most_frequent`.
 #
 # </details>
 
 # %% [markdown]
-# ## Packing: many documents in one sequence (CORE, 8 min)
+# ## Packing: many documents in one sequence (CORE, 7 min)
 #
-# **Why.** Documents differ in length, but all sequences of a batch have the same. Padding wastes compute. So documents
-# are [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T
-# tokens. Now several documents share a sequence, and attention looks back from the second into the first.
+# Documents differ in length, but all sequences of a batch have the same. Padding wastes compute. So documents are
+# [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T tokens.
+# Now several documents share a sequence, and attention looks back from the second into the first.
 #
 # ![Three documents in one sequence of ten tokens, and the mask of ten by ten: three triangles along the diagonal are
 # allowed, the rest of the lower half is not](../assets/12_packing.svg)
@@ -573,23 +545,23 @@ metrics.exact(tokens=total.tolist())
 # A [**document mask**](../assets/glossary.md#document-mask) forbids that. `documents_BT` holds the number of each
 # position's document, such as 1 1 1 2 2 2 2 3 3 3 in the figure.
 #
-# ### Build C: the mask
+# ### Build E: the mask
 #
-# Write `document_mask(documents_BT)`: bool [B, T, T], True where the query (second dimension) may look at the key
-# (third): a key of the same document that does not come later. No loops.
+# The result is bool [B, T, T]. It is True where the query (second dimension) may look at the key (third): a key of the
+# same document that does not come later. No loops.
 
 
 # %%
 # %%ranks
 def document_mask(documents_BT):
-    """Which key each query may look at: bool [B, T, T]."""
-    raise NotImplementedError  # your turn
+    same_BTT = ____
+    return ____
 
 
 checks.document_mask(document_mask, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution C</summary>
+# <details><summary>Solution E</summary>
 #
 # ```python
 # def document_mask(documents_BT):
@@ -600,12 +572,15 @@ checks.document_mask(document_mask, ranks)
 # </details>
 
 # %% [markdown]
-# The mask goes into attention. `packed_logits` runs the course's GPT part by part with it (H heads of E numbers each),
-# and `positions_of` **restarts** the positions with each document:
+# Some trainers only **restart the positions** with each document instead. Is that enough? Here is a measurement that
+# belongs in the tests of any trainer: change the second token of a sequence. Which logits change in the documents after
+# the first? (`packed_logits`, folded, is the course's GPT with a mask and positions of our choice.)
 
-
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
+catch_up(globals(), "document_mask")
+
+
 def positions_of(documents_BT):
     """0, 1, 2, ... from the beginning of each document; documents are numbered in order."""
     first_BT = torch.searchsorted(documents_BT, documents_BT)  # where each position's document begins
@@ -613,7 +588,7 @@ def positions_of(documents_BT):
 
 
 def packed_logits(model, ids_BT, mask_BTT, positions_BT):
-    """The GPT's logits [B, T, V] under this mask, with these positions."""
+    """The GPT's logits [B, T, V] under this mask, with these positions; H heads of E numbers each."""
     x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
     for block in model.blocks:
         attention = block.attention
@@ -625,303 +600,158 @@ def packed_logits(model, ids_BT, mask_BTT, positions_BT):
     return model.head(model.norm(x_BTD))
 
 
-# %% [markdown]
-# **The proof** is to run each document alone: its logits must be the same. Each rank tries two packed sequences of its
-# own documents (characters, and the separator):
+def packed_batch(T=256, B=2):
+    """(a GPT in float64, ids [B, T] of this rank's documents with separators, the number of each one's document)."""
+    separator = len(corpus.vocab)
+    torch.manual_seed(1337)
+    gpt = GPT(GPTConfig(vocab_size=separator + 1, block_size=T)).to(device, torch.float64)
+    joined = [i for text in documents[rank::world_size][:60] for i in (separator, *corpus.encode(text).tolist())]
+    ids_BT = torch.tensor(joined[: B * T], device=device).view(B, T)
+    return gpt, ids_BT, (ids_BT == separator).cumsum(1)
+
+
+gpt, ids_BT, documents_BT = packed_batch()
+positions_BT, counting_T = positions_of(documents_BT), torch.arange(256, device=device)
 
 # %%
 # %%ranks
-from manyhands.gpt.model import GPT, GPTConfig
-
-B, T, separator = 2, 256, len(corpus.vocab)
-torch.manual_seed(1337)
-gpt = GPT(GPTConfig(vocab_size=separator + 1, block_size=T)).to(device, torch.float64)
-joined = [i for text in mine[:50] for i in (separator, *corpus.encode(text).tolist())]
-ids_BT = torch.tensor(joined[: B * T], device=device).view(B, T)
-documents_BT = (ids_BT == separator).cumsum(1)
 mask_BTT = document_mask(documents_BT)
-packed_BTV, apart = packed_logits(gpt, ids_BT, mask_BTT, positions_of(documents_BT)), 0.0
-for row in range(B):
+causal_BTT = torch.ones_like(mask_BTT).tril()
+other_BT = ids_BT.clone()
+other_BT[:, 1] = (other_BT[:, 1] + 1) % len(corpus.vocab)
+later_BT = documents_BT != documents_BT[:, :1]
+for name, *how in (
+    ("plain causal", causal_BTT, counting_T),
+    ("restarted positions", causal_BTT, positions_BT),
+    ("document mask", mask_BTT, counting_T),
+):
+    before, after = (packed_logits(gpt, ids, *how) for ids in (ids_BT, other_BT))
+    if rank == 0:
+        say(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
+
+# %% [markdown]
+# Restarting the positions hides nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
+# measured the same: another prefix changed the next sample's output by 0.4621, with restarted positions by 0.4625. The
+# cure was a document mask. With mask *and* restarted positions each document has exactly the logits that it has alone:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+packed_BTV, apart = packed_logits(gpt, ids_BT, mask_BTT, positions_BT), 0.0
+for row in range(len(ids_BT)):
     for number in documents_BT[row].unique():
         here_T = documents_BT[row] == number
         alone_tV = gpt(ids_BT[row : row + 1, here_T])[0][0]
         apart = max(apart, (packed_BTV[row, here_T] - alone_tV).abs().max().item())
 assert apart < 1e-10
-share = mask_BTT.sum().item() / (B * T * (T + 1) / 2)
-say(f"packed and alone differ by {apart:.0e}; the mask keeps {share:.0%} of the causal pairs")
-
-# %% [markdown]
-# **The library's way**: the course's GPT builds the mask itself if its configuration names the separator, and so does
-# `train.py` under every strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose
-# true positions nobody knows.
-
-# %%
-# %%ranks
-library = GPT(GPTConfig(vocab_size=separator + 1, block_size=T, separator=separator)).to(device, torch.float64)
-library.load_state_dict(gpt.state_dict())
-counting_T = torch.arange(T, device=device)
-apart = packed_logits(gpt, ids_BT, mask_BTT, counting_T) - library(ids_BT)[0]
-assert apart.abs().max() < 1e-10
-say(f"ours and the package's differ by {apart.abs().max().item():.0e}")
-
-# %% [markdown]
-# One more measurement, which belongs in the tests of any trainer: **change the second token of a sequence. Which logits
-# change in the documents after the first?**
-
-# %%
-# %%ranks
-other_BT = ids_BT.clone()
-other_BT[:, 1] = (other_BT[:, 1] + 1) % separator
-later_BT = documents_BT != documents_BT[:, :1]
-causal_BTT = torch.ones_like(mask_BTT).tril()
-for name, *how in (
-    ("plain causal", causal_BTT, counting_T),
-    ("restarted positions", causal_BTT, positions_of(documents_BT)),
-    ("document mask", mask_BTT, counting_T),
-):
-    before, after = (packed_logits(gpt, ids, *how) for ids in (ids_BT, other_BT))
-    leak = (before - after)[later_BT].abs().max().item()
-    if rank == 0:
-        say(f"{name:20} logits of later documents change by {leak:.1e}")
-
-# %% [markdown]
-# Restarting the positions hides nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
-# measured the same: another prefix changed the next sample's output by 0.4621, with restarted positions by 0.4625. The
-# cure was a document mask.
-#
-# A dense mask saves no work: all pairs are computed, then masked. Kernels that know where documents begin
-# (FlashAttention's `varlen`, `flex_attention`) skip the masked ones.
+if rank == 0:
+    share = mask_BTT.sum().item() / causal_BTT.sum().item()
+    say(f"packed and alone differ by {apart:.0e}; the mask keeps {share:.0%} of the causal pairs")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: packing</summary>
 #
 # Draw the mask of documents of 2, 3 and 1 tokens on the board. *Usual mistake:* a mask of documents without the causal
 # half, or one that leaves the separator to the document before. *Ask:* "does a mask of zeros and ones save compute?" (Not by
-# itself.)
+# itself: all pairs are computed, then masked. The lab on FlexAttention skips blocks.)
 #
 # </details>
 
 # %% [markdown]
-# ## Bits per byte (CORE, 6 min)
+# ## How large, for how long? One point of a scaling law (CORE, 9 min)
 #
-# **Why.** A loss is in nats *per token* (a nat is the unit of the natural logarithm). With longer tokens a model makes
-# fewer and harder guesses, so its loss is higher though it knows as much. What all models share is the text: divide by
-# its **bytes**.
-#
-# **Predict.** A model that knows nothing pays ln 65 = 4.17 nats per character of one byte, or ln 512 = 6.24 nats per
-# token of 1.95 bytes. Which is less per byte?
-#
-# <details><summary>Answer</summary>
-#
-# 4.17 / ln 2 = 6.02 bits per byte, and 6.24 / ln 2 / 1.95 = 4.6. Some knowledge is in the tokenizer: which bytes often
-# stand together.
-#
-# </details>
-#
-# ### Build D: bits per byte
-#
-# Write `bits_per_byte(nats_per_token, tokens, num_bytes)`: the mean loss is `nats_per_token` over `tokens` tokens, which
-# spell `num_bytes` bytes. A bit is ln 2 nats.
-
-
-# %%
-# %%ranks
-def bits_per_byte(nats_per_token, tokens, num_bytes):
-    """The loss in bits per byte of text."""
-    raise NotImplementedError  # your turn
-
-
-checks.bits_per_byte(bits_per_byte, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution D</summary>
-#
-# ```python
-# def bits_per_byte(nats_per_token, tokens, num_bytes):
-#     return nats_per_token * tokens / math.log(2) / num_bytes
-# ```
-#
-# </details>
-
-# %% [markdown]
-# The simplest model knows how often each token occurs, and nothing else. Each rank counts its own tokens, and an
-# all-reduce adds up the counts:
-
-# %% jupyter={"source_hidden": true}
-# %%ranks --timeout 120
-catch_up(globals(), "word_counts", "by_library", "encode")
-if "bpe" not in globals():
-    from tokenizers import Tokenizer, models, trainers
-
-    WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
-    bpe = by_library(word_counts(documents), merges)
-    SEPARATOR = 256 + merges
-
-
-# %%
-# %%ranks
-def by_frequency(mine_N, size):
-    """Mean nats per token of a model that knows frequencies only, and the number of tokens. All ranks call it."""
-    counts_V = torch.bincount(torch.tensor(mine_N), minlength=size).to(device)
-    dist.all_reduce(counts_V)
-    counts_V = counts_V[counts_V > 0].double()
-    share_V = counts_V / counts_V.sum()
-    return -(share_V * share_V.log()).sum().item(), int(counts_V.sum())
-
-
-num_bytes = sum(len(text.encode()) for text in documents)
-characters = [i for text in mine for i in corpus.encode(text).tolist()]
-tokens = [i for text in mine for i in encode(text)]
-for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tokens", tokens, SEPARATOR)):
-    nats, count = by_frequency(ids, size)
-    bits = bits_per_byte(nats, count, num_bytes)
-    if rank == 0:
-        say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
-
-# %% [markdown]
-# The model with the higher loss per token is better per byte. A loss without its tokenizer says nothing.
-
-# %% [markdown]
-# ## A text of your own (CORE, 3 min)
-#
-# `scripts/prepare_data.py` does all of the above to files: filter, deduplicate, train the tokenizer, write shards.
-# The next cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number
-# of ranks writes the same bytes.
-
-# %%
-# %%ranks --timeout 120
-from manyhands.data.preparation import PrepareConfig, prepare_text
-from manyhands.data.preparation import shown_report
-from manyhands.launch.run_folder import run_folder
-
-place = [run_folder(ranks) if rank == 0 else None]
-dist.broadcast_object_list(place, src=0)
-folder = place[0]  # rank 0's, on all ranks
-speeches = [text for text in documents if len(text) >= 200][:1200]
-bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy it now!\n" * 20]
-if rank == 0:
-    (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
-report = prepare_text([folder / "pages.txt"], folder / "text", PrepareConfig(vocab_size=512), ranks, replace=True)
-if rank == 0:
-    say(shown_report(report))
-metrics.exact(prepared=report["documents"])
-
-# %% [markdown]
-# Now train on it and let the model write. In a terminal, in the course's folder, type:
-#
-# ```bash
-# python scripts/launch.py --nproc 2 -- --checkpoint.folder outputs/mine \
-#     --data.folder outputs/12_llm_pretraining/latest/text
-# python scripts/sample.py outputs/mine --prompt "KING"
-# ```
-#
-# Expect half a minute on two cores: 300 steps, in which the validation loss falls from ln 512 = 6.2 to about 3.8 nats
-# per token. At 2.03 bytes each that is 2.7 bits per byte. The samples begin as noise and end as words, many of them
-# real; `<|document|>` is the separator. For files of your own, run this first:
-#
-# ```bash
-# python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine
-# ```
-
-# %% [markdown]
-# ## How large, for how long? A scaling law (CORE, 5 min)
-#
-# **Why.** Your budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but the
-# budget buys it fewer tokens. Which size is best? Find out where it is cheap. For one budget train several sizes, each
-# on as many tokens as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022),
-# whose lowest point is the best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
+# Your budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but the budget buys it
+# fewer tokens. Which size is best? Find out where it is cheap. For one budget train several sizes, each on as many tokens
+# as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022). Its lowest point is the
+# best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
 # law**](../assets/glossary.md#scaling-law).
 #
-# We recorded a grid of 3 budgets and 6 sizes, on characters, with `python scripts/isoflop.py`. You train one
-# of its models now, data parallel on all ranks.
-#
-# **Predict.** What does one budget's curve look like? Where does its lowest point go when the budget grows?
-#
-# <details><summary>Answer</summary>
-#
-# It is a valley: small models cannot learn more, large ones see too few tokens. The lowest point moves right (a larger
-# model) and down (a lower loss).
-#
-# </details>
+# We recorded a grid of 3 budgets and 6 sizes with `python scripts/isoflop.py`. You train one of its models now, data
+# parallel on all ranks.
 
 # %%
 # %%ranks --timeout 300
-from manyhands.measure.timing import gemm_together
-from manyhands.launch import recorded_runs
-from manyhands.train.isoflop import Point, by_budget, parabola, power_law, residuals, spread, train_point
+from manyhands.train.isoflop import Point, by_budget, power_law, train_point
 
-grid = recorded_runs.numbers("12_isoflop.json")
 live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
-peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
-flop_per_s = live["flops"] / live["seconds"]
-bits = live["val_loss"] / math.log(2) * len(corpus.text) / len(corpus.text.encode())
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+points = recorded_runs.numbers("12_isoflop.json")["points"]
+same = [p["val_loss"] for p in points if (p["budget_flops"], p["width"]) == (live_flops, 24)]
 if rank == 0:
-    say(f"{live['params']:,} parameters, {live['tokens']:,} tokens, {live['steps']} steps")
-    say(f"validation loss {live['val_loss']:.3f} nats per character, {bits:.2f} bits per byte")
-    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
-    say(f"it writes {live['sample']!r}")
+    say(f"{live['params']:,} parameters, {live['tokens']:,} tokens; it writes {live['sample'][:60]!r}")
+    beside = f", recorded {same[0]:.3f} on one" if same else ""
+    say(f"validation loss {live['val_loss']:.3f} nats per character on {world_size} ranks{beside}")
 metrics.close(1e-2, live_loss=live["val_loss"])
-metrics.measured(flop_per_s=flop_per_s)
 
 # %% [markdown]
-# The peak is what large matrix products reach here, in the same precision. This model is 24 numbers wide, so its own are far
-# too small for that; a GPU spends the time on launching them.
+# ### Build F: the lowest point of a valley
 #
-# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
-# end with the same loss under each of them, up to rounding:
+# A valley looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns its bend, slope and height:
+# bend·x² + slope·x + height. Return the parameters and the loss at the lowest point.
 
-# %%
-# %%ranks --timeout 120
-losses = {}
-for strategy in ("ddp", "zero1", "fsdp"):
-    losses[strategy] = train_point(Point(live_flops / 30, 24), corpus, ranks, strategy)["val_loss"]
-if rank == 0:
-    say(", ".join(f"{strategy} {loss:.5f}" for strategy, loss in losses.items()))
-assert max(losses.values()) - min(losses.values()) < 1e-3
 
 # %%
 # %%ranks
-points = grid["points"]
-optima = [parabola(rows) for rows in by_budget(points).values()]
-law, sure = power_law(optima), spread(points)
-if rank == 0:
-    from manyhands.plots.results import isoflop
+def lowest(params, losses):
+    bend, slope, height = np.polyfit(____, losses, 2)
+    x = ____  # where the derivative is zero
+    return ____, bend * x**2 + slope * x + height
 
-    alt = "loss against parameters for three budgets, each a valley; the lowest points go right and down"
-    show(isoflop(by_budget(points), optima, law, live), "isoflop", alt)
-    for best in optima:
-        each = best.budget_flops / 6 / best.params**2  # tokens per parameter
-        size = f"{best.params:6,.0f} parameters ({each:.0f} tokens for each)"
-        say(f"{best.budget_flops:.0e} FLOPs: best {size}, loss {best.loss:.3f}")
-    say(f"the points scatter about their parabolas with a standard deviation of {residuals(points)[0]:.3f}")
-    low, high = sure["exponent"]
-    say(f"best size ~ budget^{law.exponent:.2f}; 90 % of refits with such scatter: {low:.2f} to {high:.2f}")
+
+checks.lowest(lowest, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution F</summary>
+#
+# ```python
+# def lowest(params, losses):
+#     bend, slope, height = np.polyfit(np.log(params), losses, 2)
+#     x = -slope / (2 * bend)
+#     return math.exp(x), bend * x**2 + slope * x + height
+# ```
+#
+# </details>
+
+# %% [markdown]
+# **Predict.** You get ten times the FLOPs. How many times larger is the best model?
 
 # %%
 # %%ranks
-same = [p for p in points if (p["budget_flops"], p["width"]) == (live_flops, 24)]
-ten = 10 * optima[-1].budget_flops
+guess_times = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "lowest")
+valleys = {budget: lowest([p["params"] for p in rows], [p["val_loss"] for p in rows])
+           for budget, rows in by_budget(points).items()}  # fmt: skip
+exponent = np.polyfit(np.log(list(valleys)), np.log([params for params, _ in valleys.values()]), 1)[0]
+compare("how many times larger the best model is for ten times the FLOPs", guess_times, round(10**exponent, 1))
+published = recorded_runs.published("12_isoflop")
 if rank == 0:
-    if same:
-        say(f"live {live['val_loss']:.3f} on {world_size} ranks, recorded {same[0]['val_loss']:.3f} on one")
-    params, loss = law.at(ten)
-    (few, many), (least, most) = sure["params"], sure["loss"]
-    say(f"ten times the largest budget: {params:,.0f} parameters [{few:,.0f} to {many:,.0f}]")
-    say(f"its loss: {loss:.2f} [{least:.2f} to {most:.2f}]")
-    times, most = ten / 6 / params / len(corpus.train_ids), max(point["epochs"] for point in points)
-    say(f"it would read the corpus {times:.1f} times; the recorded runs read it up to {most:.1f} times")
+    figure = plots.valleys(by_budget(points), valleys, live, published, lowest)
+    show(
+        figure,
+        "isoflop",
+        "loss against parameters: three valleys here, and three of published runs, all go right and down",
+    )
+    for budget, (params, loss) in valleys.items():
+        say(
+            f"{budget:.0e} FLOPs: best {params:6,.0f} parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.3f}"
+        )
+    for one in published:
+        budget, (params, loss) = one["budget_flops"], lowest(*zip(*plots.by_size(one), strict=True))
+        say(
+            f"{budget:.0e} FLOPs: best {params / 1e9:.1f}e9 parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.2f}"
+        )
+    theirs = [(one["budget_flops"], lowest(*zip(*plots.by_size(one), strict=True))[0]) for one in published]
+    their_exponent = np.polyfit(*np.log(theirs).T, 1)[0]
+    say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
 
 # %% [markdown]
-# **How far would you trust it?** The brackets hold the scatter of 18 points around their parabolas, and nothing else.
-# They leave out that:
-#
-# - each point is one run with one seed, so the scatter is guessed from how badly a parabola fits, not measured;
-# - the learning rate was tuned for the smallest budget only, and badly tuned runs can move a curve's lowest point;
-# - the corpus has one megabyte, and a token that is read again teaches less;
-# - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al.
-#   (2020) found an exponent of 0.73, Hoffmann et al. (2022) about 0.5. GPT-3 has 2 tokens per parameter, Chinchilla 20;
-# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots,
-#   got other numbers from them, and found the published intervals implausibly narrow.
+# The runs on the right are a billion times as expensive (read off a figure of Hoffmann et al.). The valleys look the
+# same, and the lowest points go right and down. But the numbers differ: our best models read more tokens per parameter,
+# and our tokens are characters. **A law holds in its range, for its data.** A lab below says how sure this one is.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
@@ -934,167 +764,7 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## Do abilities emerge? (MORE, 3 min)
-#
-# Wei et al. (2022) call an ability *emergent* if small models lack it and larger ones have it, so that nobody could have
-# predicted it from the small ones. Schaeffer et al. (2023) answer that often the *measure* jumps, not the model: a score
-# that counts only answers in which every token is right turns a smooth gain into a sudden one.
-#
-# Look at the 18 models again. The grid records how often they guess the next character right, and how often five in a
-# row.
-#
-# **Predict.** If guesses were independent, how often would a model that is right 35 % of the time get five in a row
-# right? And one that is right 50 % of the time?
-#
-# <details><summary>Answer</summary>
-#
-# 0.35⁵ = 0.5 % and 0.5⁵ = 3 %: one score grows by less than a half, the other is six times as high.
-#
-# </details>
-
-# %%
-# %%ranks
-from manyhands.launch import recorded_runs
-
-if rank == 0:
-    from manyhands.plots.results import emergence
-
-    points = recorded_runs.numbers("12_isoflop.json")["points"]
-    alt = "the same 18 models by loss: how often one character is right, and five in a row"
-    show(emergence(points), "emergence", alt)
-    worst, best = (f(points, key=lambda point: point["val_loss"]) for f in (max, min))
-    for name in ("accuracy", "in_a_row"):
-        say(f"{name:9} from {worst[name]:.1%} to {best[name]:.1%}: {best[name] / worst[name]:.1f} times")
-
-# %% [markdown]
-# Both curves come from the same answers. (The right one scatters because 1 % of 6,144 groups of five are 61, give or
-# take 8.) Whether *all* reported jumps are of this kind is still argued about. Report a smooth measure beside a strict
-# one.
-
-# %% [markdown]
-# ## Exercises (MORE, 18 min)
-#
-# Each check runs your answer in a process group of its own: you cannot break anything.
-#
-# ### Exercise 1: encode a word
-#
-# You have the merges. Which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the list
-# of tokens of `word`, given as bytes. As long as two neighbours are a pair in the table, take the pair that was
-# *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 + i.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "merge")
-
-
-# %%
-# %%ranks
-def encode_word(word, table):
-    """The list of a word's tokens under these merges."""
-    raise NotImplementedError  # your turn
-
-
-checks.encode_word(encode_word, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution 1</summary>
-#
-# ```python
-# def encode_word(word, table):
-#     ids, number = list(word), {pair: i for i, pair in enumerate(table)}
-#     while known := [number[pair] for pair in zip(ids, ids[1:], strict=False) if pair in number]:
-#         ids = merge(ids, table[min(known)], 256 + min(known))
-#     return ids
-# ```
-#
-# </details>
-
-# %% [markdown]
-# ### Exercise 2: what does a packed sequence teach?
-#
-# With a separator between documents, the last token of one learns to guess "the end". Without a separator it would have to guess
-# how another document begins, which nobody can. Write `packed_targets(ids_BT, documents_BT)`: for each position the next
-# token of the *same document*, and -100 where there is none (`F.cross_entropy` ignores -100). The last position of a
-# sequence has none either. Do not change `ids_BT`.
-
-
-# %%
-# %%ranks
-def packed_targets(ids_BT, documents_BT):
-    """The target of each position, -100 where none counts: [B, T]."""
-    raise NotImplementedError  # your turn
-
-
-checks.packed_targets(packed_targets, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution 2</summary>
-#
-# ```python
-# def packed_targets(ids_BT, documents_BT):
-#     targets_BT = torch.full_like(ids_BT, -100)
-#     goes_on_Bt = documents_BT[:, 1:] == documents_BT[:, :-1]
-#     targets_BT[:, :-1] = torch.where(goes_on_Bt, ids_BT[:, 1:], -100)
-#     return targets_BT
-# ```
-#
-# </details>
-
-# %% [markdown]
-# Ranks now have unequal numbers of targets, so the mean of the ranks' means is not the mean over tokens: [lesson
-# 05](05_same_science.ipynb) says what to divide by.
-#
-# ### Exercise 3: predict the next loss
-#
-# `points` are dicts with `budget_flops`, `params` and `val_loss`, for two budgets or more. Write `next_best(points,
-# budget_flops)`: (parameters, loss) of the best model for a *larger* budget. For each budget fit a parabola of the loss
-# in ln(params) (`np.polyfit(x, y, 2)`) and take its lowest point. Then fit two straight lines against ln(budget): one
-# through the lowest points' ln(params), one through their ln(loss).
-
-
-# %%
-# %%ranks
-def next_best(points, budget_flops):
-    """(parameters, loss) of the best model for this budget, by what smaller budgets have shown."""
-    raise NotImplementedError  # your turn
-
-
-checks.next_best(next_best, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution 3</summary>
-#
-# ```python
-# def next_best(points, budget_flops):
-#     rows = []
-#     for budget in sorted({point["budget_flops"] for point in points}):
-#         here = [point for point in points if point["budget_flops"] == budget]
-#         bend, slope, height = np.polyfit(np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2)
-#         rows.append((np.log(budget), -slope / 2 / bend, np.log(height - slope**2 / 4 / bend)))
-#     x, log_params, log_loss = np.array(rows).T
-#     return tuple(float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss))
-# ```
-#
-# </details>
-
-# %% [markdown]
-# A law is worth what it predicts. Let the two smaller budgets of the grid predict the third:
-
-# %%
-# %%ranks
-from manyhands.train.isoflop import by_budget, parabola
-from manyhands.launch import recorded_runs
-
-if rank == 0:
-    *smaller, largest = by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values()
-    seen_points = [point for rows in smaller for point in rows]
-    params, loss = next_best(seen_points, largest[0]["budget_flops"])
-    best = parabola(largest)
-    say(f"predicted {params:,.0f} parameters, loss {loss:.3f}")
-    say(f"measured  {best.params:,.0f} parameters, loss {best.loss:.3f}")
-
-# %% [markdown]
-# ## A bug from the zoo (CORE, 3 min)
+# ## A bug from the zoo (CORE, 2 min)
 #
 # A model computes its loss by `plain_loss`. Somebody replaces it by a library's loss function, `shifted_loss`. Training
 # runs, and the loss falls. **What is wrong, and which measurement shows it?** Write down your suspicion before you open
@@ -1112,10 +782,8 @@ def plain_loss(logits_bTV, targets_bT):
     return F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten())
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.data.corpus import get_batch
-from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.ddp import FlatReplicas
 
 
@@ -1144,7 +812,7 @@ if rank == 0:
 # %% [markdown]
 # Now measure: how well do the logits at t guess the character at t, t + 1, t + 2, t + 3?
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
 mended, right_loss = train(plain_loss)
 text_BT = corpus.val_ids[: 64 * 36].view(64, 36).to(device)
@@ -1194,36 +862,585 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # python scripts/isoflop.py --to outputs/isoflop.json
 # ```
 #
-# **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. Document masks go
-# through FlashAttention's `varlen` or `flex_attention`. A grid of small runs is a job array; keep one batch size and
-# tune the learning rate for each size, or the curves show your tuning.
-#
-# **What to look for**: [MFU](../assets/glossary.md#mfu); bits per byte on a fixed held-out text whose copies were
-# removed from the training set; the final loss that the scaling law predicts. A run that ends above it has a bug or bad
-# data.
+# **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. A grid of small runs
+# is a job array.
 
 # %% [markdown]
 # ## Recap
+
+# %%
+# %%ranks
+card(
+    "Documents of different ranks must meet: send each band's key to one rank, and no rank ever gathers everything.",
+    "Ranks add up counts of words once and find the same merges. Every step gives the same on any number of ranks.",
+    "Packed documents see each other unless a document mask forbids it. Change a token of another one to prove it.",
+    "For a budget there is a best size. Its law holds in its range, for its data.",
+    "Score a new loss against targets moved by one in both directions, and read a sample.",
+    figure="valleys of equal cost, here and a billion times as expensive",
+    command="mpiexec -n 32 python scripts/prepare_data.py pages/ --vocab-size 8192 --to data/mine",
+)
+
+# %% [markdown]
+# Next: [lesson 13](13_llm_alignment.ipynb) makes the model answer. Below is the lab, to pick from; the life of a model, a
+# table of families and further reading are in the [handbook](../assets/handbook/12_llm_pretraining.md).
+
+# %% [markdown]
+# ## How good is the estimate? (MORE, 4 min)
 #
-# 1. Pre-training takes nearly all of the compute. Cleaning decides what goes in, and must not depend on the number of
-#    ranks.
-# 2. MinHash estimates similarity from K numbers, with an error of sqrt(J (1 - J) / K). Bands find the candidates.
-# 3. BPE merges the most frequent pair again and again. Ranks add up counts of words once, and find the same merges.
-# 4. Document masks keep packed documents apart. To prove it, run each one alone, or change a token of another.
-# 5. Compare models in bits per byte. A scaling law holds in its range, for its data, and with its interval.
+# Copy long speeches and replace some of their words. Each rank copies and signs its share. The true J of each pair is
+# known.
 #
-# ## Further reading
+# **Predict.** Which share of the points lies within one standard deviation, sqrt(J (1 - J) / K)?
 #
-# - Sennrich et al. 2016, [Neural machine translation of rare words with subword
-#   units](https://arxiv.org/abs/1508.07909): BPE for text.
-# - Hoffmann et al. 2022, [Training compute-optimal large language models](https://arxiv.org/abs/2203.15556), and Kaplan
-#   et al. 2020, [Scaling laws for neural language models](https://arxiv.org/abs/2001.08361); a
-#   [replication](https://arxiv.org/abs/2404.10102) of the former (Besiroglu et al. 2024).
-# - Wei et al. 2022, [Emergent abilities](https://arxiv.org/abs/2206.07682); Schaeffer et al. 2023, [Are emergent
-#   abilities a mirage?](https://arxiv.org/abs/2304.15004)
-# - Sources of the table: [GPT-3](https://arxiv.org/abs/2005.14165), [Gopher](https://arxiv.org/abs/2112.11446),
-#   [LLaMA](https://arxiv.org/abs/2302.13971), [Llama 2](https://arxiv.org/abs/2307.09288), [Llama
-#   3](https://arxiv.org/abs/2407.21783), [DeepSeek-V3](https://arxiv.org/abs/2412.19437).
+# <details><summary>Answer</summary>
+#
+# About two thirds: each order is a coin toss that agrees with probability J, and the mean of K tosses is nearly normal.
+# Four times the hashes halve the deviation.
+#
+# </details>
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "PRIME", "shingle_hashes", "signature", "similarity")
+a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
+
+
+# %%
+# %%ranks
+def jaccard(one_S, other_S):
+    both = len(np.intersect1d(one_S, other_S))
+    return both / (len(one_S) + len(other_S) - both)
+
+
+dice, pairs = random.Random(rank), []
+long = [text for text in documents[rank::world_size] if len(text.split()) >= 60]
+for i, text in enumerate(long[:80]):
+    sets = [shingle_hashes(text), shingle_hashes(copy_of(text, 0.004 * (i % 80), dice))]
+    estimate = similarity(*(signature(hashes_S, a_K, b_K) for hashes_S in sets))
+    pairs.append((jaccard(*sets), estimate))
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+true_N, found_N = np.array([pair for pairs in everyone(pairs) for pair in pairs]).T
+sigma_N = np.sqrt(true_N * (1 - true_N) / hashes)
+inside = int((np.abs(found_N - true_N) <= sigma_N).sum())
+if rank == 0:
+    alt = "estimated against true similarity of planted copies: points around the diagonal, in a band"
+    show(plots.estimates(true_N, found_N, hashes), "minhash", alt)
+    say(f"{inside} of {len(true_N)} estimates are within one standard deviation: {inside / len(true_N):.0%}")
+metrics.exact(minhash_inside=inside)
+
+# %% [markdown]
+# Real pipelines also **filter**: they drop what is too short, has few letters, or repeats its lines
+# (`manyhands.data.documents.Quality`).
+
+# %% [markdown]
+# ## Contamination: the test is in the training set (MORE, 6 min)
+#
+# **Why.** A model that was trained on its own test looks better than it is. Here 24 speeches are the test. We plant 12 of
+# them in the training set, 16 times each, train, and score both halves. Then we remove what shares 8 words in a row with
+# the test, and train again. The test is small, so every rank can have all of it: each rank checks its own documents, and
+# no document is sent.
+#
+# **Predict.** Before the removal, which half has the lower loss? And afterwards?
+#
+# <details><summary>Answer</summary>
+#
+# Before, the planted half. Afterwards neither has an advantage: what difference is left is that of the texts themselves.
+#
+# </details>
+
+
+# %%
+# %%ranks
+def runs_of_words(text, n=8):
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
+
+
+held_out = [text for text in documents[int(0.9 * len(documents)) :] if 250 <= len(text) <= 700][:24]
+in_test = set().union(*map(runs_of_words, held_out))
+dirty = documents[:150] + held_out[::2] * 16
+random.Random(2).shuffle(dirty)
+mine_kept = [i for i in range(rank, len(dirty), world_size) if not runs_of_words(dirty[i]) & in_test]
+kept = sorted(i for part in everyone(mine_kept) for i in part)
+if rank == 0:
+    say(f"{len(dirty)} documents, {len(dirty) - len(kept)} share 8 words in a row with the test: removed")
+metrics.exact(kept=kept)
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 300
+from manyhands.train.tiny import mean_loss, train_tiny
+
+
+def reader(texts):
+    """A function of the step: inputs and targets [24, 32], pieces of these texts."""
+    ids = corpus.encode("\n\n".join(texts))
+
+    def batch_of(step):
+        begins = torch.randint(len(ids) - 33, (24,), generator=torch.Generator().manual_seed(step))
+        rows_BT = torch.stack([ids[begin : begin + 33] for begin in begins])
+        return rows_BT[:, :-1], rows_BT[:, 1:]
+
+    return batch_of
+
+
+scores = {}
+for k, (name, texts) in enumerate({"before": dirty, "after": [dirty[i] for i in kept]}.items()):
+    if k % world_size == rank:  # two trainings on two ranks
+        model = train_tiny(reader(texts), len(corpus.vocab), lab_steps, device=device)
+        halves = [corpus.encode("\n\n".join(held_out[half::2])) for half in (0, 1)]
+        scores[name] = [mean_loss(model, half) for half in halves]
+scores = {name: losses for part in everyone(scores) for name, losses in part.items()}
+if rank == 0:
+    for name in ("before", "after"):
+        planted_loss, other_loss = scores[name]
+        gain = other_loss - planted_loss
+        say(
+            f"{name:6} the removal: planted half {planted_loss:.2f}, other half {other_loss:.2f} nats; planted better by {gain:+.2f}"
+        )
+metrics.close(tolerance=0.1, contamination=[scores["before"], scores["after"]])
+
+# %% [markdown]
+# A score needs both: overlap of n-grams between test and training set, and a held-out text that was written later. Copies
+# with changed words escape the n-grams; the signatures above find these.
+
+# %% [markdown]
+# ## Data mixing: how much of what? (MORE, 6 min)
+#
+# **Why.** A training set is a mixture: web, code, books, mathematics. Its shares are chosen by small runs. Our second
+# domain is Python code (three modules of the standard library). Each run reads as many bytes; only the share of code
+# differs. The runs know nothing of each other, so each rank takes its own: a job array.
+#
+# **Predict.** The share of code goes from 0 to 5 %. Which changes more, the loss on code or the loss on plays?
+#
+# <details><summary>Answer</summary>
+#
+# The loss on code, by far. The first bytes of a domain teach its alphabet and its commonest words. That is why nobody
+# leaves a domain out, and why the best share is found by runs and not by argument.
+#
+# </details>
+
+# %%
+# %%ranks --timeout 300
+import argparse
+import difflib
+import inspect
+import typing
+
+from manyhands.train.tiny import mean_loss, train_tiny
+
+code = "\n".join(inspect.getsource(module) for module in (argparse, difflib, typing))
+domains = [torch.tensor(list(text.encode())) for text in (corpus.text, code)]  # plays, code: as bytes
+learn, test = zip(*((ids[: int(0.9 * len(ids))], ids[int(0.9 * len(ids)) :][:60000]) for ids in domains), strict=True)
+
+
+def mixed(share):
+    """A function of the step: inputs and targets [24, 32], of which this share is code on average."""
+
+    def batch_of(step):
+        dice = np.random.default_rng(step)
+        rows = []
+        for chance in dice.random(24):
+            domain = learn[1] if chance < share else learn[0]
+            begin = dice.integers(len(domain) - 33)
+            rows.append(domain[begin : begin + 33])
+        rows_BT = torch.stack(rows)
+        return rows_BT[:, :-1], rows_BT[:, 1:]
+
+    return batch_of
+
+
+shares = (0.0, 0.05, 0.25, 0.5, 1.0)
+mine_losses = {}
+for share in shares[rank::world_size]:
+    model = train_tiny(mixed(share), 256, lab_steps, device=device)
+    mine_losses[share] = [mean_loss(model, ids) for ids in test]
+losses = {share: both for part in everyone(mine_losses) for share, both in part.items()}
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    on_plays, on_code = ([losses[share][k] for share in shares] for k in (0, 1))
+    figure = plots.mixtures(shares, {"plays": on_plays, "code": on_code})
+    show(figure, "mixtures", "loss on plays and on code against the share of code: code falls steeply at first")
+    for share in shares:
+        say(f"{share:4.0%} code: loss on plays {losses[share][0]:.2f}, on code {losses[share][1]:.2f} nats per byte")
+metrics.close(tolerance=0.1, mixtures=[losses[share] for share in shares])
+
+# %% [markdown]
+# Small runs rank mixtures; whether the ranking holds for a large model is a question of its own, as with every law here.
+
+# %% [markdown]
+# ## Bits per byte (MORE, 9 min)
+#
+# **Why.** A loss is in nats *per token* (a nat is the unit of the natural logarithm). With longer tokens a model makes
+# fewer and harder guesses, so its loss is higher though it knows as much. What all models share is the text: divide by
+# its **bytes**.
+#
+# **Predict.** A model that knows nothing pays ln 65 = 4.17 nats per character of one byte, or ln 512 = 6.24 nats per
+# token of 1.95 bytes. Which is less per byte?
+#
+# <details><summary>Answer</summary>
+#
+# 4.17 / ln 2 = 6.02 bits per byte, and 6.24 / ln 2 / 1.95 = 4.6. Some knowledge is in the tokenizer: which bytes often
+# stand together.
+#
+# </details>
+#
+# ### Exercise 1: bits per byte
+#
+# Write `bits_per_byte(nats_per_token, tokens, num_bytes)`: the mean loss is `nats_per_token` over `tokens` tokens, which
+# spell `num_bytes` bytes. A bit is ln 2 nats.
+
+
+# %%
+# %%ranks
+def bits_per_byte(nats_per_token, tokens, num_bytes):
+    """The loss in bits per byte of text."""
+    raise NotImplementedError  # your turn
+
+
+checks.bits_per_byte(bits_per_byte, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 1</summary>
+#
+# ```python
+# def bits_per_byte(nats_per_token, tokens, num_bytes):
+#     return nats_per_token * tokens / math.log(2) / num_bytes
+# ```
+#
+# </details>
+
+# %% [markdown]
+# The simplest model knows how often each token occurs, and nothing else. Each rank counts its own tokens, and an
+# all-reduce adds up the counts:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+from manyhands.data.tokenizer import byte_encoder
+
+catch_up(globals(), "most_frequent", "merge", "word_counts", "train_bpe", "bits_per_byte")
+WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
+encode = byte_encoder(train_bpe(word_counts(documents), merges), WORDS)
+
+
+# %%
+# %%ranks
+def by_frequency(mine_N, size):
+    """Mean nats per token of a model that knows frequencies only, and the number of tokens. All ranks call it."""
+    counts_V = torch.bincount(torch.tensor(mine_N), minlength=size).to(device)
+    dist.all_reduce(counts_V)
+    counts_V = counts_V[counts_V > 0].double()
+    share_V = counts_V / counts_V.sum()
+    return -(share_V * share_V.log()).sum().item(), int(counts_V.sum())
+
+
+num_bytes = sum(len(text.encode()) for text in documents)
+characters = [i for text in documents[rank::world_size] for i in corpus.encode(text).tolist()]
+tokens = [i for text in documents[rank::world_size] for i in encode(text)]
+for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tokens", tokens, 256 + merges)):
+    nats, count = by_frequency(ids, size)
+    bits = bits_per_byte(nats, count, num_bytes)
+    if rank == 0:
+        say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
+
+# %% [markdown]
+# The model with the higher loss per token is better per byte. A loss without its tokenizer says nothing.
+
+# %% [markdown]
+# ## The mask in the library, and FlexAttention (MORE, 5 min)
+#
+# The course's GPT builds the mask itself if its configuration names the separator, and so does `train.py` under every
+# strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose true positions nobody
+# knows.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "document_mask", "positions_of", "packed_logits", "packed_batch")
+gpt, ids_BT, documents_BT = packed_batch()
+
+# %%
+# %%ranks
+config = GPTConfig(vocab_size=len(corpus.vocab) + 1, block_size=256, separator=len(corpus.vocab))
+library = GPT(config).to(device, torch.float64)
+library.load_state_dict(gpt.state_dict())
+counting_T = torch.arange(256, device=device)
+apart = packed_logits(gpt, ids_BT, document_mask(documents_BT), counting_T) - library(ids_BT)[0]
+assert apart.abs().max() < 1e-10
+say(f"ours and the package's differ by {apart.abs().max().item():.0e}")
+
+# %% [markdown]
+# A dense mask saves no work: all pairs are computed, then masked. FlexAttention takes the mask as a *function* of the
+# positions, finds out which blocks of 128 by 128 pairs hold anything, and skips the others:
+
+# %%
+# %%ranks --timeout 120
+import warnings
+
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+_, _, numbers_BT = packed_batch(T=1024, B=1)
+
+
+def may_look(b, h, query, key):
+    return (query >= key) & (numbers_BT[b, query] == numbers_BT[b, key])
+
+
+blocks = create_block_mask(may_look, 1, None, 1024, 1024, device=device.type)
+causal = create_block_mask(lambda b, h, query, key: query >= key, 1, None, 1024, 1024, device=device.type)
+q, k, v = torch.randn(3, 1, 2, 1024, 16, generator=torch.Generator().manual_seed(3)).to(device)
+with warnings.catch_warnings(action="ignore"):  # it would say that it is not compiled
+    by_flex = flex_attention(q, k, v, block_mask=blocks)
+dense = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(numbers_BT)[:, None])
+assert (by_flex - dense).abs().max() < 1e-5
+say(f"equal to the dense mask; blocks skipped: causal {causal.sparsity():.0f}%, documents {blocks.sparsity():.0f}%")
+
+# %% [markdown]
+# We print no time. Without `torch.compile` FlexAttention computes all pairs, on a CPU and on a GPU. Compiled for a GPU,
+# its kernel skips those blocks. FlashAttention's `varlen` functions take the documents' lengths instead.
+
+# %% [markdown]
+# ## How sure is the law? (MORE, 6 min)
+#
+# The brackets below come from refits of the grid with noise as large as its points' scatter about the parabolas. Is that
+# scatter chance? One point, the best width of the smallest budget, was trained with four further seeds.
+#
+# **Predict.** Is the spread of the seeds larger or smaller than the scatter about the parabolas?
+#
+# <details><summary>Answer</summary>
+#
+# Smaller (the cell prints both): the points scatter also because a valley is no exact parabola, and because the learning
+# rate is not equally good for all widths.
+#
+# </details>
+
+# %%
+# %%ranks
+from manyhands.train.isoflop import by_budget, parabola, power_law, residuals, spread
+
+grid = recorded_runs.numbers("12_isoflop.json")
+points, other_seeds = grid["points"], grid["other_seeds"]
+optima = [parabola(rows) for rows in by_budget(points).values()]
+law, sure, ten = power_law(optima), spread(points), 10 * optima[-1].budget_flops
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    at = other_seeds[0]["budget_flops"], other_seeds[0]["width"]
+    seeds = [p["val_loss"] for p in (*points, *other_seeds) if (p["budget_flops"], p["width"]) == at]
+    say(f"{len(seeds)} seeds at {at[0]:.0e} FLOPs and width {at[1]}: standard deviation {np.std(seeds, ddof=1):.4f}")
+    say(f"the points scatter about their parabolas with a standard deviation of {residuals(points)[0]:.4f}")
+    low, high = sure["exponent"]
+    say(f"best size ~ budget^{law.exponent:.2f}; 90 % of refits with such scatter: {low:.2f} to {high:.2f}")
+    params, loss = law.at(ten)
+    (few, many), (least, most) = sure["params"], sure["loss"]
+    say(f"ten times the largest budget: {params:,.0f} parameters [{few:,.0f} to {many:,.0f}]")
+    say(f"its loss: {loss:.2f} [{least:.2f} to {most:.2f}]")
+    times, most = ten / 6 / params / len(corpus.train_ids), max(point["epochs"] for point in points)
+    say(f"it would read the corpus {times:.1f} times; the recorded runs read it up to {most:.1f} times")
+
+# %% [markdown]
+# The brackets hold the scatter of 18 points, and nothing else. They leave out that:
+#
+# - the learning rate falls as 1/width and was tuned for the smallest budget only. Badly tuned runs can move a curve's
+#   lowest point. muP (Yang et al. 2022) would scale more than that, see
+#   [the handbook](../assets/handbook/12_llm_pretraining.md#the-learning-rate-of-a-grid);
+# - the corpus has one megabyte, and a token that is read again teaches less;
+# - three budgets span a factor of ten. Published laws span a thousand and more, and still disagree: Kaplan et al.
+#   (2020) found an exponent of 0.73, Hoffmann et al. (2022) about 0.5;
+# - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots,
+#   got other numbers from them, and found the published intervals implausibly narrow.
+#
+# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
+# end with the same loss under each of them, up to rounding. And how busy is this machine?
+
+# %%
+# %%ranks --timeout 120
+from manyhands.measure.timing import gemm_together
+from manyhands.train.isoflop import Point, train_point
+
+short = {}
+for strategy in ("ddp", "zero1", "fsdp"):
+    short[strategy] = train_point(Point(live_flops / 30, 24), corpus, ranks, strategy)
+peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
+flop_per_s = short["ddp"]["flops"] / short["ddp"]["seconds"]
+if rank == 0:
+    say(", ".join(f"{strategy} {row['val_loss']:.5f}" for strategy, row in short.items()))
+    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
+ends = [row["val_loss"] for row in short.values()]
+assert max(ends) - min(ends) < 1e-3
+metrics.measured(flop_per_s=flop_per_s)
+
+# %% [markdown]
+# The peak is what large matrix products reach here, in the same precision. This model is 24 numbers wide, so its own are far
+# too small for that.
+
+# %% [markdown]
+# ## A text of your own (MORE, 4 min)
+#
+# `scripts/prepare_data.py` cleans and tokenizes files: filter, deduplicate, train the tokenizer, write shards. The next
+# cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number of ranks
+# writes the same bytes. (Here rank 0 gathers the signatures and decides, 512 bytes for each document: enough for a
+# million of them.)
+
+# %%
+# %%ranks --timeout 120
+from manyhands.data.preparation import PrepareConfig, prepare_text
+from manyhands.data.preparation import shown_report
+from manyhands.launch.run_folder import run_folder
+
+place = [run_folder(ranks) if rank == 0 else None]
+dist.broadcast_object_list(place, src=0)
+folder = place[0]  # rank 0's, on all ranks
+speeches = [text for text in documents if len(text) >= 200][:1200]
+bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy it now!\n" * 20]
+if rank == 0:
+    (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
+report = prepare_text([folder / "pages.txt"], folder / "text", PrepareConfig(vocab_size=512), ranks, replace=True)
+if rank == 0:
+    say(shown_report(report))
+metrics.exact(prepared=report["documents"])
+
+# %% [markdown]
+# Now train on it and let the model write. In a terminal, in the course's folder, type:
+#
+# ```bash
+# python scripts/launch.py --nproc 2 -- --checkpoint.folder outputs/mine \
+#     --data.folder outputs/12_llm_pretraining/latest/text
+# python scripts/sample.py outputs/mine --prompt "KING"
+# ```
+#
+# Expect half a minute on two cores: 300 steps, in which the validation loss falls from ln 512 = 6.2 to about 3.8 nats
+# per token. At 2.03 bytes each that is 2.7 bits per byte. The samples begin as noise and end as words, many of them
+# real; `<|document|>` is the separator. For files of your own, run this first:
+#
+# ```bash
+# python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine
+# ```
+
+# %% [markdown]
+# ## Exercises (MORE, 18 min)
+#
+# Each check runs your answer in a process group of its own: you cannot break anything. Exercise 1 stands above.
+#
+# ### Exercise 2: encode a word
+#
+# You have the merges. Which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the list
+# of tokens of `word`, given as bytes. As long as two neighbours are a pair in the table, take the pair that was
+# *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 + i.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "merge")
+
+
+# %%
+# %%ranks
+def encode_word(word, table):
+    """The list of a word's tokens under these merges."""
+    raise NotImplementedError  # your turn
+
+
+checks.encode_word(encode_word, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def encode_word(word, table):
+#     ids, number = list(word), {pair: i for i, pair in enumerate(table)}
+#     while known := [number[pair] for pair in zip(ids, ids[1:], strict=False) if pair in number]:
+#         ids = merge(ids, table[min(known)], 256 + min(known))
+#     return ids
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Exercise 3: what does a packed sequence teach?
+#
+# With a separator between documents, the last token of one learns to guess "the end". Without a separator it would have to guess
+# how another document begins, which nobody can. Write `packed_targets(ids_BT, documents_BT)`: for each position the next
+# token of the *same document*, and -100 where there is none (`F.cross_entropy` ignores -100). The last position of a
+# sequence has none either. Do not change `ids_BT`.
+
+
+# %%
+# %%ranks
+def packed_targets(ids_BT, documents_BT):
+    """The target of each position, -100 where none counts: [B, T]."""
+    raise NotImplementedError  # your turn
+
+
+checks.packed_targets(packed_targets, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def packed_targets(ids_BT, documents_BT):
+#     targets_BT = torch.full_like(ids_BT, -100)
+#     goes_on_Bt = documents_BT[:, 1:] == documents_BT[:, :-1]
+#     targets_BT[:, :-1] = torch.where(goes_on_Bt, ids_BT[:, 1:], -100)
+#     return targets_BT
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Ranks now have unequal numbers of targets, so the mean of the ranks' means is not the mean over tokens: [lesson
+# 05](05_same_science.ipynb) says what to divide by.
+#
+# ### Exercise 4: predict the next loss
+#
+# `points` are dicts with `budget_flops`, `params` and `val_loss`, for two budgets or more. Write `next_best(points,
+# budget_flops)`: (parameters, loss) of the best model for a *larger* budget. For each budget fit a parabola of the loss
+# in ln(params) (`np.polyfit(x, y, 2)`) and take its lowest point. Then fit two straight lines against ln(budget): one
+# through the lowest points' ln(params), one through their ln(loss).
+
+
+# %%
+# %%ranks
+def next_best(points, budget_flops):
+    """(parameters, loss) of the best model for this budget, by what smaller budgets have shown."""
+    raise NotImplementedError  # your turn
+
+
+checks.next_best(next_best, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 4</summary>
+#
+# ```python
+# def next_best(points, budget_flops):
+#     rows = []
+#     for budget in sorted({point["budget_flops"] for point in points}):
+#         here = [point for point in points if point["budget_flops"] == budget]
+#         bend, slope, height = np.polyfit(np.log([p["params"] for p in here]), [p["val_loss"] for p in here], 2)
+#         rows.append((np.log(budget), -slope / 2 / bend, np.log(height - slope**2 / 4 / bend)))
+#     x, log_params, log_loss = np.array(rows).T
+#     return tuple(float(np.exp(np.polyval(np.polyfit(x, y, 1), np.log(budget_flops)))) for y in (log_params, log_loss))
+# ```
+#
+# </details>
+
+# %% [markdown]
+# A law is worth what it predicts. Let the two smaller budgets of the grid predict the third:
+
+# %%
+# %%ranks
+from manyhands.train.isoflop import by_budget, parabola
+from manyhands.launch import recorded_runs
+
+if rank == 0:
+    *smaller, largest = by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values()
+    seen_points = [point for rows in smaller for point in rows]
+    params, loss = next_best(seen_points, largest[0]["budget_flops"])
+    best = parabola(largest)
+    say(f"predicted {params:,.0f} parameters, loss {loss:.3f}")
+    say(f"measured  {best.params:,.0f} parameters, loss {best.loss:.3f}")
 
 # %%
 # %%ranks

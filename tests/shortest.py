@@ -15,7 +15,7 @@ FLAGS = {
     "09_context_and_experts": "--positions 16 --tokens 32 --steps 10 --seeds 1",
     "10_meshes_and_planning": "--layers 2 --gpus 8",
     "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
-    "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2",
+    "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2 --lab-steps 2",
     "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
     "14_llm_serving": "--steps 2 --texts 2 --draws 500",
     "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1 --wait-s 0",

@@ -3,6 +3,8 @@
 The checks communicate nothing, so most are judged in this process; the lesson's own solutions on ranks, too.
 """
 
+from itertools import combinations
+
 from exercises import Answers, heard_alike
 from manyhands.checks import llm_pretraining as checks
 
@@ -31,6 +33,42 @@ REJECTED = {
         (LOWEST, "ordered_SK.argmin(0)", "the signature is wrong: element [0] should be"),
         ("hashes_S[:, None] * a_K + b_K", "(hashes_S[:, None] + b_K) * a_K", "the signature is wrong"),
         ("one_K == other_K", "one_K != other_K", "that is the share that differs"),
+    ],
+    "parcels": [
+        ("[:, 0] % n", "[:, 1] % n", "that is by the document's number"),
+        ("[records_N2[records_N2[:, 0] % n == r] for r in range(n)]", "list(records_N2.tensor_split(n))",
+         "equal keys must meet"),
+        ("[records_N2[records_N2[:, 0] % n == r] for r in range(n)]", "[records_N2[r::n] for r in range(n)]",
+         "that deals the rows in turn"),
+        ("[records_N2[records_N2[:, 0] % n == r] for r in range(n)]", "[records_N2] * n", "everything to every rank"),
+        (" for r in range(n)]", ", 0] for r in range(n)]", "== r]", "== r", "those are the keys alone"),
+        ("range(n)]", "range(n - 1)]", "should be a list of 3 tensors, not 2 of them"),
+        ("[:, 0] % n", "[:, 0] // n", "the parcel for rank 0"),
+        ("return [", "return torch.cat([", "range(n)]", "range(n)])", "not Tensor"),
+    ],
+    "colliding": [
+        ("combinations(sorted(documents), 2)", "((min(documents), j) for j in documents if j > min(documents))",
+         "the others may be copies of each other"),
+        ("combinations(sorted(documents), 2)", "zip(sorted(documents), sorted(documents)[1:])", "only neighbours"),
+        ("sorted(documents)", "sorted(documents, reverse=True)", "the smaller number comes first"),
+        ("combinations(sorted(documents), 2)", "((i, j) for i in documents for j in documents if i <= j)",
+         "a document is no copy of itself"),
+        ("combinations(sorted(documents), 2)", "((i, j) for i in documents for j in documents if i != j)",
+         "each pair is there twice"),
+        ("met[key]", "met[0]", "documents of different keys do not meet"),
+        ("return {pair", "return [pair", "2)}", "2)]", "should be a set, not a list"),
+        ("met[key].add(document)", "met[document].add(key)", "the pairs should be"),
+    ],
+    "lowest": [
+        ("math.exp(x)", "x", "that is its logarithm"),
+        ("np.log(params)", "params", "math.exp(x)", "x", "take their logarithm"),
+        ("math.exp(x)", "params[int(np.argmin(losses))]", "that is the best of the points"),
+        ("(2 * bend)", "bend", "a factor of 2 is missing"),
+        ("-slope", "slope", "the sign is wrong"),
+        ("+ slope * x", "- slope * x", "lowest loss should be"),
+        ("return math.exp(x), ", "return ", "should be two numbers"),
+        ("math.exp(x), bend * x**2 + slope * x + height", "bend * x**2 + slope * x + height, math.exp(x)",
+         "parameters first, then the loss"),
     ],
     "one_merge": [
         ("(-pairs[pair], pair)", "(-pairs[pair], -pair[0])", "is as frequent as (32, 260), which is smaller"),
@@ -125,6 +163,16 @@ REJECTED = {
     ],
 }  # fmt: skip
 RIGHT = {
+    "parcels": [
+        (
+            "[records_N2[records_N2[:, 0] % n == r] for r in range(n)]",
+            "tuple(records_N2[records_N2[:, 0].remainder(n).eq(r)] for r in range(n))",
+        ),
+    ],
+    "colliding": [
+        ("combinations(sorted(documents), 2)", "((i, j) for i in documents for j in documents if i < j)"),
+    ],
+    "lowest": [("-slope / (2 * bend)", "-0.5 * slope / bend"), ("math.exp(x)", "float(np.exp(x))")],
     "minhash": [
         ("(one_K == other_K).mean()", "sum(a == b for a, b in zip(one_K, other_K)) / len(one_K)"),
         ("ordered_SK.min(0)", "np.sort(ordered_SK, axis=0)[0]"),
@@ -159,7 +207,7 @@ RIGHT = {
 class TestAnswers(Answers):
     lesson, checks, rejected, right = "12_llm_pretraining", checks, REJECTED, RIGHT
     solutions = {"minhash": ("signature", "similarity"), "one_merge": ("most_frequent", "merge")}
-    given = {"PRIME": checks.PRIME}
+    given = {"PRIME": checks.PRIME, "combinations": combinations}
 
 
 def hears_of_rank_1(ranks):

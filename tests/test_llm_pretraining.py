@@ -9,6 +9,7 @@ import math
 import random
 import re
 from collections import Counter
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,10 +20,14 @@ import torch.nn.functional as F
 from definitions import taken_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isoflop import GRID, RECIPE, run_grid
+from isoflop import GRID, RECIPE, SEEDS, run_grid
 from manyhands.data.corpus import Corpus
+from manyhands.data.near_copies import band_records, exchange_rows, near_pairs
+from manyhands.data.tokenizer import byte_encoder
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
+from manyhands.measure import wire
+from manyhands.plots.pretraining import by_size
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
 from tokenizers import Tokenizer, models, trainers
@@ -40,13 +45,15 @@ TEXTS = [
 def lesson(*names, **given):
     a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, HASHES))
     words = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
-    here = {"PRIME": PRIME, "hashes": HASHES, "a_K": a_K, "b_K": b_K, "WORDS": words, "Tokenizer": Tokenizer}
-    here |= {"models": models, "trainers": trainers} | given
-    return SimpleNamespace(**vars(taken_from(LESSON, *names, **here)), a_K=a_K, b_K=b_K)
+    here = {"PRIME": PRIME, "hashes": HASHES, "a_K": a_K, "b_K": b_K, "WORDS": words, "combinations": combinations}
+    here |= {"band_records": band_records, "exchange_rows": exchange_rows, "near_pairs": near_pairs} | given
+    return SimpleNamespace(**vars(taken_from(LESSON, *names, **here)), a_K=a_K, b_K=b_K, WORDS=words)
 
 
-BPE = ("most_frequent", "merge", "word_counts", "train_bpe", "by_library", "encode_word")
-DOCUMENTS = ("shingle_hashes", "signature", "similarity", "copy_of", "jaccard", "near_duplicates")
+BPE = ("most_frequent", "merge", "word_counts", "train_bpe", "encode_word")
+DOCUMENTS = (
+    "shingle_hashes", "signature", "similarity", "copy_of", "jaccard", "parcels", "colliding", "near_copies"
+)  # fmt: skip
 PACKED = ("document_mask", "positions_of", "packed_logits", "packed_targets")
 
 # ---- tokens ----
@@ -56,6 +63,17 @@ def test_the_merges_of_banana_bandana_are_those_of_the_figure():
     ours = lesson(*BPE)
     table = ours.train_bpe(Counter({b"banana": 1, b"bandana": 1}), 4)
     assert table[:3] == [(97, 110), (98, 256), (256, 97)], "an, b + an, an + a"
+
+
+def by_library(counts, merges):
+    """The library's tokenizer, trained on words given as bytes; it works on characters, so one for each byte."""
+    bpe = Tokenizer(models.BPE())
+    alphabet = [chr(i) for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + merges, initial_alphabet=alphabet, show_progress=False, limit_alphabet=256
+    )
+    bpe.train_from_iterator((word.decode("latin-1") for word in counts.elements()), trainer)
+    return bpe
 
 
 def library_table(bpe):
@@ -68,21 +86,22 @@ def library_table(bpe):
 def test_ours_and_the_librarys_merges_are_the_same_for_any_unicode_ties_included(texts, merges):
     ours = lesson(*BPE)
     counts = ours.word_counts(texts)
-    assert ours.train_bpe(counts, merges) == library_table(ours.by_library(counts, merges))
+    assert ours.train_bpe(counts, merges) == library_table(by_library(counts, merges))
 
 
 TRAINED = lesson(*BPE)
 TABLE = TRAINED.train_bpe(TRAINED.word_counts(TEXTS), 40)
-LIBRARY = TRAINED.by_library(TRAINED.word_counts(TEXTS), 40)
-CODEC = lesson("encode", "decode", bpe=LIBRARY, SEPARATOR=256 + len(TABLE))
+LIBRARY = by_library(TRAINED.word_counts(TEXTS), 40)
+ENCODE = byte_encoder(TABLE, TRAINED.WORDS)
+SPELLED = [bytes([i]) for i in range(256)]
+for a, b in TABLE:
+    SPELLED.append(SPELLED[a] + SPELLED[b])
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=80))
 def test_any_unicode_comes_back_from_its_tokens(text):
-    ids = CODEC.encode(text)
-    assert CODEC.decode(ids) == text
-    assert CODEC.decode([256 + len(TABLE), *ids]) == text, "the separator is no text"
+    assert b"".join(SPELLED[i] for i in ENCODE(text)).decode() == text
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,7 +110,7 @@ def test_a_word_encoded_by_hand_has_the_librarys_tokens(text):
     words = TRAINED.word_counts([text])
     for word in words:
         ours = TRAINED.encode_word(word, TABLE)
-        assert ours == LIBRARY.encode(word.decode("latin-1")).ids
+        assert ours == LIBRARY.encode(word.decode("latin-1")).ids == ENCODE(word.decode())
     assert sum(len(word) * n for word, n in words.items()) == len(text.encode())
 
 
@@ -125,26 +144,64 @@ def pages(count=60, words=80):
     return [" ".join(draw.choice(alphabet) for _ in range(words)) for _ in range(count)]
 
 
-def test_planted_copies_are_found_and_everything_else_stays():
+def first_near(signed, limit):
+    """{document: the first one that it is near to}, by looking at every pair: the result wanted."""
+    found = {}
+    for j in range(len(signed)):
+        for i in range(j):
+            same = signed[i] == signed[j]
+            if j not in found and same.reshape(16, -1).all(1).any() and same.mean() >= limit:
+                found[j] = i
+    return found
+
+
+def pile_of_copies():
+    """Signatures [N, 128] of pages and copies: pairs, a chain, threes, and documents that only share a band."""
     ours, dice, kept = lesson(*DOCUMENTS), random.Random(1), pages()
     copies = {len(kept) + k: 5 * k for k in range(10)}
     pile = kept + [ours.copy_of(kept[i], 0.01, dice) for i in copies.values()] + [kept[7], kept[7].upper() + "!"]
     copies |= {len(pile) - 2: 7, len(pile) - 1: 7}
     signed = np.stack([ours.signature(ours.shingle_hashes(text), ours.a_K, ours.b_K) for text in pile])
-    truth = {copy: ours.jaccard(*(ours.shingle_hashes(pile[i]) for i in pair)) for copy, pair in
-             {c: (c, o) for c, o in copies.items()}.items()}  # fmt: skip
-    dropped = ours.near_duplicates(signed)
+    truth = {c: ours.jaccard(*(ours.shingle_hashes(pile[i]) for i in (c, o))) for c, o in copies.items()}
+    strangers = np.random.default_rng(2).integers(0, PRIME, size=(4, HASHES), dtype=np.int32)
+    strangers[1:, :8] = strangers[0, :8]  # all share one band of sixteen; only the last two are copies
+    strangers[3, 8:] = strangers[2, 8:]
+    return np.concatenate([signed, strangers]), copies, truth
+
+
+def copies_on(ranks, limit):
+    signed, _, _ = pile_of_copies()
+    ours = lesson(*DOCUMENTS, world_size=ranks.world_size, device=ranks.device)
+    with wire.watch() as seen:
+        found = ours.near_copies(np.ascontiguousarray(signed[ranks.rank :: ranks.world_size]), limit)
+    return found, [call.bytes for call in seen.calls], {call.op for call in seen.calls}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_copies_are_those_of_all_pairs_on_any_number_of_ranks_and_no_rank_sees_everything(pool, n):
+    signed, copies, truth = pile_of_copies()
+    found, received, ops = zip(*pool.run(n, copies_on, 0.6), strict=True)
+    merged = {second: first for part in found for second, first in part.items()}
+    assert all(second % n == rank for rank, part in enumerate(found) for second in part), "its holder decides"
+    assert merged == first_near(signed, 0.6)
     clear = {copy: original for copy, original in copies.items() if truth[copy] >= 0.85}
-    assert len(clear) >= 6 and clear.items() <= dropped.items() <= copies.items()
+    assert len(clear) >= 6 and clear.items() <= merged.items()
+    assert set(merged) == {*copies} & {*merged} | {len(signed) - 1}, "what is no copy stays"
+    assert merged[len(signed) - 1] == len(signed) - 2, "not only the first that shares a band is looked at"
+    assert all(op == {"all_to_all"} for op in ops)
+    assert sum(calls[1] for calls in received) == 8 * 16 * len(signed), "a record has 8 bytes, and goes to one rank"
+    if n > 1:
+        assert max(sum(calls) for calls in received) < 4 * HASHES * len(signed), "less than all signatures"
 
 
-def test_a_band_in_common_makes_a_candidate_and_only_the_estimate_a_copy():
-    ours, draw = lesson(*DOCUMENTS), np.random.default_rng(2)
-    signed = draw.integers(0, PRIME, size=(3, HASHES), dtype=np.int32)
-    signed[1, :8] = signed[0, :8]  # one band of sixteen
-    signed[2, 8:] = signed[0, 8:]  # all bands but one
-    assert ours.near_duplicates(signed) == {2: 0}
-    assert ours.near_duplicates(signed, limit=0.05) == {1: 0, 2: 0}
+def no_documents(ranks):
+    return lesson(*DOCUMENTS, world_size=ranks.world_size, device=ranks.device).near_copies(
+        np.zeros((1 - ranks.rank, HASHES), np.int32)
+    )
+
+
+def test_a_rank_without_documents_takes_part(pool):
+    assert pool.run(2, no_documents) == [{}, {}]
 
 
 def test_the_estimate_is_the_similarity_within_four_standard_errors_and_unbiased():
@@ -290,6 +347,24 @@ def test_what_makes_no_parabola_is_a_sentence(points, sentence):
         isoflop.parabola(points)
 
 
+def test_the_lessons_lowest_point_is_the_packages():
+    ours = lesson("lowest")
+    for rows in isoflop.by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values():
+        best = isoflop.parabola(rows)
+        found = ours.lowest([row["params"] for row in rows], [row["val_loss"] for row in rows])
+        assert found == pytest.approx((best.params, best.loss))
+
+
+def test_the_published_valleys_have_their_bottom_inside_and_20_tokens_per_parameter_within_a_factor_of_2():
+    for one in recorded_runs.published("12_isoflop"):
+        sizes, losses = zip(*by_size(one), strict=True)
+        best = isoflop.parabola(
+            [{"budget_flops": 1, "params": size, "val_loss": loss} for size, loss in zip(sizes, losses, strict=True)]
+        )
+        assert sizes[0] < best.params < sizes[-1]
+        assert 10 < one["budget_flops"] / 6 / best.params**2 < 40
+
+
 def small_corpus():
     draw = random.Random(0)
     return Corpus.from_text("small", "".join(draw.choice("abcdefgh \n") for _ in range(6000)))
@@ -310,7 +385,6 @@ def trained_on(ranks, strategy="ddp"):
 
 def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
     (alone,) = pool.run(1, trained_on)
-    assert 0 <= alone["in_a_row"] <= alone["accuracy"] <= 1
     for strategy in ("ddp", "zero1", "fsdp"):
         one, other = pool.run(2, trained_on, strategy)
         assert {**one, "seconds": 0} == {**other, "seconds": 0}, "all ranks know the same"
@@ -368,6 +442,21 @@ def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
     for rows in isoflop.by_budget(points).values():
         losses = [row["val_loss"] for row in rows]
         assert 0 < losses.index(min(losses)) < len(losses) - 1, "the best size is inside of the grid"
+
+
+def test_further_seeds_of_one_point_are_recorded_and_differ():
+    content = recorded_runs.numbers("12_isoflop.json")
+    at = {(row["budget_flops"], row["width"]) for row in content["other_seeds"]}
+    assert len(at) == 1 and [row["seed"] for row in content["other_seeds"]] == list(SEEDS)
+    assert len({row["val_loss"] for row in content["other_seeds"]}) == len(SEEDS)
+
+
+def test_runs_of_words_find_a_planted_passage_in_capitals_and_not_its_neighbours():
+    runs = lesson("runs_of_words").runs_of_words
+    passage = "who goes there at this late hour of the night my lord"
+    assert runs(passage) & runs(f"And then, {passage.upper()}! Away.")
+    assert not runs(passage) & runs("who goes there at this late hour and what of the night my lord")
+    assert not runs("too short")
 
 
 def test_the_worlds_of_the_grid_split_its_batch():

@@ -3,16 +3,20 @@
 from math import log10
 
 from draw import arrow, cell
-from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, INK, PAPER, PREDICTED, QUIET, box, card, write
+from manyhands.plots.looks import EDGE, FAINT, GREY, GROUND, INK, PAPER, PREDICTED, QUIET, box, card, rank_box, write
 
-FAMILIES = (  # name, parameters in 1e9, tokens in 1e12, where its name stands
+FAMILIES = (  # name, parameters in 1e9 (of experts: active ones), tokens in 1e12, where its name stands
     ("GPT-3", 175, 0.3, (0, -2.4)),
     ("Gopher", 280, 0.3, (0, -2.4)),
     ("Chinchilla", 70, 1.4, (1.6, 1.6)),
     ("LLaMA 65B", 65, 1.4, (-1.6, -2)),
     ("Llama 2 70B", 70, 2.0, (0, -2.6)),
     ("Llama 3 405B", 405, 15.6, (0, -2.6)),
+    ("DeepSeek-V3", 37, 14.8, (1.6, 1.6)),
+    ("Kimi K2", 32, 15.5, (-1.6, -1.4)),
+    ("Qwen3 235B", 22, 36, (0, -2.6)),
 )
+EXPERTS = ("DeepSeek-V3", "Kimi K2", "Qwen3 235B")
 DOCUMENTS = ((3, "A"), (4, "B"), (3, "C"))  # tokens of a packed sequence
 
 
@@ -24,7 +28,7 @@ def life():
         box(axes, x, 7, 12, 7, name, face=GREY if i == 1 else PAPER, size=11, weight="bold" if i == 1 else "normal")
         if i:
             arrow(axes, (x - 2.6, 10.5), (x - 0.2, 10.5))
-    write(axes, 23.3, 16, "nearly all the compute")
+    write(axes, 23.3, 16, "the largest stage")
     axes.plot([82.5, 82.5, 8.5], [14.2, 20.4, 20.4], color=INK, lw=1.6, zorder=3)
     arrow(axes, (8.5, 20.4), (8.5, 14.4))
     write(axes, 52, 22.3, "what fails in use becomes data", colour=QUIET)
@@ -37,22 +41,23 @@ def appetite():
     left, bottom, width, height = 14, 37, 70, 30
 
     def place(billions, trillions):
-        return left + width * (log10(billions) - 1.5) / 1.3, bottom - height * (log10(trillions) + 0.8) / 2.2
+        return left + width * (log10(billions) - 1.2) / 1.6, bottom - height * (log10(trillions) + 0.8) / 2.6
 
-    for billions in (50, 100, 200, 400):
+    for billions in (20, 50, 100, 200, 400):
         x, _ = place(billions, 1)
         axes.plot([x, x], [bottom, bottom - height], color=FAINT, lw=0.8, zorder=1)
         write(axes, x, bottom + 1.8, f"{billions} B")
-    for trillions in (0.3, 1, 3, 10):
+    for trillions in (0.3, 1, 3, 10, 30):
         _, y = place(100, trillions)
         axes.plot([left, left + width], [y, y], color=FAINT, lw=0.8, zorder=1)
         write(axes, left - 1, y, f"{trillions} T", ha="right")
-    ends = [place(b, 0.02 * b) for b in (32, 630)]
+    ends = [place(b, 0.02 * b) for b in (16, 630)]
     axes.plot(*zip(*ends, strict=True), **PREDICTED, zorder=2)
-    write(axes, ends[1][0], ends[1][1] + 9.5, "dashed: 20 tokens per parameter", ha="right", colour=QUIET)
+    known = "dashed: 20 tokens per parameter; hollow: experts, by active parameters"
+    write(axes, left + width, bottom - 1.6, known, ha="right", colour=QUIET)
     for name, billions, trillions, (dx, dy) in FAMILIES:
         x, y = place(billions, trillions)
-        axes.plot(x, y, "o", ms=7, color=INK, zorder=4)
+        axes.plot(x, y, "o", ms=7, color=INK, mfc=PAPER if name in EXPERTS else INK, mew=1.4, zorder=4)
         ha = "left" if dx > 0 else "right" if dx < 0 else "center"
         ground = {"boxstyle": "square,pad=0.05", "fc": PAPER, "ec": "none"}  # over the grid
         write(axes, x + dx, y + dy, name, ha=ha, size=11, bbox=ground, zorder=3)
@@ -91,6 +96,26 @@ def minhash():
         "2 of the 6 shingles lie in both, so in a third of all orders the first of all is one of them: J = 1/3",
         ha="left", colour=QUIET,
     )  # fmt: skip
+    return figure
+
+
+def keys():
+    figure, axes = card(92, 40, "each key to one rank: key mod 2")
+    held = (((0, (6, 3)), (2, (8, 5))), ((1, (6, 7)), (3, (8, 5))))  # (document, its keys), by rank
+    for rank, documents in enumerate(held):
+        x = 4 + 46 * rank
+        rank_box(axes, rank, x, 6, width=38, height=4)
+        for i, (document, numbers) in enumerate(documents):
+            box(axes, x + 19.5 * i, 11, 18.5, 4, f"document {document}: keys {numbers[0]}, {numbers[1]}")
+            for key in numbers:
+                to = key % 2
+                start = x + 19.5 * i + (6 if key % 2 == 0 else 13)
+                arrow(axes, (start, 15.4), (4 + 46 * to + 5 + 9 * (2 * rank + i), 23.6))
+    met = ("key 6: 0, 1      key 8: 2, 3", "key 3: 0      key 5: 2, 3      key 7: 1")
+    for rank, text in enumerate(met):
+        rank_box(axes, rank, 4 + 46 * rank, 24, width=38, height=4)
+        box(axes, 4 + 46 * rank, 28.6, 38, 4, text, face=GREY)
+    write(axes, 46, 35.8, "pairs to compare: (0, 1) and (2, 3), the latter found twice")
     return figure
 
 
@@ -147,4 +172,11 @@ def packing():
     return figure
 
 
-FIGURES = {"12_life": life, "12_appetite": appetite, "12_minhash": minhash, "12_bpe": bpe, "12_packing": packing}
+FIGURES = {
+    "12_life": life,
+    "12_appetite": appetite,
+    "12_minhash": minhash,
+    "12_keys": keys,
+    "12_bpe": bpe,
+    "12_packing": packing,
+}

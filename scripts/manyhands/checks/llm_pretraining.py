@@ -1,10 +1,11 @@
-"""Checks of lesson 12: MinHash, one merge, a document mask, bits per byte, tokens of a word, targets, the next loss.
+"""Checks of lesson 12: MinHash, keys to ranks, pairs of equal keys, one merge, a document mask, the lowest point of a
+valley; bits per byte, tokens of a word, targets, the next loss.
 
 Nothing here communicates: an answer is judged on each rank alone, on the same numbers everywhere.
 """
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import torch
@@ -58,7 +59,63 @@ def _judge_signature(found_K, hashes_S, a_K, b_K):
         raise Wrong(f"{case} is right, but takes {found_K.nbytes} bytes where int32 takes {4 * len(a_K)}")
 
 
-@exercise("B", "one merge")
+@exercise("B", "who gets which record")
+def parcels(answer, ranks=None):
+    """`answer(records_N2, n)` is a list of n tensors: rows (key, document) whose key leaves the remainder r."""
+    draw = luck(15)
+    for n, size in ((3, 12), (1, 4), (4, 9), (2, 0)):
+        rows = [[draw.randrange(1000), draw.randrange(50)] for _ in range(size)]
+        records_N2 = torch.tensor(rows, dtype=torch.int32).view(-1, 2)
+        found = answer(records_N2.clone(), n)
+        if not isinstance(found, list | tuple) or len(found) != n or not all(map(torch.is_tensor, found)):
+            came = f"{len(found)} of them" if isinstance(found, list | tuple) else type(found).__name__
+            raise Wrong(f"for {n} ranks there should be a list of {n} tensors, not {came}")
+        keys_N, documents_N = records_N2.unbind(1)
+        whole = math.ceil(size / n) if size else 1
+        for r, parcel in enumerate(found):
+            wanted = records_N2[keys_N % n == r]
+            slips = {
+                "that is by the document's number; equal keys must meet": records_N2[documents_N % n == r],
+                "that cuts the rows in order; equal keys must meet": records_N2[r * whole : (r + 1) * whole],
+                "that deals the rows in turn; equal keys must meet": records_N2[r::n],
+                "that sends everything to every rank": records_N2,
+                "those are the keys alone; the rank must know the documents": wanted[:, 0],
+                "those are the documents alone; the rank must know the keys": wanted[:, 1],
+            }
+            expect_tensor(parcel, wanted, f"of {size} records for {n} ranks the parcel for rank {r}", slips)
+
+
+@exercise("C", "who meets whom")
+def colliding(answer, ranks=None):
+    """`answer(records)` is the set of pairs (i, j), i < j, of documents that share a key."""
+    draw = luck(16)
+    some = [[draw.randrange(6), draw.randrange(20)] for _ in range(14)]
+    for records in ([[5, 3], [5, 8], [7, 8]], [[5, 9], [5, 2], [5, 4]], [[1, 6], [2, 6], [2, 6]], [], some):
+        groups: dict[int, list[int]] = {}
+        for key, document in records:
+            groups.setdefault(key, []).append(document)
+        each = [sorted(set(group)) for group in groups.values()]
+        wanted = {(i, j) for group in each for i in group for j in group if i < j}
+        slips = {
+            "each document meets the first one only; the others may be copies of each other": {
+                (group[0], j) for group in each for j in group[1:]
+            },
+            "only neighbours are there; all that share a key meet": {p for group in each for p in pairwise(group)},
+            "the smaller number comes first": {(j, i) for i, j in wanted},
+            "a document is no copy of itself": {(i, j) for group in each for i in group for j in group if i <= j},
+            "each pair is there twice": {(i, j) for group in each for i in group for j in group if i != j},
+            "documents of different keys do not meet": set(
+                combinations(sorted({document for _, document in records}), 2)
+            ),
+        }
+        found = answer([list(record) for record in records])
+        if not isinstance(found, set):
+            raise Wrong(f"the pairs should be a set, not a {type(found).__name__}")
+        slips = {why: sorted(pairs) for why, pairs in slips.items() if pairs != wanted}
+        expect_equal(sorted(found), sorted(wanted), f"for the records {records} the pairs", slips)
+
+
+@exercise("D", "one merge")
 def one_merge(answers, ranks=None):
     """`answers` are most_frequent(pairs), the pair that is merged, and merge(ids, pair, new), a new list."""
     most_frequent, merge = answers
@@ -107,7 +164,7 @@ def _merged(ids, pair, new):
     return found
 
 
-@exercise("C", "the mask")
+@exercise("E", "the mask")
 def document_mask(answer, ranks=None):
     """`answer(documents_BT)` is bool [B, T, T]: True where query (second dim) may look at key (third)."""
     for rows in ([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]], [[7, 7, 7, 3, 3, 9]], [[0]], _some_documents()):
@@ -131,7 +188,31 @@ def _some_documents():
     return [[row[cut] for cut in sorted(draw.choices(range(T), k=T))] for row in numbers]
 
 
-@exercise("D", "bits per byte")
+@exercise("F", "the lowest point")
+def lowest(answer, ranks=None):
+    """`answer(params, losses)` is (parameters, loss) at the lowest point of a parabola in ln(parameters)."""
+    draw = luck(17)
+    for best, bottom, bend in ((1e4, 2.0, 0.05), (draw.uniform(2e3, 9e5), draw.uniform(1, 3), draw.uniform(0.02, 0.2))):
+        params = [best * factor for factor in (0.2, 0.6, 1.4, 3.0)]
+        losses = [bottom + bend * math.log(size / best) ** 2 for size in params]
+        found = answer(list(params), list(losses))
+        case = f"for {', '.join(f'{size:,.0f}' for size in params)} parameters the"
+        if not isinstance(found, list | tuple) or len(found) != 2:
+            raise Wrong(f"{case} answer should be two numbers, parameters and loss, not {found!r}")
+        plain = np.polyfit(params, losses, 2)
+        slips = {
+            "that is its logarithm; undo it by math.exp": math.log(best),
+            "that is a parabola in the parameters; take their logarithm": -plain[1] / 2 / plain[0],
+            "that is the best of the points; the lowest point lies between": params[int(np.argmin(losses))],
+            "the derivative is 2·bend·x + slope: a factor of 2 is missing": best**2,
+            "the sign is wrong": 1 / best,
+            "parameters first, then the loss": bottom,
+        }
+        expect_number(found[0], best, f"{case} best size", slips=slips, rel=1e-4)
+        expect_number(found[1], bottom, f"{case} lowest loss", rel=1e-4)
+
+
+@exercise(1, "bits per byte")
 def bits_per_byte(answer, ranks=None):
     """`answer(nats_per_token, tokens, num_bytes)` is the loss in bits per byte."""
     drawn = luck(9).uniform(1, 9), *sizes(9, 2, 20, 900)
@@ -150,7 +231,7 @@ def bits_per_byte(answer, ranks=None):
         expect_number(answer(nats, tokens, num_bytes), wanted, case, "bits per byte", slips, rel=3e-4)
 
 
-@exercise(1, "encode a word")
+@exercise(2, "encode a word")
 def encode_word(answer, ranks=None):
     """`answer(word, table)` is the list of the tokens of a word of bytes under the merges of `table`, in order."""
     spell = [(97, 110), (98, 256), (110, 97), (257, 97), (97, 97), (260, 260)]  # an, ban, na, bana, aa, aaaa
@@ -182,7 +263,7 @@ def _some_words():
         yield table, bytes(draw.choices(b"abnx", k=draw.randint(3, 12)))
 
 
-@exercise(2, "packed targets")
+@exercise(3, "packed targets")
 def packed_targets(answer, ranks=None):
     """`answer(ids_BT, documents_BT)` is the next token of the same document, else -100."""
     for ids, documents in (
@@ -203,7 +284,7 @@ def packed_targets(answer, ranks=None):
         expect_tensor(found_BT, wanted_BT, f"for ids {ids} in documents {documents} the row of targets", slips)
 
 
-@exercise(3, "predict the next loss")
+@exercise(4, "predict the next loss")
 def next_best(answer, ranks=None):
     """`answer(points, budget_flops)` is (parameters, loss) of the best model for a larger budget."""
     _judge_prediction(answer, 3, 0.4, 20, -0.09, (1e10, 1e11), 1e12)

@@ -188,6 +188,26 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     return BpeTokenizer(json.loads(inner.to_str()))
 
 
+def byte_encoder(merges: list[tuple[int, int]], pieces: re.Pattern) -> Callable[[str], list[int]]:
+    """Return a function from a text to its tokens under these merges; number i makes the token 256 + i.
+
+    pieces: what a text is cut into first, which no merge crosses. The library applies the merges.
+    """
+    from tokenizers import Tokenizer, models
+
+    signs = [chr(value) for value in range(256)]  # the library works on characters: one for each byte
+    for a, b in merges:
+        signs.append(signs[a] + signs[b])
+    pairs = [(signs[a], signs[b]) for a, b in merges]
+    bpe = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(signs)}, merges=pairs))
+
+    def encode(text):
+        words = (bpe.encode(word.encode().decode("latin-1")).ids for word in pieces.findall(text))
+        return [i for ids in words for i in ids]
+
+    return encode
+
+
 def tokenizer_from(content: dict) -> Tokenizer:
     """The tokenizer that `content`, of its `.content`, describes. Raises DataError for what is none."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:

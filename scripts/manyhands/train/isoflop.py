@@ -37,16 +37,16 @@ from manyhands.predict.models import flops_per_token
 LAYERS, HEADS, BLOCK = 2, 2, 32
 GLOBAL_BATCH = 24  # sequences of the grid; on ranks that do not divide it, the next number that they do
 SEED = 1337
-IN_A_ROW = 5  # characters that must all be right
 LOOK_ROWS, LOOK_AT_ONCE = 1024, 64  # sequences of the validation text
 
 
 @dataclass(frozen=True)
 class Point:
-    """A budget in FLOPs and a width; what follows from them."""
+    """A budget in FLOPs, a width and a seed; what follows from them."""
 
     budget_flops: float
     width: int
+    seed: int = SEED
 
     def options(self, vocab_size: int, strategy: str = "ddp", world_size: int = 1) -> Options:
         """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
@@ -57,11 +57,11 @@ class Point:
         global_batch = -(-GLOBAL_BATCH // world_size) * world_size
         per_step = flops_per_token(model_config(options, vocab_size)) * global_batch * BLOCK
         steps = max(2, round(self.budget_flops / per_step))
-        return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": SEED}}, "isoflop")
+        return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": self.seed}}, "isoflop")
 
 
 def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
-    """Train one point to its end, over all ranks, and look at it: a row of the grid. All ranks call it.
+    """Train one point to its end, over all ranks: a row of the grid. All ranks call it.
 
     `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same
     under each of them on any number of ranks that divides GLOBAL_BATCH.
@@ -73,7 +73,9 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
     optimizer = build_optimizer(parallel, options)
     began, steps, global_batch = time.perf_counter(), options.train.steps, options.train.global_batch
     for step in range(steps):
-        batch = get_batch(corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, SEED)
+        batch = get_batch(
+            corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, point.seed
+        )
         set_learning_rate(optimizer, learning_rate(step, options))
         parallel.forward_backward(*(part.to(ranks.device) for part in batch))
         parallel.clip(options.optimizer.clip)
@@ -84,11 +86,12 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
         "budget_flops": point.budget_flops,
         "flops": tokens * flops_per_token(config),
         "width": point.width,
+        "seed": point.seed,
         "params": config.num_params(),
         "tokens": tokens,
         "epochs": tokens / len(corpus.train_ids),
         "steps": steps,
-        **look(parallel, corpus, ranks.device),
+        "val_loss": validation_loss(parallel, corpus, ranks.device),
         "seconds": seconds,
     }
     if sample:  # what it writes after a line's end: the same on all ranks, which all take part
@@ -99,22 +102,15 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
 
 
 @torch.no_grad()
-def look(parallel: Strategy, corpus: Corpus, device: torch.device) -> dict[str, float]:
-    """What the model knows of the validation text, of which each rank reads the same: all of them call it.
-
-    val_loss: nats per character; accuracy: how often the likeliest character is the right one; in_a_row: how often it
-    is for IN_A_ROW characters one after the other, given the right ones before each.
-    """
+def validation_loss(parallel: Strategy, corpus: Corpus, device: torch.device) -> float:
+    """Return the loss on the validation text, in nats per character. Each rank reads the same: all of them call it."""
     rows = min(LOOK_ROWS, (len(corpus.val_ids) - 1) // BLOCK)
     x_BT, y_BT = (corpus.val_ids[i : i + rows * BLOCK].view(rows, BLOCK).to(device) for i in (0, 1))
-    loss, right = 0.0, []
+    loss = 0.0
     for x_bT, y_bT in zip(x_BT.split(LOOK_AT_ONCE), y_BT.split(LOOK_AT_ONCE), strict=True):
         logits_bTV = parallel.logits(x_bT).float()
         loss += torch.nn.functional.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), reduction="sum").item()
-        right.append(logits_bTV.argmax(-1) == y_bT)
-    right_BT = torch.cat(right)
-    in_a_row = right_BT.unfold(1, IN_A_ROW, IN_A_ROW).all(-1).double().mean().item()
-    return {"val_loss": loss / y_BT.numel(), "accuracy": right_BT.double().mean().item(), "in_a_row": in_a_row}
+    return loss / y_BT.numel()
 
 
 @dataclass(frozen=True)
