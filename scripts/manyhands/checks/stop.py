@@ -108,10 +108,18 @@ def _ended(threads, patience_s):
     return left
 
 
+def _has_children():
+    """Whether this process has any: to find which, all processes of the machine are looked at, and that takes long."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return True
+    return False
+
+
 def _processes():
     """The processes that this one has started, but not the helper that multiprocessing keeps for itself."""
     found = set()
-    for child in psutil.Process().children():
+    for child in psutil.Process().children() if _has_children() else ():
         with suppress(psutil.Error):  # it has ended by now
             if "resource_tracker" not in " ".join(child.cmdline()):
                 found.add(child)
