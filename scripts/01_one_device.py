@@ -631,7 +631,7 @@ if rank == 0:
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float16, "tf32": torch.float32}
 
 
-def train(dtype, num_steps=12, pieces=4096):
+def train(dtype, num_steps=8, pieces=4096):
     """Print the losses under autocast, as this trainer has them."""
     model, used, losses = new_model(), PRECISIONS[dtype], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -358,7 +358,7 @@ for axis in AXES:
 # ### Round 1: the fewest bytes
 #
 # Back to the job on 16 GPUs. `PAYLOADS` has the bytes of each axis in a step. `crossing` adds up what goes between the
-# two nodes of 8. Place the axes so that it is as little as possible.
+# two nodes of 8. Assign the axes so that it is as little as possible.
 
 
 # %%
@@ -437,7 +437,7 @@ checks.exposed_s(exposed_s, ranks)
 # ### Round 2: the fewest seconds
 #
 # A group that has ranks on both nodes goes at the pace of its slowest link. `SENT` are the bytes of a GPU, `BEHIND_S`
-# the seconds that can hide them (0.11 s for data, at half of the GPU's peak). Place the axes once more.
+# the seconds that can hide them (0.11 s for data, at half of the GPU's peak). Assign the axes once more.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

@@ -43,8 +43,9 @@ from manyhands.course.folders import named
 from manyhands.launch.flags import Flags
 from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
+from manyhands.predict.megatron import TODAY
 from manyhands.predict.models import MODELS, PlannedModel, preset_model
-from manyhands.predict.planner import TODAY, plan, program_for
+from manyhands.predict.planner import plan, program_for
 
 NOTHING_FITS, SENSELESS = 1, 2
 PROGRAMS = {"train.py": None, "megatron": TODAY}  # see manyhands.predict.megatron

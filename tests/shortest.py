@@ -4,7 +4,7 @@ from manyhands.course.lesson_parameters import parse, read
 
 FLAGS = {
     "00_start": "--iterations 10",
-    "01_one_device": "--repeats 1 --peak-s 0.05",
+    "01_one_device": "--sequences 4 --repeats 1 --peak-s 0.05",
     "02_collectives": "--largest-mib 0.1 --repeats 1 --wait-s 0.5 --points 1000",
     "03_data_parallel": "--steps 2 --repeats 1",
     "04_first_job": "--steps 8 --job-flags=--steps=1 --wait-s 0",

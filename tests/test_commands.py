@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from manyhands.course.folders import ROOT
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "jobs" / "README.md", *ROOT.glob("assets/site/*.md")]
 OURS = r"(?:[A-Z_]+=\S+ )*(?:make|python3?|sbatch|qsub|bash|mpiexec|pip)\b"

@@ -1,4 +1,5 @@
-"""One run, killed twenty times with SIGKILL: at random moments, and in the middle of saving. It ends as if nobody had.
+"""One run, killed with SIGKILL six times (`make test-full`: twenty): at random moments, and in the middle of saving. It
+ends as if nobody had.
 
 Two ranks of the trainer train a small GPT with dropout (so that each rank's random numbers matter) and save every few
 steps. The parent kills one rank or both, looks at what lies in the folder, and starts the run again.
@@ -163,12 +164,13 @@ def uninterrupted(tmp_path_factory):
     return life.values("step"), [heard[-1] for heard in life.heard]
 
 
-def test_a_run_killed_twenty_times_ends_bit_for_bit_as_one_that_was_not(uninterrupted, tmp_path):
+@pytest.mark.parametrize("kills", [6, pytest.param(KILLS, marks=pytest.mark.full)])
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(uninterrupted, tmp_path, kills):
     losses, left = uninterrupted
     assert sorted(losses) == list(range(1, STEPS + 1))
     folder, luck = tmp_path / "checkpoints", random.Random(5)
     killed_while_saving = 0
-    for number in range(KILLS):
+    for number in range(kills):
         while_saving, asynchronous = number % 2 == 0, number % 4 >= 2
         life = Life(number, tmp_path, folder, asynchronous, SLOW_S)
         life.until(lambda: life.values("resumed"))  # noqa: B023
@@ -195,9 +197,9 @@ def test_a_run_killed_twenty_times_ends_bit_for_bit_as_one_that_was_not(uninterr
             assert newest >= saved - EVERY and newest > reached - 2 * EVERY - 1
         else:
             assert newest >= saved and newest >= reached - EVERY
-    assert killed_while_saving >= KILLS // 4, "or this test does not see what it is for"
+    assert killed_while_saving >= kills // 4, "or this test does not see what it is for"
     assert newest < STEPS, "the run was over before the last kill: make it longer"
-    life = Life(KILLS, tmp_path, folder)
+    life = Life(kills, tmp_path, folder)
     life.end()
     assert [heard[-1] for heard in life.heard] == left
     there = manifest.steps_in(folder)

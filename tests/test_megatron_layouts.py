@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import machine_named
@@ -134,6 +134,7 @@ models = st.builds(
 )  # fmt: skip
 
 
+@settings(max_examples=30)
 @given(models, st.sampled_from([1, 2, 8, 16, 64]))
 def test_more_gpus_with_as_many_sequences_each_never_train_fewer_tokens_per_second(model, gpus):
     few, many = (plan(Question(model, H100, n, 4 * n, program=TODAY)) for n in (gpus, 2 * gpus))
@@ -142,6 +143,7 @@ def test_more_gpus_with_as_many_sequences_each_never_train_fewer_tokens_per_seco
         assert max(one.tokens_per_s for one in many.ranked) >= max(one.tokens_per_s for one in few.ranked)
 
 
+@settings(max_examples=30)
 @given(models, st.sampled_from([8, 16]), st.floats(0.2, 1.0))
 def test_less_memory_never_makes_a_layout_fit(model, gpus, share):
     smaller = replace(H100, memory_bytes=share * H100.memory_bytes)

@@ -190,7 +190,7 @@ def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     assert "tokens spread evenly over the experts" in weakest_assumption(wide, spread)[0]
     alone = next(p for p in plan(question).ranked if p.layout.expert == 1)
     assert unbalanced_s(question, alone) == alone.step_s
-    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 64, 64)))
+    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 64, 64, schedule="1F1B")))
     assert "46,702,792,704 parameters (12,879,925,248 active: 2 of 8 experts)" in text
     assert "assumed of the experts: balanced routing" in text and "sbatch" not in text
 

@@ -285,7 +285,13 @@ def look_and_train(ranks, options, config, looks):
     "case",
     [
         dict(strategy="ddp"),
-        *(dict(strategy="fsdp", sharding=sharding, wrapping="block_group:3") for sharding in SHARDINGS),
+        *(
+            pytest.param(
+                dict(strategy="fsdp", sharding=sharding, wrapping="block_group:3"),
+                marks=() if sharding == "full" else pytest.mark.full,
+            )
+            for sharding in SHARDINGS
+        ),
         dict(strategy="fsdp", wrapping="block_and_size", micro_batch=2),
     ],
     ids=str,

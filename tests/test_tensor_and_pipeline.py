@@ -111,7 +111,14 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("case", PRODUCTS)
+# of each pair of axes one in `make test`, and all three together; the others in `make test-full`
+ALWAYS = ("2 replicas x 2 tensor, all split", "2 shards x 2 tensor", "2 tensor x 2 stages", "2 replicas x 2 stages",
+          "2 shards x 2 stages, interleaved", "2 x 2 x 2 with shards, zero bubble")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in PRODUCTS]
+)
 def test_products_train_like_one_process(pool, reference, case):
     n = 8 if case.count("2 ") + case.startswith("2 x 2 x 2") > 2 else 4
     config = CONFIG if "schedule" in PRODUCTS[case] else SHALLOW

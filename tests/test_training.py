@@ -134,13 +134,22 @@ def assert_same_science(one_process, run):
         torch.testing.assert_close(run[0]["weights"][name], weight, rtol=0, atol=BUDGET_FP64)
 
 
+# each way to lay out a run saves or resumes once in `make test`; the others in `make test-full`
+ACROSS = {
+    "ddp-fsdp": (DDP, FSDP), "zero1-tp": (ZERO1, TP), "tp-pp": (TP, PP), "fsdp*tp-hybrid": (FSDP_TP, HYBRID),
+    "context-one": (CONTEXT, ONE),
+}  # fmt: skip
+MORE = {
+    "fsdp-one": (FSDP, ONE), "pp-zero1": (PP, ZERO1), "one-fsdp*tp": (ONE, FSDP_TP), "hybrid-ddp": (HYBRID, DDP),
+    "context-fsdp": (CONTEXT, FSDP), "one-context": (ONE, CONTEXT_4),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [(DDP, FSDP), (ZERO1, TP), (FSDP, ONE), (TP, PP), (PP, ZERO1), (ONE, FSDP_TP), (FSDP_TP, HYBRID), (HYBRID, DDP),
-     (CONTEXT, ONE), (CONTEXT, FSDP), (ONE, CONTEXT_4)],
-    ids=["ddp-fsdp", "zero1-tp", "fsdp-one", "tp-pp", "pp-zero1", "one-fsdp*tp", "fsdp*tp-hybrid", "hybrid-ddp",
-         "context-one", "context-fsdp", "one-context"],
-)  # fmt: skip
+    [pytest.param(*pair, id=name) for name, pair in ACROSS.items()]
+    + [pytest.param(*pair, id=name, marks=pytest.mark.full) for name, pair in MORE.items()],
+)
 def test_what_one_layout_saved_another_continues(pool, one_process, saves, resumes, tmp_path):
     saved = train(pool, saves, tmp_path, SHORT)
     assert sorted(saved[0]["losses"]) == [1, 2, 3, 4]

@@ -11,7 +11,7 @@ per GPU, counted as the source counts them: with the operations that recomputati
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -198,6 +198,12 @@ class Choice:
 
 def choice(run: PublishedRun) -> Choice:
     """The Choice of a run: the same search as for a question of one's own, with the program that there was."""
+    return _choice(run.name)
+
+
+@cache
+def _choice(name):
+    run = next(run for run in RUNS if run.name == name)
     answer = plan(Question(run.model, run.machine, run.gpus, run.global_batch, program=run.program))
     own_s = step_time(published_work(run), run.machine).total_s
     faster = sum(one.step_s < 0.999 * own_s for one in answer.ranked)
