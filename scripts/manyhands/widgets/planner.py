@@ -4,7 +4,7 @@ from manyhands.plots.bars import plans
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import MACHINES, machine_named
 from manyhands.predict.models import MODELS, preset_model
-from manyhands.predict.planner import plan, smallest_fit
+from manyhands.predict.planner import plan, program_for, smallest_fit
 from manyhands.widgets.display import show_with_controls
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -16,7 +16,8 @@ def planner_picture(model="olmo-7b", machine="h100", gpus=64, global_batch=512, 
 
     Raises ValueError where nothing fits, or where that cannot be asked.
     """
-    question = Question(preset_model(model), machine_named(machine), gpus, global_batch, offload)
+    asked = preset_model(model)
+    question = Question(asked, machine_named(machine), gpus, global_batch, offload, program=program_for(asked))
     answer = plan(question)
     if not answer.best:
         enough = smallest_fit(question, start=gpus)
