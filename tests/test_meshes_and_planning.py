@@ -181,11 +181,14 @@ def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
 
 def test_each_published_run_is_a_point_fitted_ones_are_hollow_and_others_share_a_marker_by_source():
     rows = [("1.7B", 137.0, 137.1, True), ("3.6B", 138.0, 135.7, False)]
-    others = [("A", 126.0, 150.0, False), ("A", 121.0, 145.0, False), ("B", 430.0, 465.0, False)]
+    others = [("A", 126.0, 150.0, False), ("A", 121.0, 145.0, False), ("B", 430.0, 465.0, True)]
     left, right = table_and_others(rows, others, "table 1").axes
     points = {line.get_xdata()[0]: line.get_fillstyle() for line in left.lines if line.get_marker() == "o"}
     assert points == {137.0: "none", 138.0: "full"}
     assert [text.get_text() for text in right.get_legend().get_texts()] == ["A", "B"]
+    drawn = {line.get_xdata()[0]: line for line in right.lines if line.get_ls() == "None" and len(line.get_xdata())}
+    assert {x: line.get_fillstyle() for x, line in drawn.items()} == {126.0: "full", 121.0: "full", 430.0: "none"}
+    assert drawn[126.0].get_marker() == drawn[121.0].get_marker() != drawn[430.0].get_marker()
     assert {text.get_text() for text in left.texts} == {"1.7B", "3.6B"}
 
 

@@ -217,6 +217,9 @@ def scaling(sizes, virtual_s, curves_s, speed_ups):
     return figure
 
 
+MARKERS = "os^DvP<X>*"  # one for each source
+
+
 def table_and_others(table, others, title):
     """A Figure of two panels, each with the line of a right prediction.
 
@@ -230,11 +233,13 @@ def table_and_others(table, others, title):
         below = predicted < published
         shift, side = ((5, -9), "left") if below else ((-6, 3), "right")
         left.annotate(label, (published, predicted), shift, textcoords="offset points", fontsize=10, ha=side)
-    ends = _frame(right, others, OFF_OTHERS, "other papers")
-    styles = [look | {"ls": "none"} for look in looks.ALTERNATIVES]
+    ends = _frame(right, others, OFF_OTHERS, "other sources")
     for i, label in enumerate(dict.fromkeys(row[0] for row in others)):
-        points = [row[1:3] for row in others if row[0] == label]
-        right.plot(*zip(*points, strict=True), **styles[i % len(styles)], ms=7, label=label)
+        look = looks.ALTERNATIVES[i % len(looks.ALTERNATIVES)] | {"ls": "none", "ms": 7, "mew": 1.2}
+        look["marker"] = MARKERS[i % len(MARKERS)]
+        right.plot([], [], label=label, **look)
+        for _, published, predicted, fitted in (row for row in others if row[0] == label):
+            right.plot(published, predicted, fillstyle="none" if fitted else "full", **look)
     right.set(xscale="log", yscale="log")
     ticks = [100, 150, 200, 300, 400, 500]
     for axis in (right.xaxis, right.yaxis):
