@@ -111,7 +111,7 @@ def keys():
                 to = key % 2
                 start = x + 19.5 * i + (6 if key % 2 == 0 else 13)
                 arrow(axes, (start, 15.4), (4 + 46 * to + 5 + 9 * (2 * rank + i), 23.6))
-    met = ("key 6: 0, 1      key 8: 2, 3", "key 3: 0      key 5: 2, 3      key 7: 1")
+    met = ("key 6: 0, 1;  key 8: 2, 3", "key 3: 0;  key 5: 2, 3;  key 7: 1")
     for rank, text in enumerate(met):
         rank_box(axes, rank, 4 + 46 * rank, 24, width=38, height=4)
         box(axes, 4 + 46 * rank, 28.6, 38, 4, text, face=GREY)
