@@ -596,14 +596,14 @@ def deliver(rows_bW):
     return table_BW
 
 
-def learn(model, start, optimizer, table_BW, lr, term):
+def learn(model, start, optimizer, table_BW, lr):
     """Make one step on this trainer's part of the answers. Return their ratios, and its part of the KL from `start`."""
     ids_BT, old_BT, rewards_B = table_BW.tensor_split((table_BW.shape[1] // 2, table_BW.shape[1] - 1), dim=1)
     mask_BT = loss_mask(ids_BT.long(), ASSISTANT, STOP)
     everything = ids_BT.long(), old_BT, mask_BT, group_advantages(rewards_B.flatten(), GROUP)
     ids_bT, old_bT, mask_bT, advantages_b = (part.tensor_split(len(trainers))[rank] for part in everything)
     log_p_bT = log_probs(model, ids_bT)
-    terms_bT = term(log_p_bT, old_bT.to(log_p_bT), advantages_b.to(log_p_bT))
+    terms_bT = clipped(log_p_bT, old_bT.to(log_p_bT), advantages_b.to(log_p_bT))
     _, loss, _ = three_losses(terms_bT, mask_bT, ANSWERS, int(mask_BT.sum()), 6)
     update(model, optimizer, loss, lr, trainers_group)
     with torch.no_grad():
@@ -626,8 +626,8 @@ def merged(seen):
 
 # %%
 # %%ranks
-def reinforce(model, seed, reward, staleness=0, term=clipped):
-    """(the model after RL, what was seen on the way). All ranks call it."""
+def reinforce(model, seed, reward, staleness=0):
+    """Return the model after RL, what was seen in each step, and {step: accuracy}. All ranks call it."""
     policy, queue, seen = copy.deepcopy(model), deque(), []
     optimizer, right = adam(policy), {0: accuracy(policy)}
     for step in range(rl_steps + staleness):
@@ -638,7 +638,7 @@ def reinforce(model, seed, reward, staleness=0, term=clipped):
             table_BW, done = queue.popleft(), step - staleness
             if rank in trainers:
                 lr = falling(done, rl_steps, 1.5e-3)
-                seen.append((table_BW[:, -1].mean().item(), *learn(policy, model, optimizer, table_BW, lr, term)))
+                seen.append((table_BW[:, -1].mean().item(), *learn(policy, model, optimizer, table_BW, lr)))
             if rank in connected:
                 hand_over(policy, weights_group)
             if (done + 1) % max(1, rl_steps // 4) == 0:
@@ -720,7 +720,7 @@ assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 
 # %% [markdown]
 # Fresh answers have ratios of 1, so clipping does nothing: the loss is then the plain policy gradient. With age the ratios
-# spread, and clipping switches tokens off. On the right is what age buys on real GPUs
+# spread, and clipping switches tokens off. (This is one seed.) On the right is what age buys on real GPUs
 # ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md), a 7B model):
 # with answers that are one step old, the trainer waits 45 s for them instead of 321 s.
 

@@ -49,7 +49,7 @@ WRONG = {
          f"{SEND}    vector_to_parameters(row_P, model.parameters())",
          "    for p in model.parameters():\n        dist.broadcast(p.detach(), src=0, group=group)",
          "one broadcast of one row does"),
-        (SEND, SEND + SEND, "1 call is enough"),
+        (SEND, SEND + SEND, "in 2 calls of broadcast, where 1 call and"),
     ],
     "loss_mask": [
         ("        speaks_B =", "        counts.append(speaks_B)\n        speaks_B =",

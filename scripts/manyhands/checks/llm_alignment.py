@@ -158,19 +158,21 @@ def hand_over(answer, ranks):
         model = torch.nn.Sequential(torch.nn.Linear(first, second), torch.nn.Linear(second, 1)).double()
         start = [torch.arange(p.numel()).view_as(p).double() + i for i, p in enumerate(model.parameters())]
         for p, values in zip(model.parameters(), start, strict=True):
-            p.data = values + 100 * (rank + 1)
+            p.data = values + 300 * (rank + 1) ** 2
         before = list(model.parameters())
         with wire.watch() as seen:
             answer(model, None)  # the group of all ranks
         if [id(p) for p in model.parameters()] != [id(p) for p in before]:
             raise Wrong("the model has other parameters now, and an optimizer still holds the old ones: fill them")
         for p, values in zip(model.parameters(), start, strict=True):
-            own = values + 100 * (rank + 1)
+            own = values + 300 * (rank + 1) ** 2
             slips = {"they are this rank's own: put the row back into the model": own} if rank else {}
-            slips["that is the mean over the ranks; the others' weights are old"] = values + 50 * (n + 1)
-            slips["that is rank 1's: the source is rank 0"] = values + 200
+            slips["that is rank 1's: the source is rank 0"] = values + 1200
+            slips["that is the mean over the ranks; the others' weights are old"] = (
+                values + 300 * sum((r + 1) ** 2 for r in range(n)) / n
+            )
             slips = {why: wrong for why, wrong in slips.items() if n > 1}
-            expect_tensor(p, values + 100, "the weights", slips, it_is="rank 0's", close=0)
+            expect_tensor(p, values + 300, "the weights", slips, it_is="rank 0's", close=0)
         P = sum(p.numel() for p in model.parameters())
         cure = "one broadcast of one row does"
         expect_traffic(seen, "the weights are right", cure, calls=1, payload=8 * P)

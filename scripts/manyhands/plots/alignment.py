@@ -9,10 +9,10 @@ def token_weights(lengths, weights):
     """Draw the weight of each token of an answer against the answer's length. weights: {loss: one for each length}."""
     figure, axes = looks.new_figure(7, 3.2)
     for (name, values), look in zip(weights.items(), looks.ALTERNATIVES, strict=False):
-        axes.plot(lengths, values, **look | {"ms": 4})
-        looks.end_label(axes, lengths[-1], values[-1], name, look["color"])
+        axes.plot(lengths, values, **look | {"ms": 4}, label=name)
+    axes.legend(frameon=False)
     axes.set(xlabel="tokens of the answer", ylabel="weight of each", title="how much a token counts in the loss")
-    axes.set(xlim=(0, 1.35 * max(lengths)), ylim=(0, None))
+    axes.set(xlim=(0, None), ylim=(0, None))
     return figure
 
 
@@ -60,7 +60,7 @@ def answers_seen(shares, budgets, chance):
         axes.plot([place] * len(found), [100 * share for share in found], **points)
         axes.text(place + 0.34, mean, f"{mean:.0f} %", va="center")
     axes.axhline(100 * chance, **looks.PREDICTED)
-    looks.note(axes, "chance", (len(shares) - 0.4, 100 * chance), (0, 4), looks.PREDICTED["color"], ha="right")
+    looks.note(axes, "chance", (len(shares) - 0.25, 100 * chance), (0, 4), looks.PREDICTED["color"], ha="right")
     labels = [f"{name}\n{budgets[name][0]} gold,\n{budgets[name][1]:,} seen" for name in shares]
     axes.set_xticks(range(len(shares)), labels)
     axes.set(ylim=(0, 108), xlim=(-0.6, len(shares) - 0.2), ylabel="% of held-out words right")
