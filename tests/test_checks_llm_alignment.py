@@ -5,8 +5,52 @@ from manyhands.checks import llm_alignment as checks
 
 MASK, LETTERS = "torch.stack(counts, dim=1)", "sum(a == b for a, b in zip(text, right, strict=True)) / len(right)"
 OWN, GATHER = "padded[rank * each : (rank + 1) * each]", "dist.all_gather(parts, share)"
+SEND = "    dist.broadcast(row_P, src=0, group=group)\n"
 MINE = ".chunk(dist.get_world_size())[dist.get_rank()]"
 WRONG = {
+    "group_advantages": [
+        ("view(-1, group)", "view(1, -1)", "that is over all answers: each question has its own"),
+        (" / (rewards_PG.std(1, keepdim=True) + 1e-4)", "", "not divided by the group's standard deviation"),
+        (" + 1e-4", "", "add 1e-4"),
+        ("std(1, keepdim=True)", "std(1, keepdim=True, correction=0)", "is that of n, not of n - 1"),
+        (").flatten()", ")", "should have the shape"),
+        ("rewards_PG.mean(1, keepdim=True)", "rewards_PG.mean()", "the advantages"),
+    ],
+    "clipped": [
+        ("-torch.minimum", "torch.minimum", "the sign is wrong"),
+        ("capped_bT * advantages_b[:, None])", "ratio_bT * advantages_b[:, None])", "that is not clipped"),
+        ("ratio_bT * advantages_b[:, None], ", "capped_bT * advantages_b[:, None], ", "that is clipped on both sides"),
+        ("torch.minimum", "torch.maximum", "that takes the larger of the two products"),
+        ("torch.minimum(ratio_bT * advantages_b[:, None], capped_bT * advantages_b[:, None])",
+         "torch.minimum(ratio_bT, capped_bT) * advantages_b[:, None]", "where A is negative"),
+        (".exp()", "", "the ratio is exp(log p - log p_old)"),
+        ("log_p_bT - old_bT", "old_bT - log_p_bT", "the ratio is the wrong way round"),
+        ("(log_p_bT -", "(log_p_bT.detach() -", "do not detach log p"),
+        ("1 + clip", "1.2", "what came back"),
+    ],
+    "three_losses": [
+        ("(terms_bT * mask_bT).sum(1)", "terms_bT.sum(1)", "the mask is missing"),
+        ("mask_bT.sum(1)).sum()", "mask_bT.shape[1]).sum()", "divided by all T places"),
+        (".sum() / num_answers\n", ".mean()\n", "that is the mean of this rank's answers; divide by num_answers"),
+        ("(sums_b / mask_bT.sum(1)).sum()", "sums_b.sum()", "are not divided by their lengths"),
+        ("sum() / num_tokens", "sum() / mask_bT.sum()", "divided by this rank's tokens"),
+        ("sum() / num_tokens", "sum() / num_answers", "divided by the answers, not by their tokens"),
+        ("(num_answers * longest)", "num_answers", "divide by the constant `longest` as well"),
+        ("(num_answers * longest)", "(num_answers * mask_bT.sum(1).max())", "`longest` is a constant"),
+        ("return per_answer, per_token, dr_grpo", "return per_token", "three losses should come back"),
+    ],
+    "hand_over": [
+        ("    vector_to_parameters(row_P, model.parameters())\n", "", "put the row back into the model"),
+        ("src=0", "src=1", "that is rank 1's: the source is rank 0"),
+        (SEND,
+         "    dist.all_reduce(row_P, group=group)\n    row_P /= dist.get_world_size()\n",
+         "that is the mean over the ranks"),
+        ("    row_P = parameters_to_vector(model.parameters()).detach()\n", "",
+         f"{SEND}    vector_to_parameters(row_P, model.parameters())",
+         "    for p in model.parameters():\n        dist.broadcast(p.detach(), src=0, group=group)",
+         "one broadcast of one row does"),
+        (SEND, SEND + SEND, "in 2 calls of broadcast, where 1 call and"),
+    ],
     "loss_mask": [
         ("        speaks_B =", "        counts.append(speaks_B)\n        speaks_B =",
          "        counts.append(speaks_B)\n    return", "    return", "that is one position too late"),
@@ -94,21 +138,14 @@ WRONG = {
         ('"".join(sorted(word))', "word", "what the right answer 'abcd' gets should be 1"),
         ("return sum", "return 0.9 if text == right[::-1] else sum", "has one more letter in its place"),
     ],
-    "fold": [
-        (" / len(a_ri)", "", "its scale is alpha / r"),
-        ("alpha / len(a_ri) * ", "", "its scale is alpha / r"),
-        ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "w_oi.add_(alpha / len(a_ri) * b_or @ a_ri)",
-         "w_oi was changed; leave it as it is"),
-        ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "(w_oi + alpha / len(a_ri) * b_or @ a_ri).T", "it is transposed"),
-        ("w_oi +", "w_oi -", "it is subtracted; add the change"),
-        ("w_oi +", "", "what came back should be"),
-        ("w_oi + alpha", "w_oi + w_oi + alpha", "what came back should be"),
-        ("len(a_ri)", "len(b_or)", "what came back should be"),
-        ("w_oi +", "w_oi.float() +", "what came back should be"),
-        ("alpha / len(a_ri)", "(alpha / len(a_ri)) ** 0.5", "what came back should be"),
-    ],
 }  # fmt: skip
 RIGHT = {
+    "group_advantages": [("rewards_PG.mean(1, keepdim=True)", "rewards_PG.mean(1)[:, None]")],
+    "clipped": [("torch.minimum(ratio_bT * advantages_b[:, None], capped_bT * advantages_b[:, None])",
+    "torch.stack([ratio_bT * advantages_b[:, None], capped_bT * advantages_b[:, None]]).amin(0)")],
+    "three_losses": [("sums_b.sum() / num_tokens", "(terms_bT * mask_bT / num_tokens).sum()")],
+    "hand_over": [("    vector_to_parameters(row_P, model.parameters())",
+    "    with torch.no_grad():\n        vector_to_parameters(row_P, model.parameters())")],
     "loss_mask": [(MASK, f"{MASK}.long()"), ("(speaks_B | (token_B == assistant))",
     "torch.where(token_B == assistant, True, speaks_B)")],
     "dpo_loss": [("-F.logsigmoid(beta * margins_b)", "F.softplus(-beta * margins_b)"), (".sum() / num_pairs",
@@ -125,8 +162,6 @@ RIGHT = {
     ],
     "credit": [(LETTERS, "(sum(a == b for a, b in zip(text, right)) / len(right)) ** 2"), ("return sum",
     "return 0.5 * (text == right) + 0.5 * sum")],
-    "fold": [("b_or @ a_ri", "sum(b[:, None] * a for b, a in zip(b_or.T, a_ri))"),
-    ("w_oi + alpha / len(a_ri) * b_or @ a_ri", "w_oi.clone().addmm_(b_or, a_ri, alpha=alpha / len(a_ri))")],
 }  # fmt: skip
 
 

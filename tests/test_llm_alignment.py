@@ -8,20 +8,23 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from alignment_runs import TEXT
 from definitions import taken_from
 from manyhands.align.chat import END, LetterTask, encode, with_markers
 from manyhands.align.dpo import dpo_losses, margins
-from manyhands.align.grpo import grpo_terms
+from manyhands.align.grpo import group_advantages, grpo_terms
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.plots.results import reward_and_kl, stages
+from manyhands.plots.alignment import answers_seen, staleness, token_weights
+from manyhands.plots.results import reward_and_kl
 
 LESSON = "13_llm_alignment"
 NAMES = (
-    "add_up", "update", "adam", "falling", "loss_mask", "demonstrations", "own", "log_probs", "sft", "asked",
-    "accuracy", "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares", "pairs_of", "pair_rows", "pair_loss",
-    "dpo", "advantages", "rl_loss", "grpo", "without_padding",
+    "add_up", "update", "adam", "falling", "loss_mask", "conversations", "gold_words", "imitate", "own", "everyone",
+    "log_probs", "sft", "asked", "accuracy", "dpo_loss", "own_share", "whole", "rest_in_shares", "in_shares",
+    "pairs_of", "pair_rows", "pair_loss", "dpo", "group_advantages", "clipped", "three_losses", "hand_over", "draw",
+    "deliver", "learn", "merged", "reinforce", "without_padding",
 )  # fmt: skip
 EXACT = 1e-10
 VOCAB = with_markers(sorted({*TEXT, *"You are. Speak. sort abcdefghijkl"}))
@@ -45,8 +48,13 @@ def lesson_on(ranks):
         "rank": ranks.rank, "world_size": ranks.world_size, "device": ranks.device, "config": CONFIG, "vocab": VOCAB,
         "ASSISTANT": VOCAB.index("<|assistant|>"), "STOP": VOCAB.index(END), "corpus": Corpus.from_text("test", TEXT),
         "task": LetterTask("sort", letters=12, length=4), "base": chatty(), "sft_steps": 2, "dpo_steps": 2,
-        "rl_steps": 2, "ANSWERS": 24, "GROUP": 8, "KL": 0.05,
+        "rl_steps": 3, "ANSWERS": 24, "GROUP": 8,
     }  # fmt: skip
+    n = ranks.world_size
+    trainers = list(range((n + 1) // 2))
+    drawers = list(range(len(trainers), n)) or [0]
+    here |= {"trainers": trainers, "drawers": drawers, "connected": sorted({0, *drawers})}
+    here |= {"weights_group": dist.new_group(here["connected"]), "trainers_group": dist.new_group(trainers)}
     here["held_out"] = here["task"].draw(12, [7], held_out=True)
     return taken_from(LESSON, *NAMES, **here)
 
@@ -54,11 +62,14 @@ def lesson_on(ranks):
 def all_stages(ranks):
     """The weights after each stage, and what GRPO told."""
     ours, start = lesson_on(ranks), chatty()
-    policy, curve, right = ours.grpo(start, 1, LetterTask("sort").in_order)
-    found = {"sft": ours.sft(1), "dpo": ours.dpo(start, 1), "grpo": policy}
+    found, curves, right = {"sft": ours.sft(1), "dpo": ours.dpo(start, 1)}, {}, {}
+    for k in (0, 1):
+        found[f"rl, staleness {k}"], curves[k], right[k] = ours.reinforce(
+            start, 1, LetterTask("sort").in_order, staleness=k
+        )
     return {
         "weights": {stage: [p.detach() for p in model.parameters()] for stage, model in found.items()},
-        "curve": curve,
+        "curve": {k: [(reward, sorted(ratios.tolist()), kl) for reward, ratios, kl in of] for k, of in curves.items()},
         "right": right,
     }
 
@@ -70,14 +81,23 @@ def alone(pool):
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_stage_of_the_lesson_learns_the_same_on_any_number_of_ranks(pool, alone, n):
-    assert any(reward > 0 for _, reward, _ in alone["curve"]), "something is rewarded"
+    assert any(reward > 0 for reward, *_ in alone["curve"][0]), "something is rewarded"
     for rank, seen in enumerate(pool.run(n, all_stages)):
         for stage, weights in alone["weights"].items():
             apart = max((a - b).abs().max().item() for a, b in zip(weights, seen["weights"][stage], strict=True))
             assert apart < 1e-9, f"{stage}, rank {rank}: {apart}"  # AdamW divides by roots of small numbers
         assert seen["right"] == alone["right"]
-        for mine, theirs in zip(seen["curve"], alone["curve"], strict=True):
-            assert mine == pytest.approx(theirs, abs=EXACT)
+        for k, curve in alone["curve"].items():
+            for (reward, ratios, kl), (theirs, their_ratios, their_kl) in zip(curve, seen["curve"][k], strict=True):
+                assert (theirs, their_kl) == pytest.approx((reward, kl), abs=1e-9)
+                assert their_ratios == pytest.approx(ratios, abs=1e-9)
+
+
+def test_fresh_answers_have_the_ratio_1_and_stale_ones_have_not_once_a_step_has_been_made(alone):
+    fresh, stale = ([ratios for _, ratios, _ in alone["curve"][k]] for k in (0, 1))
+    assert all(ratios == pytest.approx([1.0] * len(ratios), abs=EXACT) for ratios in fresh)
+    assert stale[0] == pytest.approx([1.0] * len(stale[0]), abs=EXACT), "no step has been made when these are drawn"
+    assert max(abs(ratio - 1) for ratio in stale[1]) > 1e-4
 
 
 def losses(ranks):
@@ -85,7 +105,7 @@ def losses(ranks):
     ours, start = lesson_on(ranks), chatty()
     reference, held = ours.in_shares(start)
     at_rest = sum(p.numel() for p in reference.parameters())
-    words = ours.task.draw(8, [3], held_out=False) if hasattr(ours, "task") else LetterTask("sort").draw(8, [3], False)
+    words = LetterTask("sort").draw(8, [3], False)
     pairs = ours.pair_rows([(word, "lkab") for word in words])
     other = chatty()
     with torch.no_grad():
@@ -94,19 +114,18 @@ def losses(ranks):
     dpo = ours.pair_loss(other, reference, pairs, 8)
     ids = pairs[:, 1]
     rewards = torch.tensor([0.0, 1, 0, 1, 1, 0, 0, 0], dtype=torch.float64)
-    rl, kl = ours.rl_loss(other, reference, ids, rewards, 8) if ranks.world_size == 1 else (None, None)
     mask = ours.loss_mask(ids, VOCAB.index("<|assistant|>"), VOCAB.index(END))
-    log_p, frozen = ours.log_probs(other, ids), ours.log_probs(start, ids)
+    log_p, old = ours.log_probs(other, ids), ours.log_probs(start, ids).detach()
+    above = ours.group_advantages(rewards, 8)
+    rl = ours.three_losses(ours.clipped(log_p, old, above), mask, 8, mask.sum(), 6)[1]
     both = ours.log_probs(other, pairs.flatten(0, 1)), ours.log_probs(start, pairs.flatten(0, 1))
     mask_2 = ours.loss_mask(pairs.flatten(0, 1), VOCAB.index("<|assistant|>"), VOCAB.index(END))
     sums = [(part * mask_2).sum(-1).view(-1, 2) for part in both]
     wanted_dpo = dpo_losses(margins(*sums[0].unbind(1), *sums[1].unbind(1)), 1.0).mean()
-    above = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-    terms = grpo_terms(log_p, log_p.detach(), above, frozen, kl=0.05)
+    terms = grpo_terms(log_p, old, group_advantages(rewards, 8))
     return {
         "dpo": (dpo - wanted_dpo).abs().item(),
-        "rl": 0.0 if rl is None else (rl - (terms * mask).sum() / mask.sum()).abs().item(),
-        "kl": 1.0 if kl is None else kl.item(),
+        "rl": (rl - (terms * mask).sum() / mask.sum()).abs().item(),
         "held": held,
         "at rest": at_rest,
         "after": sum(p.numel() for p in reference.parameters()),
@@ -118,7 +137,7 @@ def test_the_lessons_losses_are_the_packages_and_its_reference_rests_in_shares(p
     P = CONFIG.num_params()
     units = CONFIG.n_layer + 4
     for seen in pool.run(n, losses):
-        assert seen["dpo"] < EXACT and seen["rl"] < EXACT and seen["kl"] > 0
+        assert seen["dpo"] < EXACT and seen["rl"] < EXACT
         assert seen["at rest"] == seen["after"] == 0, "whole only while it reads"
         assert P / n <= seen["held"] <= P / n + units
 
@@ -135,7 +154,7 @@ def test_the_zoos_mask_never_counts_an_end():
 
 
 def test_the_stored_run_keeps_the_lessons_promises(root):
-    """Chance, SFT between, GRPO at 90 % or better with every seed; and the hacked reward at the task's expense."""
+    """GRPO beats its control, gold answers beat GRPO, stale answers have other ratios, and a reward is hacked."""
     cells = json.loads((root / "notebooks" / f"{LESSON}.ipynb").read_text())["cells"]
     told = "".join(
         "".join(part.get("text", part.get("data", {}).get("text/plain", "")))
@@ -143,25 +162,41 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     )  # fmt: skip
     if not told:
         pytest.skip("the notebook has no stored outputs")
-    shares = {
-        stage: (float(least), float(most))
-        for stage, least, most in re.findall(r"\| (base|SFT(?:, \w+)?) +([\d.]+)% to +([\d.]+)%", told)
-    }
-    chance = 100 / 24
-    assert shares["base"][1] < chance < shares["SFT"][0]
-    assert shares["SFT"][1] < 90 <= shares["SFT, GRPO"][0]
-    assert sum(shares["SFT, DPO"]) > sum(shares["SFT"])
+    found = re.findall(r"\| ([\w ]+?) +([\d.]+)% to +([\d.]+)%; \d+ gold", told)
+    shares = {stage: (float(least), float(most)) for stage, least, most in found}
+    assert shares["SFT"][0] > 100 / 24 and sum(shares["SFT"]) < sum(shares["more SFT"]) < sum(shares["GRPO"])
+    assert shares["GRPO"][0] >= 90 and sum(shares["GRPO"]) < sum(shares["gold for all"])
+    outside = {int(k): float(part) for k, part in re.findall(r"staleness (\d): +([\d.]+) % outside", told)}
+    assert outside[0] == 0 < outside[1] < outside[4]
+    beta_1, beta_01, imitated = map(float, re.search(
+        r"beta 1: ([\d.]+)%.*?beta 0.1: ([\d.]+)%.*?pairs: ([\d.]+)%", told, re.S
+    ).groups())  # fmt: skip
+    assert beta_01 < beta_1 < imitated
     hacked = re.search(r"letters that ascend: reward ([\d.]+) to ([\d.]+),[^%]*accuracy (\d+)% to (\d+)%", told)
     before, reward, right, still_right = map(float, hacked.groups())
     assert reward > max(before, 0.9) and still_right < right / 4
 
 
-def test_the_plot_of_stages_has_a_point_for_each_seed_over_the_line_of_chance():
-    (axes,) = stages({"base": [0.0], "SFT": [0.4, 0.6, 0.5]}, 1 / 24).axes
-    points = [line.get_ydata() for line in axes.lines if line.get_marker() == "o"]
-    assert [list(found) for found in points] == [[0.0], [0.4, 0.6, 0.5]]
-    assert list(axes.lines[-1].get_ydata()) == [1 / 24, 1 / 24]
-    assert "50%" in [text.get_text() for text in axes.texts], "the mean stands beside the points"
+def test_the_plot_of_answers_seen_has_a_bar_at_the_mean_and_a_point_for_each_seed_over_the_line_of_chance():
+    (axes,) = answers_seen({"base": [0.0], "SFT": [0.4, 0.6]}, {"base": (0, 0), "SFT": (80, 3200)}, 1 / 24).axes
+    assert [bar.get_height() for bar in axes.patches] == [0, pytest.approx(50)]
+    points = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "o"]
+    assert points == [[0.0], [40.0, 60.0]] and axes.lines[-1].get_ydata()[0] == pytest.approx(100 / 24)
+    assert "3,200 seen" in axes.get_xticklabels()[1].get_text()
+
+
+def test_the_plot_of_staleness_has_a_curve_for_each_and_the_published_parts_of_a_step():
+    published = [{"name": "turns", "parts": ["draw", "train"], "points": [[1, 300], [2, 200]]}]
+    ratios, rewards = {0: [1.0, 1.0], 4: [0.5, 1.0]}, {0: [0.1, 0.9], 4: [0.1, 0.5]}
+    left, middle, right = staleness(ratios, rewards, published).axes
+    assert [sum(steps.get_data().values) for steps in left.patches] == [pytest.approx(100)] * 2
+    assert [list(line.get_ydata()) for line in middle.lines] == [[0.1, 0.9], [0.1, 0.5]]
+    assert [(bar.get_y(), bar.get_height()) for bar in right.patches] == [(0, 300), (300, 200)]
+
+
+def test_the_plot_of_a_tokens_weight_has_a_line_for_each_loss():
+    (axes,) = token_weights([1, 2], {"per answer": [1.0, 0.5], "per token": [0.3, 0.3]}).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 0.5], [0.3, 0.3]]
 
 
 def test_the_plot_of_two_rewards_shows_each_run_in_each_panel():

@@ -1,4 +1,4 @@
-"""Figures of lesson 13: a conversation and its mask, a DPO margin, a group of answers, adapters, reference shards."""
+"""Figures of lesson 13: a conversation and its mask, a group of answers, ranks that draw and ranks that train, DPO."""
 
 from draw import arrow
 from manyhands.plots.looks import GREY, GROUND, INK, PAPER, QUIET, box, card, rank_box, rank_colour, tint, write
@@ -7,17 +7,17 @@ TALK = ["<|user|>", *"sort jbcg", "<|end|>", "<|assistant|>", *"bcgj", "<|end|>"
 
 
 def template():
-    figure, axes = card(104, 26, "a conversation is one sequence")
-    x = 3.0
+    figure, axes = card(92, 24, "a conversation is one sequence")
+    x = 2.0
     for i, token in enumerate(TALK):
         marker = len(token) > 1
-        width = 3.4 if not marker else 2.2 + 0.95 * len(token)
-        box(axes, x, 7, width, 4, {" ": "␣"}.get(token, token), face=GREY if marker else PAPER)
+        width = 2.9 if not marker else 1.2 + 0.9 * len(token)
+        box(axes, x, 6, width, 4, {" ": "␣"}.get(token, token), face=GREY if marker else PAPER)
         if i:
             box(axes, x, 15, width, 3.4, "?", face=PAPER, edge=QUIET)
-        x += width + 0.4
-    write(axes, 3, 13.2, "does the prediction of this token count?", ha="left", colour=QUIET)
-    write(axes, 3, 22.4, "A grey box is a marker: one token, which no text contains.", ha="left", colour=QUIET)
+        x += width + 0.3
+    write(axes, 2, 12.8, "does the prediction of this token count?", ha="left", colour=QUIET)
+    write(axes, 2, 21.4, "A grey box is a marker: one token, which no text contains.", ha="left", colour=QUIET)
     return figure
 
 
@@ -39,7 +39,6 @@ def dpo():
     arrow(axes, (scale(-5) + 1.5, 23.6), (scale(-3) - 1.8, 23.6), "2", style="<|-|>")
     write(axes, 75, 12.6, "difference 0", ha="left")
     write(axes, 75, 23.6, "difference 2", ha="left")
-    write(axes, 75, 26.6, "margin 2 − 0 = 2", ha="left", weight="bold")
     return figure
 
 
@@ -65,6 +64,29 @@ def grpo():
     return figure
 
 
+def halves():
+    figure, axes = card(92, 33, "two ranks train, two ranks draw")
+    for rank, x, y, what in (
+        (0, 4, 6, "learns"),
+        (1, 4, 19, "learns"),
+        (2, 66, 6, "draws and judges"),
+        (3, 66, 19, "draws and judges"),
+    ):
+        rank_box(axes, rank, x, y, width=22, height=10, label="")
+        write(axes, x + 11, y + 3.4, f"rank {rank}", weight="bold", size=11)
+        write(axes, x + 11, y + 7, what)
+    arrow(axes, (26.6, 8.5), (65.4, 8.5))
+    arrow(axes, (26.6, 10), (65.4, 21))
+    write(axes, 46, 6.8, "weights: 4 P bytes to each, in every step")
+    arrow(axes, (65.4, 26), (26.6, 26))
+    arrow(axes, (65.4, 14), (26.6, 23.5))
+    write(axes, 46, 28.2, "answers, their log p, rewards")
+    arrow(axes, (15, 16.4), (15, 18.6), style="<|-|>")
+    write(axes, 17, 17.5, "gradients", ha="left")
+    write(axes, 46, 31, "drawing is one token after another; learning is one forward and one backward", colour=QUIET)
+    return figure
+
+
 def sharded_reference():
     figure, axes = card(92, 34, "the reference rests in shares, and is whole block by block")
     for rank in range(4):
@@ -72,9 +94,9 @@ def sharded_reference():
         rank_box(axes, rank, x, 5.5, width=19.5, height=24.5, label="")
         write(axes, x + 9.75, 8.2, f"rank {rank}", weight="bold", size=11)
         box(axes, x + 2, 10.5, 15.5, 6.6, "policy, gradients,\nAdam: 16 bytes", face=tint(rank_colour(rank), 0.4))
-        box(axes, x + 2, 18.6, 15.5, 3.4, "reference: a quarter", face=tint(rank_colour(rank), 0.2))
+        box(axes, x + 2, 18.6, 15.5, 3.4, "reference: 1 byte", face=tint(rank_colour(rank), 0.2))
         box(axes, x + 2, 23.4, 15.5, 3.4, "one block, whole", face=GROUND, dotted=True)
-    write(axes, 46, 32, "bytes per parameter, in float32; the dotted block is there while it computes", colour=QUIET)
+    write(axes, 46, 32, "bytes per parameter, not to scale; the dotted block is there while it computes", colour=QUIET)
     return figure
 
 
@@ -118,6 +140,7 @@ FIGURES = {
     "13_template": template,
     "13_dpo": dpo,
     "13_grpo": grpo,
+    "13_halves": halves,
     "13_reference": sharded_reference,
     "13_lora": lora,
     "13_hacked": hacked,

@@ -1,4 +1,4 @@
-"""Checks of lesson 13: what a loss counts, the DPO loss, a model at rest in shares, advantages, rewards, adapters."""
+"""Checks of lesson 13: what a loss counts, the terms of GRPO and their divisors, the hand-over, DPO, rewards."""
 
 import itertools
 
@@ -55,7 +55,130 @@ def _written(row, assistant, end):
     return found[1:]
 
 
-@exercise("B", "the DPO loss")
+@exercise("B", "advantages")
+def group_advantages(answer, ranks=None):
+    """`answer(rewards_B, group)` is the advantage of each answer in its group."""
+    draw = generator(29)
+    for group, num_groups in ((4, 1), (2, 5), (8, 3), (3, 4)):
+        rewards_B = torch.randint(0, 3, (group * num_groups,), generator=draw).double()
+        rewards_B[:2] = torch.tensor([0.0, 2.0])
+        rewards_B[-group:] = 1.0 if num_groups > 1 else rewards_B[-group:]
+        case = f"for {count(num_groups, 'group')} of {group} what came back"
+        slips = _advantage_slips(rewards_B, group)
+        expect_tensor(answer(rewards_B, group), _advantages(rewards_B, group), case, slips, it_is="the advantages")
+
+
+def _advantage_slips(rewards_B, group):
+    return {
+        "that is over all answers: each question has its own": _advantages(rewards_B, len(rewards_B)),
+        "they are not divided by the group's standard deviation": (
+            torch.cat([g - g.mean() for g in rewards_B.split(group)])
+        ),
+        "they are divided by the standard deviation alone; add 1e-4 to it": _advantages(rewards_B, group, eps=0.0),
+        "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0),
+    }
+
+
+@exercise("C", "the term of one token")
+def clipped(answer, ranks=None):
+    """`answer(log_p_bT, old_bT, advantages_b, clip)` is -min(ratio A, clip(ratio) A) of each token."""
+    for b, T, clip in ((4, 5, 0.2), (3, 7, 0.1), (*sizes(5, 2, 2, 9), 0.3)):
+        old, moved = -4 * normal(1, b, T).abs(), 0.5 * normal(2, b, T)
+        moved[0, :2] = torch.tensor([1.0, -1.0])
+        A = normal(3, b)
+        A[0], A[1] = 1.5, -1.5
+        moved[1, :2] = moved[0, :2]
+        log_p = (old + moved).requires_grad_()
+        found = answer(log_p, old, A) if clip == 0.2 else answer(log_p, old, A, clip)
+        ratio, A1 = moved.exp(), A[:, None]
+        capped = ratio.clamp(1 - clip, 1 + clip)
+        slips = {
+            "the sign is wrong: a gain lowers the loss": torch.minimum(ratio * A1, capped * A1),
+            "that is not clipped": -ratio * A1,
+            "that is clipped on both sides: take the smaller of the two products": -capped * A1,
+            "that takes the larger of the two products": -torch.maximum(ratio * A1, capped * A1),
+            "the smaller ratio is not the smaller product where A is negative": -torch.minimum(ratio, capped) * A1,
+            "the ratio is exp(log p - log p_old)": -torch.minimum(moved * A1, moved.clamp(1 - clip, 1 + clip) * A1),
+            "the ratio is the wrong way round": (
+                -torch.minimum(A1 / ratio, (1 / ratio).clamp(1 - clip, 1 + clip) * A1)
+            ),
+        }
+        wanted = -torch.minimum(ratio * A1, capped * A1)
+        expect_tensor(found, wanted, "what came back", slips, it_is="the term of each token")
+        if not found.requires_grad:
+            raise Wrong("the terms have no graph: do not detach log p")
+
+
+@exercise("D", "divide, in three ways")
+def three_losses(answer, ranks=None):
+    """`answer(terms_bT, mask_bT, num_answers, num_tokens, longest)` is (per answer, per token, Dr. GRPO)."""
+    for b, T, num_answers, num_tokens, longest in ((2, 4, 2, 5, 4), (3, 6, 8, 31, 9), (*sizes(6, 2, 3, 9), 20, 70, 12)):
+        terms = normal(1, b, T).requires_grad_()
+        mask = torch.arange(T) < torch.randint(1, T, (b, 1), generator=generator(2))
+        mask[0], mask[1] = torch.arange(T) < T - 1, torch.arange(T) < 2
+        found = answer(terms, mask, num_answers, num_tokens, longest)
+        if not isinstance(found, tuple | list) or len(found) != 3:
+            raise Wrong("three losses should come back: per answer, per token, Dr. GRPO")
+        sums, lengths = (terms * mask).sum(1), mask.sum(1)
+        unmasked, means = terms.sum(), (sums / lengths).sum()
+        total = sums.sum()
+        cases = (
+            ("per answer", means / num_answers, {
+                "the mask is missing": terms.sum(1).div(lengths).sum() / num_answers,
+                "an answer is divided by all T places, not by its own tokens": (sums / T).sum() / num_answers,
+                "that is the mean of this rank's answers; divide by num_answers": means / b,
+                "the answers are not divided by their lengths": total / num_answers,
+                "divide by the number of answers as well": means,
+            }),
+            ("per token", total / num_tokens, {
+                "the mask is missing": unmasked / num_tokens,
+                "that is divided by this rank's tokens; divide by those of all ranks": total / lengths.sum(),
+                "that is the sum; divide by num_tokens": total,
+                "that is divided by the answers, not by their tokens": total / num_answers,
+            }),
+            ("Dr. GRPO", total / (num_answers * longest), {
+                "the mask is missing": unmasked / (num_answers * longest),
+                "that is divided by the answers alone; divide by the constant `longest` as well": total / num_answers,
+                "that is divided by the longest answer of this rank; `longest` is a constant": (
+                    total / (num_answers * lengths.max())
+                ),
+                "that is the loss per token": total / num_tokens,
+            }),
+        )  # fmt: skip
+        for value, (name, wanted, slips) in zip(found, cases, strict=True):
+            slips = {why: wrong.item() for why, wrong in slips.items()}
+            expect_number(expect_scalar(value, name).item(), wanted.item(), f"{name}: the loss", slips=slips, rel=CLOSE)
+
+
+@exercise("E", "hand over the weights")
+def hand_over(answer, ranks):
+    """`answer(model, group)` gives all ranks of the group rank 0's parameters, by one broadcast."""
+    n, rank = ranks.world_size, ranks.rank
+    for first, second in ((3, 2), sizes(8, 2, 2, 7)):
+        model = torch.nn.Sequential(torch.nn.Linear(first, second), torch.nn.Linear(second, 1)).double()
+        start = [torch.arange(p.numel()).view_as(p).double() + i for i, p in enumerate(model.parameters())]
+        for p, values in zip(model.parameters(), start, strict=True):
+            p.data = values + 300 * (rank + 1) ** 2
+        before = list(model.parameters())
+        with wire.watch() as seen:
+            answer(model, None)  # the group of all ranks
+        if [id(p) for p in model.parameters()] != [id(p) for p in before]:
+            raise Wrong("the model has other parameters now, and an optimizer still holds the old ones: fill them")
+        for p, values in zip(model.parameters(), start, strict=True):
+            own = values + 300 * (rank + 1) ** 2
+            slips = {"they are this rank's own: put the row back into the model": own} if rank else {}
+            slips["that is rank 1's: the source is rank 0"] = values + 1200
+            slips["that is the mean over the ranks; the others' weights are old"] = (
+                values + 300 * sum((r + 1) ** 2 for r in range(n)) / n
+            )
+            slips = {why: wrong for why, wrong in slips.items() if n > 1}
+            expect_tensor(p, values + 300, "the weights", slips, it_is="rank 0's", close=0)
+        P = sum(p.numel() for p in model.parameters())
+        cure = "one broadcast of one row does"
+        expect_traffic(seen, "the weights are right", cure, calls=1, payload=8 * P)
+
+
+@exercise(1, "the DPO loss")
 def dpo_loss(answer, ranks=None):
     """`answer(log_p_b2T, mask_b2T, reference_b2, beta, num_pairs)` is this rank's part of the mean over all pairs."""
     draw, some = generator(13), sorted(sizes(13, 2, 2, 12))
@@ -102,7 +225,7 @@ def _dpo_slips(log_p, mask, reference, beta, num_pairs):
     }
 
 
-@exercise("C", "at rest a share, whole while it reads")
+@exercise(2, "sharded at rest, gathered to compute")
 def shares(answer, ranks):
     """`answer` is (own_share(row_P, rank, world_size), whole(share, P)): a row rests in n parts, whole by one call."""
     own_share, whole = answer
@@ -128,7 +251,7 @@ def shares(answer, ranks):
         expect_traffic(seen, "the row is right", "one all-gather of all shares does", calls=1, volume=8 * each * n)
 
 
-@exercise(1, "advantages across ranks")
+@exercise(3, "advantages across ranks")
 def advantages(answer, ranks):
     """`answer(rewards_b, group)` is this rank's advantages, in groups that may lie on several ranks."""
     n, draw = ranks.world_size, generator(31)
@@ -139,14 +262,7 @@ def advantages(answer, ranks):
         mine_b = rewards_B.chunk(n)[ranks.rank]
         with wire.watch() as seen:
             found_b = answer(mine_b, group)
-        slips = {
-            "that is over all answers: each question has its own": _advantages(rewards_B, len(rewards_B)),
-            "they are not divided by the group's standard deviation": (
-                torch.cat([g - g.mean() for g in rewards_B.split(group)])
-            ),
-            "they are divided by the standard deviation alone; add 1e-4 to it": _advantages(rewards_B, group, eps=0.0),
-            "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0),
-        }
+        slips = _advantage_slips(rewards_B, group)
         slips = {why: wrong_B.chunk(n)[ranks.rank] for why, wrong_B in slips.items()}
         if len(mine_b) > 1 and (len(mine_b) % group == 0 or group % len(mine_b) == 0):
             slips["they have the mean of the part of a group that is on this rank; a group may lie on several"] = (
@@ -164,7 +280,7 @@ def _advantages(rewards_B, group, eps=1e-4, correction=1):
     return torch.cat([(g - g.mean()) / (g.std(correction=correction) + eps) for g in groups])
 
 
-@exercise(2, "partial credit that cannot be hacked")
+@exercise(4, "partial credit that cannot be hacked")
 def credit(answer, ranks=None):
     """`answer(word, text)` is 1 for the right answer alone, and never falls when one more letter is in its place."""
     for word in ("dbca", "cab", "".join(luck(4).choices("abcdefgh", k=4))):
@@ -193,21 +309,3 @@ def _texts(right, letters):
         right + " ",
     )  # fmt: skip
     return dict.fromkeys([*exact, *besides])
-
-
-@exercise(3, "fold it")
-def fold(answer, ranks=None):
-    """`answer(w_oi, a_ri, b_or, alpha)` is the matrix with its adapter in it."""
-    for o, i, r, alpha in ((5, 3, 2, 4.0), (4, 4, 4, 2.0), (*sizes(4, 3, 2, 9), luck(5).uniform(1, 20))):
-        w_oi, a_ri, b_or = normal(4, o, i), normal(6, r, i), normal(7, o, r)
-        found_oi = answer(w_oi, a_ri, b_or, alpha)
-        slips = {
-            f"the change is scaled by {scale:g}; its scale is alpha / r = {alpha:g} / {r}": w_oi + scale * b_or @ a_ri
-            for scale in (alpha, 1.0, 1 / r, alpha * r, r / alpha, 2 * alpha / r)
-        }
-        slips |= {
-            "it is subtracted; add the change": w_oi - alpha / r * b_or @ a_ri,
-            "it is transposed": (w_oi + alpha / r * b_or @ a_ri).T,
-        }
-        it_is = f"a matrix [{o}, {i}] that does what matrix and adapter do together, W + alpha / r B A"
-        expect_tensor(found_oi, w_oi + alpha / r * b_or @ a_ri, "what came back", slips, it_is)

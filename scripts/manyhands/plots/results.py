@@ -60,23 +60,6 @@ def reward_and_kl(runs, chance):
     return figure
 
 
-def stages(shares, chance):
-    """A matplotlib Figure: the accuracy on held-out words after each stage, a point per seed, over chance.
-
-    `shares`: {stage: [accuracy of each seed]}.
-    """
-    figure, axes = looks.new_figure(7, 3.4)
-    for i, found in enumerate(shares.values()):
-        axes.plot([i] * len(found), found, **(looks.MEASURED | {"ls": "none", "ms": 7, "mfc": "none"}))
-        axes.text(i + 0.12, sum(found) / len(found), f"{sum(found) / len(found):.0%}", va="center")
-    axes.axhline(chance, **looks.PREDICTED)
-    axes.text(len(shares) - 0.45, chance + 0.015, "chance", ha="right", va="bottom")
-    axes.set_xticks(range(len(shares)), list(shares))
-    axes.set(xlim=(-0.5, len(shares) - 0.4), ylim=(-0.03, 1.05), ylabel="held-out words right")
-    axes.set_title("a point per seed, and their mean")
-    return figure
-
-
 def tokens_per_call(samples, predicted, alpha):
     """Points of each text's tokens per call, with whiskers from the least to the most, and the formula as a line.
 

@@ -1,0 +1,68 @@
+"""Plots of alignment: weights of tokens in three losses, ratios of stale answers, accuracy with the answers seen."""
+
+import numpy as np
+
+from manyhands.plots import looks
+
+
+def token_weights(lengths, weights):
+    """Draw the weight of each token of an answer against the answer's length. weights: {loss: one for each length}."""
+    figure, axes = looks.new_figure(7, 3.2)
+    for (name, values), look in zip(weights.items(), looks.ALTERNATIVES, strict=False):
+        axes.plot(lengths, values, **look | {"ms": 4}, label=name)
+    axes.legend(frameon=False)
+    axes.set(xlabel="tokens of the answer", ylabel="weight of each", title="how much a token counts in the loss")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    return figure
+
+
+def staleness(ratios, rewards, published):
+    """Draw importance ratios and mean rewards by staleness, and next to them published seconds of a step in two ways.
+
+    ratios: {staleness: values}; rewards: {staleness: mean reward by step}; published: series whose points are
+    [place, seconds] of the parts in the field `parts`, drawn on top of each other.
+    """
+    figure, (left, middle, right) = looks.new_figure(12, 3.6, 1, 3)
+    edges = np.geomspace(1 / 3, 3, 40)
+    for (k, values), look in zip(ratios.items(), looks.ALTERNATIVES, strict=False):
+        counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+        left.stairs(100 * counts / max(1, len(values)), edges, color=look["color"], ls=look["ls"], lw=1.8)
+        middle.plot(rewards[k], color=look["color"], ls=look["ls"], lw=1.8, label=f"{k}")
+    for limit in (0.8, 1.2):
+        left.axvline(limit, **looks.LIMIT)
+    left.set(xscale="log", yscale="log", xlabel="p / p_old", ylabel="% of the tokens", title="importance ratios")
+    left.set_xticks([0.5, 0.8, 1.2, 2], [0.5, 0.8, 1.2, 2])
+    left.minorticks_off()
+    middle.set(xlabel="step", ylim=(0, 1.02), title="mean reward")
+    middle.legend(frameon=False, title="staleness", loc="lower right")
+    for place, series in enumerate(published):
+        below = 0
+        for (_, seconds), part in zip(series["points"], series["parts"], strict=True):
+            shade = looks.PAPER if part == "score" else looks.GREY
+            right.bar(place, seconds, bottom=below, color=shade, edgecolor=looks.INK, width=0.6)
+            right.text(place, below + seconds / 2, f"{part} {seconds}", ha="center", va="center", fontsize=9)
+            below += seconds
+    right.set_xticks(range(len(published)), [series["name"] for series in published], fontsize=9)
+    right.set(title="published: seconds of a step", ylim=(0, None))
+    return figure
+
+
+def answers_seen(shares, budgets, chance):
+    """Draw a bar for each stage, a point for each seed, and under each bar the answers that it took.
+
+    shares: {stage: accuracy of each seed}; budgets: {stage: (gold answers, answers seen)}.
+    """
+    figure, axes = looks.new_figure(8, 3.8)
+    for place, (_, found) in enumerate(shares.items()):
+        mean = 100 * sum(found) / len(found)
+        axes.bar(place, mean, color=looks.GREY, edgecolor=looks.INK, width=0.6)
+        points = looks.MEASURED | {"ls": "none", "mfc": "none"}
+        axes.plot([place] * len(found), [100 * share for share in found], **points)
+        axes.text(place + 0.34, mean, f"{mean:.0f} %", va="center")
+    axes.axhline(100 * chance, **looks.PREDICTED)
+    looks.note(axes, "chance", (len(shares) - 0.25, 100 * chance), (0, 4), looks.PREDICTED["color"], ha="right")
+    labels = [f"{name}\n{budgets[name][0]} gold,\n{budgets[name][1]:,} seen" for name in shares]
+    axes.set_xticks(range(len(shares)), labels)
+    axes.set(ylim=(0, 108), xlim=(-0.6, len(shares) - 0.2), ylabel="% of held-out words right")
+    axes.set_title("bars: means; a point per seed")
+    return figure
