@@ -14,9 +14,9 @@ BUDGETS = {
     "09": 80,  # two halves
     "10": 45, "11": 45, "12": 50, "13": 50, "14": 45, "15": 40,
 }  # fmt: skip
-TO_DO = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "15")  # the others follow
+TO_DO = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "14", "15")  # the others follow
 # the CORE of these takes longer than its head says, by so many minutes: an entry may shrink and go, and none may grow
-LONGER = {"02": 1, "04": 1, "13": 9, "14": 8}
+LONGER = {"02": 1, "04": 1, "13": 9}
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
