@@ -1403,10 +1403,7 @@ checks.may_serve(may_serve, ranks)
 # ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE
 # ```
 #
-# **What changes on GPUs.** A production engine's attention kernel reads the blocks in place, instead of gathering them first. Weights and
-# cache are bf16 or smaller; then the batch's other texts can change yours, because sums in another order differ in the last digit, and
-# once in a while that draws another token. A load balancer should send a user to the same copy each time, where the beginning of the
-# conversation is cached.
+# **What changes on GPUs** is in [the handbook](../assets/handbook/14_llm_serving.md#on-gpus).
 #
 # **What to look for**: tokens per second *and* the 99th percentile of the time to the first token, since they pull in opposite
 # directions; blocks held, and how often a text had to give its blocks back; nats per token of prompts.

@@ -87,7 +87,7 @@ def remember(answer, ranks=None):
 
 
 def _judge_pair(pair, wanted, size, where, other=None):
-    """Raise Wrong unless `pair` is these keys and values [2, B, H, S, E], of which the last `size` positions are new."""
+    """Raise Wrong unless `pair` is these keys and values [2, B, H, S, E]; the last `size` positions are new."""
     for i, (name, part) in enumerate(zip(("keys", "values"), pair, strict=True)):
         latest = wanted[i, :, :, -size:]
         slips = {
