@@ -371,7 +371,9 @@ def call_ms(T):
     return 1e3 * min(counted(target, lambda: forward(target, ids_BT, 0, partial(attend, {})))[2] for _ in range(5))
 
 
+begin = val_ids[:1].tolist()
 continued(greedy_step(target, {}), begin, 2)  # warm
+plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
 found, positions, took_s = counted(target, lambda: continued(greedy_step(target, {}), begin, 63))
 assert found == plain, "another text"
 assert (plain_positions, positions) == (2016, 63)
