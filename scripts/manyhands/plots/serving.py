@@ -29,5 +29,5 @@ def reads_and_published(curves, published, title):
         looks.note(right, one["name"], (x[0], y[0]), (0, 14))
     looks.plain_log_ticks(right.xaxis, subs=(1, 2.5, 5))
     looks.plain_log_ticks(right.yaxis, "{x:,g}", subs=(1,))
-    right.set(xlabel="users at the same time", ylabel="ms", title=published[0]["hardware"])
+    right.set(xlabel="users at the same time", ylabel="ms", title=f"published: {published[0]['hardware']}")
     return figure
