@@ -14,46 +14,42 @@
 # ---
 
 # %% [markdown]
-# # 14 Serving: from logits to many users
+# # 14 Serving: a cache, and two ranks that share the work
 #
-# **45 minutes** for the sections marked CORE, 81 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 115 with those marked MORE.
+#
+# A model reads a prompt in one call. Then it writes one token per call. You build the cache that makes this cheap, in
+# three rungs. Then rank 0 reads the prompt, sends the cache, and rank 1 writes.
 #
 # After this lesson **you can**
-# - draw the next token by temperature, top-k and top-p, and say what each cuts off;
-# - build a KV cache, prove that it changes nothing, and predict its bytes;
-# - say which part of the work waits for memory and which for arithmetic;
-# - speed up decoding by a small model's draft tokens, and prove that the text's distribution stays the same;
-# - serve many users at once, and let a new model in without dropping anyone.
+# - build a KV cache, and prove that it changes nothing;
+# - predict its bytes, with the KV heads of a model of today;
+# - say what a token waits for: weights, caches or arithmetic;
+# - split prefill and decode over two ranks, and count what travels.
 #
-# **You need** attention and the parameters of a GPT from [lesson 01](01_one_device.ipynb). The models are trained as in
-# [lesson 03](03_data_parallel.ipynb), by averaged gradients.
+# **You need** attention from [lesson 01](01_one_device.ipynb), and send and receive from [lesson
+# 02](02_collectives.ipynb).
 #
-# **New here:** [sampling](../assets/glossary.md#sampling), [kv cache](../assets/glossary.md#kv-cache),
-# [prefill and decode](../assets/glossary.md#prefill-and-decode), [arithmetic intensity](../assets/glossary.md#arithmetic-intensity),
-# [speculative decoding](../assets/glossary.md#speculative-decoding), [continuous batching](../assets/glossary.md#continuous-batching),
-# [paged cache](../assets/glossary.md#paged-cache), [prefix reuse](../assets/glossary.md#prefix-reuse).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 2 scripts/14_llm_serving.py --steps 200
-# mpiexec -n 2 python scripts/14_llm_serving.py
-# python scripts/14_llm_serving.py                      # a world of one
-# ```
+# **New here:** [kv cache](../assets/glossary.md#kv-cache), [prefill and
+# decode](../assets/glossary.md#prefill-and-decode), [arithmetic intensity](../assets/glossary.md#arithmetic-intensity),
+# and in MORE [sampling](../assets/glossary.md#sampling), [continuous
+# batching](../assets/glossary.md#continuous-batching), [paged cache](../assets/glossary.md#paged-cache), [prefix
+# reuse](../assets/glossary.md#prefix-reuse) and [speculative decoding](../assets/glossary.md#speculative-decoding).
+# Tables to look things up are in [the handbook](../assets/handbook/14_llm_serving.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 3, warm-up 3, sampler 7, cache 9, rooflines 5, draft tokens 11, batching 5, zoo 2. Builds A to C
-# take about three minutes each and are in these numbers.
+# Minutes of the CORE: start 2, all positions again 4, the cache 15, what a token waits for 12, two ranks 11, card 1. Builds A
+# to F take about four minutes each and are in these numbers.
 #
-# *Say:* training reads a text once, all positions at a time. Serving writes it, one position at a time. Every section
-# is a way to do more than one position for each time that the weights are read.
+# *Say:* training reads a text once, all positions at a time. Serving writes it, one position at a time. So the weights
+# and the cache are read for every single token.
 #
-# *Three usual mistakes:* thinking that the cache holds queries; thinking that draft tokens make the text worse; thinking that a
-# batch of 16 takes 16 times as long.
+# *Three usual mistakes:* thinking that the cache holds queries; counting query heads instead of KV heads; thinking that a
+# full server is busy computing.
 #
-# *When late:* give solution A, show the stored table of rooflines, keep builds B and C.
+# *When late:* give solutions C and E, keep A, B and F.
 #
 # *Ask the room:* "Two users send the same 2,000 words of instructions, then a question each. What must be computed twice?"
 # (Only the questions and the answers: keys and values depend on nothing that comes later.)
@@ -62,15 +58,14 @@
 
 # %% tags=["parameters"]
 n_ranks = 2  # processes; in a script the launcher decides
-steps = 100  # of training of the large model, and of the small one, 2 to 2000
+steps = 100  # of training of the large model, and of the small one in MORE, 2 to 2000
 texts = 4  # texts that each rank writes for each number of draft tokens, at least 2
 draws = 3000  # tokens that are drawn to compare distributions, 500 to 100000
 
 # %% [markdown]
-# ## Start (CORE, 3 min)
+# ## Start (CORE, 2 min)
 #
-# The first cell starts two ranks. Cells that begin with `%%ranks` run on all of them. Each section needs the cells of
-# this one, and then only its own: a folded cell with `catch_up(...)` defines what is missing from earlier ones.
+# The first cell starts two ranks.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -84,70 +79,583 @@ import copy
 import math
 import statistics
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import Metrics, catch_up, join, leave, say, show
+from manyhands import ____, Metrics, card, catch_up, compare, join, leave, say, show
 from manyhands.checks import llm_serving as checks
+from manyhands.measure import wire
+
+ranks = join(globals())
+rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+
+# %% [markdown]
+# The folded cell trains ShakespeareGPT for a moment, by averaged gradients as in [lesson
+# 03](03_data_parallel.ipynb). It stays a poor writer. Nothing below depends on what it writes, only on what that costs.
+# Afterwards each rank holds a copy, in float64, so that "equal" can mean 1e-10.
+#
+# Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` new positions, `S` all positions so far, `E`
+# numbers per head, `V` tokens in the vocabulary.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 300
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.gpt.sampling import Sampling, uniforms
+from manyhands.launch import recorded_runs
 from manyhands.measure.timing import synchronise
+from manyhands.serve.decoder import run
 from manyhands.serve.engine import Engine, generate
 
-# %%
-# %%ranks
-ranks = join(globals())
-rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 corpus = load_corpus(ranks)
 V, T = len(corpus.vocab), 64
 global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
 metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
 
-# %% [markdown]
-# You train two models: ShakespeareGPT, and a small one with 1 layer of width 32, which will draft for the large one. All ranks
-# train both together. Afterwards each rank holds a copy and writes its own texts, in float64, so that "equal" can mean 1e-10.
 
-
-# %%
-# %%ranks --timeout 300
-def trained(n_layer, n_embd, lr):
+def trained(name, n_layer, n_embd, lr):
     """A GPT after `steps` steps of data-parallel AdamW, the same on all ranks, in float64."""
     torch.manual_seed(1337)
     model = GPT(GPTConfig(V, T, n_layer, 4, n_embd)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for step in range(steps):
-        optimizer.zero_grad()
-        ids_bT, targets_bT = get_batch(corpus.train_ids, step, global_batch, T, rank, world_size, seed=1)
-        model(ids_bT.to(device), targets_bT.to(device))[1].backward()
-        parameters = list(model.parameters())
-        row_P = torch.cat([p.grad.flatten() for p in parameters])
-        dist.all_reduce(row_P)
-        for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
-            p.grad = part.view_as(p) / world_size
-        optimizer.step()
-    return model.double().eval()
-
-
-target, draft = trained(4, 128, lr=1e-3), trained(1, 32, lr=3e-3)
-val_ids = corpus.val_ids.to(device)
-
-# %%
-# %%ranks
-torch.set_grad_enabled(False)  # nothing is trained any more
-for name, model in (("large", target), ("small", draft)):
+    with torch.enable_grad():
+        for step in range(steps):
+            optimizer.zero_grad()
+            ids_bT, targets_bT = get_batch(corpus.train_ids, step, global_batch, T, rank, world_size, seed=1)
+            model(ids_bT.to(device), targets_bT.to(device))[1].backward()
+            parameters = list(model.parameters())
+            row_P = torch.cat([p.grad.flatten() for p in parameters])
+            dist.all_reduce(row_P)
+            for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
+                p.grad = part.view_as(p) / world_size
+            optimizer.step()
+    model = model.double().eval()
     loss = model(val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T))[1].item()
     if rank == 0:
         say(f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per token")
     metrics.close(tolerance=0.05, **{f"{name}_loss": loss})
-prompt = corpus.encode(corpus.text[:20]).tolist()
+    return model
+
+
+torch.set_grad_enabled(False)  # but for `trained`, nothing is trained here
+val_ids = corpus.val_ids.to(device)
+BANDWIDTH, PEAK = 3.35e12, 989e12  # an H100: bytes/s, and FLOP/s in bf16 without sparsity
+target = trained("large", 4, 128, lr=1e-3)
 
 # %% [markdown]
-# A hundred steps make no poet, but everything below is about *how* a model writes, not what.
+# ## Every token, all positions again (CORE, 4 min)
+#
+# The simplest way to write: compute the whole text, take the likeliest next token, append it, start over.
+
+
+# %%
+# %%ranks
+def greedy(model, prompt, n):
+    """The ids of `prompt` and n more, each the likeliest next one."""
+    ids = list(prompt)
+    for _ in range(n):
+        logits_BTV, _ = model(torch.tensor([ids], device=device))
+        ids.append(int(logits_BTV[0, -1].argmax()))
+    return ids
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+def counted(model, write):
+    """(what write() returns, positions that the model computes for it, seconds)"""
+    positions = []
+    hook = model.tokens.register_forward_hook(lambda _, args, out: positions.append(args[0].numel()))
+    began_s = time.perf_counter()
+    written = write()
+    synchronise(device)
+    took_s = time.perf_counter() - began_s
+    hook.remove()
+    return written, sum(positions), took_s
+
+
+begin = val_ids[:1].tolist()
+greedy(target, begin, 2)  # warm
+plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
+if rank == 0:
+    say(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
 
 # %% [markdown]
-# ## Warm-up: four numbers, three knobs (CORE, 3 min)
+# 1 + 2 + ... + 63 = 2,016. The model computes 32 positions for each token that anybody reads, and uses the logits of one.
+#
+# **Predict.** 4,000 tokens after one: how many positions for each token?
+
+# %%
+# %%ranks
+guess_positions = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001)) / 4000)
+
+# %% [markdown]
+# The work grows with the square of the text. **The goal: compute each position once.**
+
+# %% [markdown]
+# ## Keep keys and values (CORE, 15 min)
+#
+# In a causal model a position never looks ahead. So its keys and values stay the same, whatever is written later. Store
+# them: this is the [**KV cache**](../assets/glossary.md#kv-cache). Old queries are not needed, as only new positions ask.
+#
+# ![Without a cache each new token computes all positions, a triangle; with a cache each position is computed once, a
+# diagonal, and looks back at stored keys and values](../assets/14_cache.svg)
+#
+# ### Build A: remember
+#
+# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Positions are dim 2. (Whatever you
+# leave as it is, the check replaces by the lesson's own lines.)
+
+
+# %%
+# %%ranks
+def remember(cache, layer, k_BHTE, v_BHTE):
+    """(keys, values) of all positions so far, which the cache holds afterwards."""
+    if layer in cache:
+        ____  # the stored ones first, then the new ones
+    ____  # store
+    return k_BHTE, v_BHTE
+
+
+checks.remember(remember, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution A</summary>
+#
+# ```python
+# def remember(cache, layer, k_BHTE, v_BHTE):
+#     if layer in cache:
+#         old_k, old_v = cache[layer]
+#         k_BHTE = torch.cat([old_k, k_BHTE], dim=2)
+#         v_BHTE = torch.cat([old_v, v_BHTE], dim=2)
+#     cache[layer] = k_BHTE, v_BHTE
+#     return k_BHTE, v_BHTE
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Build B: who may look where
+#
+# T new queries meet S keys. Query t is at position S - T + t and must not look beyond it. The mask is True where a query
+# may look. `F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS)` takes it. Its `is_causal=True` would align query 0
+# with key 0, and a single new query would see nothing but the first position.
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "greedy", "counted", "remember")
+
+
+# %%
+# %%ranks
+def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
+    """Attention of the new queries over all positions so far [B, H, T, E]."""
+    k_BHSE, v_BHSE = remember(cache, layer, k_BHTE, v_BHTE)
+    T, S = q_BHTE.shape[2], k_BHSE.shape[2]
+    mask_TS = ____
+    return ____
+
+
+checks.attend(attend, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
+#     k_BHSE, v_BHSE = remember(cache, layer, k_BHTE, v_BHTE)
+#     T, S = q_BHTE.shape[2], k_BHSE.shape[2]
+#     mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril(S - T)
+#     return F.scaled_dot_product_attention(q_BHTE, k_BHSE, v_BHSE, attn_mask=mask_TS)
+# ```
+#
+# </details>
+
+# %% [markdown]
+# What your `attend` looks at, if three positions arrive, then one, then two:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+if rank == 0:
+    cache, S, rows = {}, 0, []
+    for new in (3, 1, 2):
+        v_11TE = torch.eye(6, dtype=torch.float64, device=device)[S : S + new][None, None]  # value s is unit vector s
+        seen_TE = attend(cache, 0, *(torch.zeros_like(v_11TE) for _ in range(2)), v_11TE)[0, 0] > 0
+        rows += [
+            f"query {S + t}: " + "".join("█" if one else "·" for one in row) for t, row in enumerate(seen_TE.tolist())
+        ]
+        S += new
+    say("\n".join(rows))
+
+# %% [markdown]
+# ### Build C: prefill, then decode
+#
+# Writing has two phases now. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions of the
+# prompt in one call. **Decode** computes one position per call.
+#
+# `step(new, start)` computes the ids `new` at positions start, start + 1, ..., and returns the next id. `known` is how many
+# positions the cache holds.
+
+
+# %%
+# %%ranks
+def continued(step, ids, n, known=0):
+    """The ids and n more, each position computed once."""
+    ids = list(ids)
+    for _ in range(n):
+        token = ____  # compute what is not known
+        known = ____
+        ids.append(token)
+    return ids
+
+
+checks.continued(continued, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution C</summary>
+#
+# ```python
+# def continued(step, ids, n, known=0):
+#     """The ids and n more, each position computed once."""
+#     ids = list(ids)
+#     for _ in range(n):
+#         token = step(ids[known:], known)
+#         known = len(ids)
+#         ids.append(token)
+#     return ids
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Given, in the folded cell: `greedy_step(model, cache)` is such a `step`. It is the model's forward with your `attend` in
+# each layer.
+#
+# **Predict.** 63 positions instead of 2,016 are 32 times fewer. How many times faster is it here?
+
+# %%
+# %%ranks
+guess_faster = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "greedy", "counted", "attend", "continued")
+
+
+def forward(model, ids_BT, start, attend):
+    """Logits [B, T, V] of positions start, start + 1, ...; `attend(layer, q, k, v)` knows what lies before them."""
+    positions_T = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
+    return run(model, ids_BT, positions_T, attend)
+
+
+def greedy_step(model, cache):
+    """step(new, start): compute these ids with this cache, and return the likeliest next one."""
+
+    def step(new, start):
+        logits_BTV = forward(model, torch.tensor([new], device=device), start, partial(attend, cache))
+        return int(logits_BTV[0, -1].argmax())
+
+    return step
+
+
+def call_ms(T):
+    """Milliseconds of a call on T positions without a cache, the least of five."""
+    ids_BT = val_ids[:T][None]
+    return 1e3 * min(counted(target, lambda: forward(target, ids_BT, 0, partial(attend, {})))[2] for _ in range(5))
+
+
+begin = val_ids[:1].tolist()
+continued(greedy_step(target, {}), begin, 2)  # warm
+plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
+found, positions, took_s = counted(target, lambda: continued(greedy_step(target, {}), begin, 63))
+assert found == plain, "another text"
+assert (plain_positions, positions) == (2016, 63)
+calls_ms = {T: call_ms(T) for T in (1, 16, 64)}
+metrics.measured(plain_s=plain_s, cached_s=took_s, call_ms={str(T): ms for T, ms in calls_ms.items()})
+
+# are the logits, computed in pieces, those of the model's own forward? And the bytes of the cache?
+ids_BT, cache, pieces = val_ids[: 3 * T].view(3, T), {}, []
+for piece in ids_BT.split([40, 1, 1, 22], dim=1):  # a prefill, two decodes, and a second prompt
+    pieces.append(forward(target, piece, sum(logits.shape[1] for logits in pieces), partial(attend, cache)))
+assert (torch.cat(pieces, dim=1) - target(ids_BT)[0]).abs().max() < 1e-10
+num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
+assert num_bytes == 2 * 4 * 3 * T * 128 * 8
+
+compare("times faster, measured", guess_faster, round(plain_s / took_s, 1))
+if rank == 0:
+    say(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10")
+    say("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
+
+# %% [markdown]
+# Why so little? Both ways make **63 calls**, and a call has a price of its own: here Python starts every
+# operation of every layer, whatever T is. The last line shows it. A call on 64 positions costs far less than 64 calls on one. On a GPU the
+# price of a call is another one: it reads all weights from memory. The rest of this lesson is about that price.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: the cache</summary>
+#
+# *Usual mistake:* `is_causal=True` with T = 1: the one query is aligned with key 0, and sees nothing else. The check says so. *Ask:*
+# "why may a prefill use it?" (T = S, so both alignments are the same.)
+#
+# </details>
+
+# %% [markdown]
+# ## What does a token wait for? (CORE, 12 min)
+#
+# A cache takes memory, and each decode step reads all of it. In [grouped-query attention](../assets/glossary.md#gqa)
+# several query heads share one **KV head**, and only KV heads are stored.
+#
+# ### Build D: the bytes of a cache
+#
+# N layers, H query heads, KV heads of E numbers, S positions, `size` bytes per number.
+
+
+# %%
+# %%ranks
+def cache_bytes(N, H, KV, E, S, size=2):
+    """Bytes of the keys and values of one sequence."""
+    return ____
+
+
+checks.cache_bytes(cache_bytes, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution D</summary>
+#
+# ```python
+# def cache_bytes(N, H, KV, E, S, size=2):
+#     return 2 * N * KV * E * S * size
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Now the time of a call. It reads the weights once (2 bytes each), and the caches of all users. It computes 2 FLOPs per
+# weight for each position. Memory and arithmetic work at the same time, so the slower one counts. (Attention's own FLOPs
+# are left out.) `BANDWIDTH` = 3.35e12 bytes/s and `PEAK` = 989e12 FLOP/s are an H100's.
+#
+# ### Build E: the seconds of a call
+
+
+# %%
+# %%ranks
+def call_s(P, positions, caches):
+    """Seconds of a call on so many positions; P weights, `caches` bytes of all caches together."""
+    memory_s = ____
+    arithmetic_s = ____
+    return ____
+
+
+checks.call_s(call_s, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution E</summary>
+#
+# ```python
+# def call_s(P, positions, caches):
+#     memory_s = (2 * P + caches) / BANDWIDTH
+#     arithmetic_s = 2 * P * positions / PEAK
+#     return max(memory_s, arithmetic_s)
+# ```
+#
+# </details>
+
+# %% [markdown]
+# FLOPs per byte read are the [**arithmetic intensity**](../assets/glossary.md#arithmetic-intensity). Weights alone would
+# put the corner at 989 / 3.35 = 295 positions per call. But users bring caches, and a cache is read for one user only.
+#
+# ![FLOP/s that can be reached against FLOPs per byte, on log scales: a slope up to the corner at 295, then flat; 119 users
+# with 8 KV heads reach 24, a prefill of 2,048 positions lies beyond the corner](../assets/14_roofline.svg)
+#
+# Fill an H100 (80 GB) with users who have 4,096 positions each, until nobody fits any more:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.plots.serving import reads_and_published
+
+catch_up(globals(), "cache_bytes", "call_s")
+MODELS = {  # weights, layers, query heads, KV heads, numbers per head
+    "Llama 2 7B, 32 KV heads": (6.74e9, 32, 32, 32, 128),
+    "Llama 3 8B, 8 KV heads": (8.03e9, 32, 32, 8, 128),
+}
+curves, full = {}, {}
+for name, (P, *shape) in MODELS.items():
+    each = cache_bytes(*shape, 4096)
+    users = int((80e9 - 2 * P) // each)
+    curves[name] = 2 * P / 1e9, each / 1e9, users  # GB
+    step_s, busy_s = call_s(P, users, users * each), 2 * P * users / PEAK
+    full[name] = users, step_s
+    if rank == 0:
+        ratio = users * each / (2 * P)
+        say(
+            f"{name}: {users} users; caches are {ratio:.1f} times the weights; {1e3 * step_s:.0f} ms per step, "
+            f"{users / step_s:,.0f} tokens/s; arithmetic busy {busy_s / step_s:.0%}"
+        )
+mla = (2 * 128 * 128) / (512 + 64)  # DeepSeek-V3, numbers per layer and position: 128 heads, or what MLA stores
+if rank == 0:
+    say(f"MLA stores {mla:.0f} times fewer bytes than the same heads without it")
+metrics.exact(full=full, mla=mla)
+if rank == 0:
+    published = recorded_runs.published("14_serving")
+    figure = reads_and_published(curves, published, "read per step, caches of 4,096")
+    show(figure, "reads_and_published", "left, bytes read per step by users; right, published latencies by users")
+    _, gaps, rates = (dict(one["points"]) for one in published)
+    say(f"published, 250 users: {gaps[250] / 1e3 * rates[250]:.0f} texts are written at a time, the others wait")
+
+# %% [markdown]
+# **A full server does not compute, it reads.** Memory is full long before 295 users, and most of what is read is caches.
+# Fewer KV heads are the cure: four times fewer bytes let four times as many users in. DeepSeek's MLA
+# ([2024](https://arxiv.org/abs/2412.19437)) stores one short vector for all heads.
+#
+# The right panel is a real server ([source](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)). It writes
+# tokens / second x seconds / token = 86 texts at a time. Between 50 and 100 users it is full: the time per token stays, and
+# the **time to first token** explodes, as new users queue.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: what a token waits for</summary>
+#
+# 989 TFLOP/s is dense, as in lesson 01; the data sheet's 1,979 is with sparsity. *Ask:* "why does a provider charge more for
+# output than for input?" (Input is prefill, at the flat part of the roof.) *Ask:* "what would an 8-bit cache change?" (Twice as
+# many users, and the same time per step: the server is full again.)
+#
+# </details>
+
+# %% [markdown]
+# ## Rank 0 prefills, rank 1 decodes (CORE, 11 min)
+#
+# 32 users with 4,096 positions are reading their answers from Llama 3 8B. A step takes 10 ms. Now somebody sends a prompt of
+# 8,192 tokens, and the server prefills it in one call.
+#
+# **Predict.** For how many milliseconds does no other user get a token?
+
+# %%
+# %%ranks
+guess_pause = ____  # your turn: type a number
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "cache_bytes", "call_s", "remember", "attend", "continued", "forward", "greedy_step", "greedy")
+P, shape, users, S, chunk = 8.03e9, (32, 32, 8, 128), 32, 8192, 512
+others = users * cache_bytes(*shape, 4096)
+alone_s, step_s = call_s(P, S, 0), call_s(P, users, others)
+whole_s = call_s(P, S + users, others)
+chunks_s = [call_s(P, chunk + users, others + cache_bytes(*shape, done)) for done in range(0, S, chunk)]
+travels_s = cache_bytes(*shape, S) / 50e9  # one InfiniBand link of 400 Gb/s
+ways = {
+    "in one call": (whole_s, whole_s),
+    f"in {len(chunks_s)} chunks of {chunk}": (max(chunks_s), sum(chunks_s)),
+    "on another GPU": (step_s, alone_s + travels_s),
+}
+compare("the pause", guess_pause, round(1e3 * whole_s), "ms")
+for name, (pause_s, first_s) in ways.items():
+    if rank == 0:
+        say(f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms")
+metrics.exact(ways=ways)
+
+# %% [markdown]
+# Two cures. **Chunked prefill** adds 512 positions of the prompt to each decode step. The step hardly gets longer, because
+# it has waited for memory anyway. The other cure is to prefill on **another GPU** and send the cache. (At peak rates. Real
+# kernels reach perhaps half.)
+#
+# ![Three time lines: a prefill in one call leaves a gap between the tokens of others; in chunks there is none; with two ranks rank 0
+# prefills, the cache travels, rank 1 decodes all the time](../assets/14_two_ranks.svg)
+#
+# ### Build F: hand the cache over
+#
+# Your ranks form pairs: 0 and 1, 2 and 3. In a pair rank `src` prefills and rank `dst` decodes. Send the cache as **one**
+# message: one tensor of shape [N, 2, B, H, S, E], with keys and values of all layers. `dist.recv` needs a tensor to write
+# into, and `enumerate` of it gives layers. (A rank without a partner does both itself, and sends nothing.)
+
+
+# %%
+# %%ranks
+def hand_over(cache, shape, src, dst):
+    """Return the cache of rank src on rank dst. shape: [N, 2, B, H, S, E]."""
+    if rank == src:
+        ____  # stack, and send to dst
+    if rank == dst:
+        packed = torch.empty(shape, dtype=torch.float64, device=device)
+        ____  # receive from src
+        cache = ____  # {layer: (keys, values)}
+    return cache
+
+
+checks.hand_over(hand_over, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution F</summary>
+#
+# ```python
+# def hand_over(cache, shape, src, dst):
+#     if rank == src:
+#         packed = torch.stack([torch.stack(cache[layer]) for layer in range(shape[0])])
+#         dist.send(packed, dst)
+#     if rank == dst:
+#         packed = torch.empty(shape, dtype=torch.float64, device=device)
+#         dist.recv(packed, src)
+#         cache = {layer: (keys, values) for layer, (keys, values) in enumerate(packed)}
+#     return cache
+# ```
+#
+# </details>
+
+# %% [markdown]
+# Now both phases, each on its rank. The first token comes from the prefill, so it travels, too.
+
+# %%
+# %%ranks
+src, dst = rank - rank % 2, rank - rank % 2 + 1
+paired = dst < world_size
+prompt, n, cache = val_ids[40 * src : 40 * src + 40].tolist(), 24, {}
+step = greedy_step(target, cache)
+with wire.watch() as seen:
+    if rank == src:
+        text = continued(step, prompt, 1)  # prefill
+        first = torch.tensor(text[-1:], device=device)
+    if rank == src and paired:
+        hand_over(cache, (4, 2, 1, 4, 40, 32), src, dst)
+        dist.send(first, dst)
+    if rank == dst:
+        cache = hand_over({}, (4, 2, 1, 4, 40, 32), src, dst)
+        dist.recv(first := torch.empty(1, dtype=torch.int64, device=device), src)
+    if rank == dst or not paired:
+        text = continued(greedy_step(target, cache), prompt + first.tolist(), n - 1, known=40)  # decode
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+assert text == greedy(target, prompt, len(text) - 40), "the pair writes another text"
+wanted = cache_bytes(4, 4, 4, 32, 40, size=8) + 8
+assert seen.sent_bytes == (wanted if paired and rank == src else 0)
+if not paired:
+    say("no partner: prefilled 40 positions and decoded 23 myself, nothing was sent")
+elif rank == src:
+    say(f"prefilled 40 positions, sent {seen.sent_bytes:,} bytes: your formula's {wanted - 8:,}, and 8 for a token")
+else:
+    say(f"received, decoded {n - 1} positions: the same {n} tokens as one rank alone, {seen.sent_bytes} bytes sent")
+metrics.exact(hand_over_bytes=seen.sent_bytes)
+
+# %% [markdown]
+# The decoding rank has never seen the prompt's positions, only their keys and values. In large services each side has ranks
+# of its own, in the ratio that the traffic asks for
+# ([DistServe, 2024](https://arxiv.org/abs/2401.09670)). The handbook has published numbers.
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: two ranks</summary>
+#
+# *Ask:* "which of the two sides wants more memory, which more FLOP/s?" (Decode keeps the caches. Prefill computes.) *Ask:*
+# "when do chunks win?" (Where no fast link lies between the two, or where there is one GPU.) The two cures go together.
+#
+# </details>
+
+# %% [markdown]
+# ## Draw instead of taking the likeliest (MORE, 11 min)
 #
 # A model returns logits; softmax turns them into probabilities; the next token is drawn at random from those. That is
 # [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four tokens with 0.4, 0.3, 0.2, 0.1:
@@ -179,13 +687,15 @@ for name, number in (("top-k 2, or top-p 0.7", 2), ("top-k 3, or top-p 0.75", 3)
     kept_V = p_V * (torch.arange(4) < number)
     say(f"{name}: {[round(p, 3) for p in (kept_V / kept_V.sum()).tolist()]}")
 
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "remember", "attend", "continued", "forward")
+
 # %% [markdown]
-# ## From logits to a token (CORE, 7 min)
-#
 # **Why cut?** Each unlikely token is rare, but there are many of them. 50,000 tokens with a probability of 0.000002 each add up
 # to 0.1: one draw in ten is one of them, and the rest of the text has to follow from it.
 #
-# ### Build A: what is kept
+# ### Build G: what is kept
 #
 # Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the tokens, with sum 1. Apply top-k first (None keeps
 # all), then top-p to what is left: the kept tokens must reach `top_p` times *its* sum. `p_V.sort(descending=True)` gives the
@@ -203,7 +713,7 @@ def kept(p_V, top_k=None, top_p=1.0):
 checks.kept(kept, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution A</summary>
+# <details><summary>Solution G</summary>
 #
 # ```python
 # def kept(p_V, top_k=None, top_p=1.0):
@@ -244,22 +754,38 @@ def write(model, prompt, numbers, **knobs):
     return ids
 
 
+def write_cached(model, prompt, numbers, **knobs):
+    """As `write`, with each position computed once: the ids, and the cache."""
+    cache, left = {}, iter(numbers)
+
+    def step(new, start):
+        logits_BTV = forward(model, torch.tensor([new], device=device), start, partial(attend, cache))
+        return drawn(to_draw_from(logits_BTV[0, -1], **knobs), next(left))
+
+    return continued(step, prompt, len(numbers)), cache
+
+
 # %%
 # %%ranks
+prompt = val_ids[:20].tolist()
+logits_V = target(val_ids[:T][None])[0][0, -1]
 for knobs in ({"temperature": 0.3}, {}, {"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.6}):
-    text = corpus.decode(write(target, prompt, uniforms(seed=7, n=43), **knobs)[20:])
+    p_V = to_draw_from(logits_V, **knobs)
     if rank == 0:
-        say(f"{', '.join(f'{k} {v}' for k, v in knobs.items()) or 'as it is':30} {text!r}")
+        name = ", ".join(f"{k} {v}" for k, v in knobs.items()) or "as it is"
+        say(f"{name:30} {int((p_V > 0).sum()):2} of {V} tokens can come, the likeliest with {p_V.max():.2f}")
 
 # %% [markdown]
-# The package's `generate` writes a whole batch at once, each row with its own knobs. The same numbers u give the same text:
+# The package's `generate` writes a whole batch at once, each row with its own knobs. The same numbers u give the same text,
+# with and without a cache:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
 numbers = uniforms(seed=rank, n=30)
-ours = write(target, prompt, numbers, temperature=0.8, top_k=20, top_p=0.9)
+knobs = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
+ours, (ours_cached, _) = (how(target, prompt, numbers, **knobs) for how in (write, write_cached))
 library = generate(target, torch.tensor([prompt], device=device), 30, Sampling(0.8, 20, 0.9), seed=rank)
-assert library[0].tolist() == ours
+assert library[0].tolist() == ours == ours_cached
 say(f"{len(ours)} tokens, the same by our lines and by the package's")
 
 # %% [markdown] tags=["notes"]
@@ -273,184 +799,82 @@ say(f"{len(ours)} tokens, the same by our lines and by the package's")
 # </details>
 
 # %% [markdown]
-# ## Do not compute it again: the KV cache (CORE, 9 min)
+# ## Many users: continuous batching (MORE, 7 min)
 #
-# **Why.** For each new token `write` computes all positions, and throws away all logits but the last. In a causal model a position
-# never looks ahead, so its keys and values do not change, whatever is written later. Store them: this is the
-# [**KV cache**](../assets/glossary.md#kv-cache). Old queries are not needed: only the newest position attends.
+# **Why.** Users arrive at any time and want texts of any length. A batch that waits for its longest text leaves places empty. So
+# let texts join and leave the batch **between any two steps**: [continuous batching](../assets/glossary.md#continuous-batching) (Yu et
+# al. 2022, Orca).
 #
-# ![Without a cache each new token computes all positions, a triangle; with a cache each position is computed once, a
-# diagonal, and looks back at stored keys and values](../assets/14_cache.svg)
+# ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
+# text is finished](../assets/14_batching.svg)
 #
-# **Predict.** From one token, the model writes 63 more. How many positions does it compute without a cache, and with one?
+# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 tokens, but *two* places. How many steps does each way take?
 #
 # <details><summary>Answer</summary>
 #
-# Without: 1 + 2 + ... + 63 = 63·64/2 = **2,016**. With: **63**.
-#
-# </details>
-#
-# Below is the model's own forward, with two changes: attention is passed in, and the first position need not be 0.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "kept", "drawn", "to_draw_from", "write")
-
-
-# %%
-# %%ranks
-def forward(model, ids_BT, start, attend):
-    """Logits [B, T, V] of positions start, start + 1, ...; `attend(layer, q, k, v)` knows what lies before them."""
-    positions_T = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
-    x_BTD = model.tokens(ids_BT) + model.positions(positions_T)
-    for layer, block in enumerate(model.blocks):
-        qkv_BTC, size = block.attention.qkv(block.norm_1(x_BTD)), block.attention.head_size
-        q_BHTE, k_BHTE, v_BHTE = qkv_BTC.unflatten(-1, (-1, 3, size)).transpose(1, 2).unbind(-2)
-        y_BHTE = attend(layer, q_BHTE, k_BHTE, v_BHTE)
-        x_BTD = x_BTD + block.attention.out(y_BHTE.transpose(1, 2).flatten(2))
-        x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
-    return model.head(model.norm(x_BTD))
-
-
-# %% [markdown]
-# ### Build B: attention with a memory
-#
-# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Write `attend`: append the new keys and values
-# to the old ones (positions are dim 2), store the result in `cache`, and return the attention of the T new queries over all S
-# positions. Query t is at position S - T + t and must not look beyond it. `F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS)`
-# takes a mask that is True where a query may look; its `is_causal=True` would align query 0 with key 0.
-
-
-# %%
-# %%ranks
-def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
-    """Attention of the new queries over all positions so far [B, H, T, E]; the cache holds them afterwards."""
-    raise NotImplementedError  # your turn
-
-
-checks.attend(attend, ranks)
-
-# %% [markdown] tags=["solution"]
-# <details><summary>Solution B</summary>
-#
-# ```python
-# def attend(cache, layer, q_BHTE, k_BHTE, v_BHTE):
-#     if layer in cache:
-#         k_BHTE, v_BHTE = (torch.cat(pair, dim=2) for pair in zip(cache[layer], (k_BHTE, v_BHTE), strict=True))
-#     cache[layer] = k_BHTE, v_BHTE
-#     T, S = q_BHTE.shape[2], k_BHTE.shape[2]
-#     mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTE.device).tril(S - T)
-#     return F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_TS)
-# ```
+# Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts pass beside the first
+# long one, and three beside the second: **14**, which is 28 tokens on 2 places, none of which is ever empty.
 #
 # </details>
 
-# %% [markdown]
-# With a cache, writing has two phases. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions of the prompt
-# in one call. **Decode** then computes one position at a time.
-
-
-# %%
-# %%ranks
-def write_cached(model, prompt, numbers, **knobs):
-    """As `write`, with each position computed once: the ids, and the cache."""
-    ids, cache, new = list(prompt), {}, list(prompt)
-    for u in numbers:
-        new_BT, start = torch.tensor([new], device=device), len(ids) - len(new)
-        logits_BTV = forward(model, new_BT, start, lambda *layer_qkv: attend(cache, *layer_qkv))
-        new = [drawn(to_draw_from(logits_BTV[0, -1], **knobs), u)]
-        ids += new
-    return ids, cache
-
-
-# %%
-# %%ranks
-computed = []
-counting = target.tokens.register_forward_hook(lambda _, args, out: computed.append(args[0].numel()))
-numbers, seconds = uniforms(seed=3, n=63), {}
-for name, how in (("without", write), ("with", write_cached)):
-    computed.clear()
-    began_s = time.perf_counter()
-    text = how(target, prompt[:1], numbers)
-    seconds[name] = time.perf_counter() - began_s, sum(computed), text
-counting.remove()
-assert seconds["without"][2] == seconds["with"][2][0], "the same text"
-if rank == 0:
-    for name, (took_s, positions, _) in seconds.items():
-        say(f"{name:8} a cache: {positions:5,} positions computed, {took_s:.2f} s")
-
-# %% [markdown]
-# The text is the same. (Seconds tell little on a GPU: at 64 positions it waits for Python to launch each kernel, both ways.
-# Positions are what longer texts pay for.)
-#
-# Are the logits, computed in pieces, those of the model's own forward? And the memory: keys and values (2), for
-# N layers, B sequences, S positions and D numbers of 8 bytes each, should take **2 N B S D · 8** bytes.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-ids_BT, cache, found = val_ids[: 3 * T].view(3, T), {}, []
-for piece in ids_BT.split([40, 1, 1, 22], dim=1):  # a prefill, two decodes, and a second prompt
-    start = sum(logits.shape[1] for logits in found)
-    found.append(forward(target, piece, start, lambda *layer_qkv: attend(cache, *layer_qkv)))
-apart = (torch.cat(found, dim=1) - target(ids_BT)[0]).abs().max().item()
-assert apart < 1e-10, apart
-num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
-assert num_bytes == 2 * 4 * 3 * T * 128 * 8
-say(f"equal to no cache to 1e-10; {num_bytes:,} bytes, as predicted")
+def continuous_steps(lengths, places):
+    """Steps until all texts are written, if each place is filled as soon as it is free."""
+    waiting, running, steps_taken = list(lengths), [], 0
+    while waiting or running:
+        while waiting and len(running) < places:
+            running.append(waiting.pop(0))
+        running = [left - 1 for left in running if left > 1]
+        steps_taken += 1
+    return steps_taken
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: the cache</summary>
-#
-# *Usual mistake:* `is_causal=True` with T = 1: the one query is aligned with key 0, and sees nothing else. The check says so. *Ask:*
-# "why may a prefill use it?" (T = S, so both alignments are the same.) *When late:* skip the cell that counts seconds.
-#
-# </details>
+
+lengths = [8, 2, 2, 2, 8, 2, 2, 2]
+for places in (4, 2):
+    static = sum(max(lengths[i : i + places]) for i in range(0, len(lengths), places))
+    say(f"{places} places: static {static} steps, continuous {continuous_steps(lengths, places)}")
 
 # %% [markdown]
-# ## Prefill and decode: two rooflines (CORE, 5 min)
-#
-# **Why.** A position costs about 2 P FLOPs in a model of P parameters. But a *call* of the model reads all P weights from memory
-# once, for one position or for a thousand. FLOPs per byte read is the call's [**arithmetic
-# intensity**](../assets/glossary.md#arithmetic-intensity). Compare it with the GPU's own ratio, FLOP/s divided by bytes/s: below
-# that a call waits for memory, above it for arithmetic.
-#
-# ![FLOP/s that can be reached against FLOPs per byte on a log scale: a slope up to the corner at 295, then flat; decode of one
-# user at 1, 16 users at 16, a prefill of 2,048 positions beyond the corner](../assets/14_roofline.svg)
-#
-# **Predict.** An H100 computes 989 TFLOP/s in bf16 and reads 3.35 TB/s. How many tokens per second can a 7 B model write
-# at most, for one user? And if a weight took one byte instead of two, with arithmetic still in bf16: where would the corner be?
-#
-# <details><summary>Answer</summary>
-#
-# 14 GB of weights are read per token: 3,350/14 = **239** per second, with the GPU's arithmetic busy 0.3 % of the time. In bf16 a
-# batch of B users has an intensity of 2 P B / 2 P = B, so the corner is at 989/3.35 = 295 users. With one byte per weight it is
-# 2 P B / P = 2 B, and the corner is at **148** users.
-#
-# </details>
+# Each text's cache grows at its own pace. So memory is cut into **blocks** of, say, 16 positions; a text takes blocks from one pool
+# as it grows, and a table lists which: a [paged cache](../assets/glossary.md#paged-cache) (Kwon et al. 2023, vLLM). Nothing is reserved
+# for text that is never written, and texts with the same beginning can share its blocks: [prefix
+# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. Eight texts with 40 tokens in common, four at a time, must
+# come out as if each were written alone:
 
 # %%
 # %%ranks
-PEAK, BANDWIDTH, P = 989e12, 3.35e12, 7e9
+engine = Engine(target, "lesson 14", num_blocks=24, block_size=8, max_running=4)
+common = corpus.encode(corpus.text[:40]).tolist()
+asked = [common + val_ids[5 * i : 5 * i + 4].tolist() for i in range(8)]
+served = [engine.add(prompt, 4 + 2 * i, Sampling(0.8), seed=i) for i, prompt in enumerate(asked)]
+steps_taken = 0
+while not engine.idle():
+    engine.step()
+    steps_taken += 1
+for i, sequence in enumerate(served):
+    alone = generate(target, torch.tensor([asked[i]], device=device), 4 + 2 * i, Sampling(0.8), seed=i)
+    assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
 if rank == 0:
-    for name, positions in (
-        ("decode, 1 user", 1),
-        ("16 users", 16),
-        ("295 users", 295),
-        ("prefill of 2,048", 2048),
-    ):
-        call_s = max(2 * P / BANDWIDTH, 2 * P * positions / PEAK)  # bf16: two bytes per weight
-        say(f"{name:17} {call_s * 1e3:6.1f} ms per call, {positions / call_s:9,.0f} positions/s")
+    say(f"8 texts in {steps_taken} steps, each as if it were alone")
+    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.reused for s in served]}")
+
+# %% [markdown] tags=["notes"]
+# <details><summary>For the instructor: batching</summary>
+#
+# The first texts share nothing: what they have in common is not computed yet when they begin. *Ask:* "what must a block be
+# found by?" Its own tokens are not enough: keys depend on *everything* before, on the model, and on an adapter if there is one
+# ([vllm#3264](https://github.com/vllm-project/vllm/issues/3264)). Exercise 2 is about this.
+#
+# </details>
 
 # %% [markdown]
-# (This leaves out reading the cache. Each user has a cache of their own, which a batch does not share, so long texts wait for memory
-# even in large batches.)
-#
-# Your machine's corner is elsewhere, and each call also pays once for Python. Both make larger batches cheaper per token: **expect the
-# microseconds per token to fall** as the batch grows.
+# Your machine's calls have a price, too: **expect the microseconds per token to fall** as the batch grows.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "forward", "attend")
+catch_up(globals(), "remember", "attend", "forward")
 
 
 # %%
@@ -477,20 +901,15 @@ if rank == 0:
         say(f"batch {batch:2}: {us[2]:7,.0f} µs per token ({us[0]:,.0f} to {us[-1]:,.0f})")
 metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in samples.items()})
 
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: rooflines</summary>
-#
-# 989 TFLOP/s is dense, as in lesson 01; the data sheet's 1,979 is with sparsity. *Ask:* "why does a provider charge more for
-# output than for input?" (Input is prefill, at the flat part of the roof.)
-#
-# </details>
-
 # %% [markdown]
-# ## Draft, then check: speculative decoding (CORE, 11 min)
+# ## Draft, then check: speculative decoding (MORE, 14 min)
 #
 # **Why.** For one user, decode reads all weights to write one token. A call on five positions takes hardly longer, but needs the
 # next four tokens in advance. So let a small model *draft* them, and let the large one judge all of them in one call:
 # [**speculative decoding**](../assets/glossary.md#speculative-decoding) (Leviathan et al. 2023; Chen et al. 2023).
+#
+# Our two models prove the *rule*, not the gain. After so few steps both know little more than which letter follows
+# which, so they agree more often than two real models would.
 #
 # ![A small model drafts four tokens; one call of the large model gives its probabilities at five places; the first two
 # draft tokens are kept, the third is replaced, the rest is thrown away](../assets/14_draft_tokens.svg)
@@ -508,7 +927,7 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 #
 # </details>
 #
-# ### Build C: keep it, or draw another
+# ### Build H: keep it, or draw another
 #
 # Write `judged`: it returns the token to write, and whether that is the draft token. `u` and `v` are two random numbers in [0, 1), one
 # for each decision; `drawn(p_V, u)` also takes values that do not sum to 1. The check tries a grid of u and v: the tokens must follow p,
@@ -516,7 +935,9 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "kept", "drawn", "to_draw_from", "forward", "attend")
+catch_up(globals(), "kept", "drawn", "to_draw_from", "remember", "attend", "forward")
+draft = trained("small", 1, 32, lr=3e-3)
+prompt = corpus.encode(corpus.text[:20]).tolist()
 
 
 # %%
@@ -529,7 +950,7 @@ def judged(draft_token, p_V, q_V, u, v):
 checks.judged(judged, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution C</summary>
+# <details><summary>Solution H</summary>
 #
 # ```python
 # def judged(draft_token, p_V, q_V, u, v):
@@ -667,8 +1088,24 @@ if rank == 0:
 
 # %% [markdown]
 # The formula gives every draft token the same α. Real texts have easy stretches and hard places, and what our models write is not the
-# validation text; a few texts also scatter. To save *time*, k calls of the small model and one call on k + 1 positions must cost less
-# than the calls that they replace. For one user of a large model they do. A full server has no idle arithmetic to spend on draft tokens.
+# validation text; a few texts also scatter. α itself is high because both models are near-bigrams. To save *time*, k calls of
+# the small model and one call on k + 1 positions must cost less than the calls that they replace. Is there arithmetic left for
+# that in a full server? `call_s` knows:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+catch_up(globals(), "cache_bytes", "call_s")
+for users, S in ((119, 4096), (1900, 256)):
+    caches = users * cache_bytes(32, 32, 8, 128, S)
+    one_ms, five_ms = (1e3 * call_s(8.03e9, users * k, caches) for k in (1, 5))
+    if rank == 0:
+        say(
+            f"Llama 3 8B, {users:,} users with {S:,} positions: {one_ms:.0f} ms per step, {five_ms:.0f} with 4 draft tokens each"
+        )
+
+# %% [markdown]
+# With long caches draft tokens are nearly free, also when the server is full. With short ones arithmetic is the limit, and every
+# rejected draft token is paid for.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: draft tokens</summary>
@@ -679,85 +1116,15 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## Many users: continuous batching (CORE, 5 min)
-#
-# **Why.** Users arrive at any time and want texts of any length. A batch that waits for its longest text leaves places empty. So
-# let texts join and leave the batch **between any two steps**: [continuous batching](../assets/glossary.md#continuous-batching) (Yu et
-# al. 2022, Orca).
-#
-# ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
-# text is finished](../assets/14_batching.svg)
-#
-# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 tokens, but *two* places. How many steps does each way take?
-#
-# <details><summary>Answer</summary>
-#
-# Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts pass beside the first
-# long one, and three beside the second: **14**, which is 28 tokens on 2 places, none of which is ever empty.
-#
-# </details>
-
-
-# %% tags=["nbval-check-output"]
-# %%ranks
-def continuous_steps(lengths, places):
-    """Steps until all texts are written, if each place is filled as soon as it is free."""
-    waiting, running, steps_taken = list(lengths), [], 0
-    while waiting or running:
-        while waiting and len(running) < places:
-            running.append(waiting.pop(0))
-        running = [left - 1 for left in running if left > 1]
-        steps_taken += 1
-    return steps_taken
-
-
-lengths = [8, 2, 2, 2, 8, 2, 2, 2]
-for places in (4, 2):
-    static = sum(max(lengths[i : i + places]) for i in range(0, len(lengths), places))
-    say(f"{places} places: static {static} steps, continuous {continuous_steps(lengths, places)}")
-
-# %% [markdown]
-# Each text's cache grows at its own pace. So memory is cut into **blocks** of, say, 16 positions; a text takes blocks from one pool
-# as it grows, and a table lists which: a [paged cache](../assets/glossary.md#paged-cache) (Kwon et al. 2023, vLLM). Nothing is reserved
-# for text that is never written, and texts with the same beginning can share its blocks: [prefix
-# reuse](../assets/glossary.md#prefix-reuse). The package's engine does both. Eight texts with 40 tokens in common, four at a time, must
-# come out as if each were written alone:
-
-# %%
-# %%ranks
-engine = Engine(target, "lesson 14", num_blocks=24, block_size=8, max_running=4)
-common = corpus.encode(corpus.text[:40]).tolist()
-asked = [common + val_ids[5 * i : 5 * i + 4].tolist() for i in range(8)]
-served = [engine.add(prompt, 4 + 2 * i, Sampling(0.8), seed=i) for i, prompt in enumerate(asked)]
-steps_taken = 0
-while not engine.idle():
-    engine.step()
-    steps_taken += 1
-for i, sequence in enumerate(served):
-    alone = generate(target, torch.tensor([asked[i]], device=device), 4 + 2 * i, Sampling(0.8), seed=i)
-    assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
-if rank == 0:
-    say(f"8 texts in {steps_taken} steps, each as if it were alone")
-    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.reused for s in served]}")
-
-# %% [markdown] tags=["notes"]
-# <details><summary>For the instructor: batching</summary>
-#
-# The first texts share nothing: what they have in common is not computed yet when they begin. *Ask:* "what must a block be
-# found by?" Its own tokens are not enough: keys depend on *everything* before, on the model, and on an adapter if there is one
-# ([vllm#3264](https://github.com/vllm-project/vllm/issues/3264)). Exercise 2 is about this.
-#
-# </details>
-
-# %% [markdown]
-# ## A bug from the zoo (CORE, 2 min)
+# ## A bug from the zoo (MORE, 2 min)
 #
 # A published script for speculative decoding drafts the small model's *likeliest* token, instead of drawing one, and judges it by
-# the rule of Build C, with q from softmax. The text looks fine. **What is wrong?** The cell measures theirs, and a mended one.
+# the rule of Build H, with q from softmax. The text looks fine. **What is wrong?** The cell measures theirs, and a mended one.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "drawn", "judged", "chi_square", "limit")
+draft = globals().get("draft") or trained("small", 1, 32, lr=3e-3)
 
 # %%
 # %%ranks
@@ -804,11 +1171,10 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "kept", "drawn", "to_draw_from", "forward", "attend", "write_cached")
+catch_up(globals(), "kept", "drawn", "to_draw_from", "remember", "attend", "continued", "forward", "write_cached")
 
 # %%
 # %%ranks --timeout 120
-from manyhands.measure import wire
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -891,7 +1257,7 @@ if rank == 0:  # no other rank takes part
             for seed in (1, 2):
                 reply = "".join(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
                 found = client.metrics()['manyhands_tokens_total{kind="reused"}']
-                say(f"{len(reply)} characters, {found:.0f} positions of prompts found so far: {reply!r}")
+                say(f"{len(reply)} characters, {found:.0f} positions of prompts found so far")
             try:
                 client.complete("a" * 100)
             except ServerSaid as refusal:
@@ -948,13 +1314,14 @@ for name, text in (
 #
 # ### Exercise 1: how many users fit?
 #
-# A GPU has `memory` bytes. The model has P parameters, N layers and width D, and weights, keys and values take `size` bytes per number.
-# Each user may have up to S positions. Write `users_that_fit`: how many users' caches fit beside the weights, as an integer, at least 0.
+# A GPU has `memory` bytes. The model has P parameters, N layers, and KV heads of E numbers. Weights, keys and values take `size`
+# bytes per number. Each user may have up to S positions. Write `users_that_fit`: how many users' caches fit beside the weights, as an
+# integer, at least 0.
 
 
 # %%
 # %%ranks
-def users_that_fit(memory, P, N, D, S, size=2):
+def users_that_fit(memory, P, N, KV, E, S, size=2):
     """Whole users whose caches of S positions fit beside the weights."""
     raise NotImplementedError  # your turn
 
@@ -965,8 +1332,8 @@ checks.users_that_fit(users_that_fit, ranks)
 # <details><summary>Solution 1</summary>
 #
 # ```python
-# def users_that_fit(memory, P, N, D, S, size=2):
-#     return max(0, (memory - P * size) // (2 * N * S * D * size))
+# def users_that_fit(memory, P, N, KV, E, S, size=2):
+#     return max(0, (memory - P * size) // (2 * N * KV * E * S * size))
 # ```
 #
 # </details>
@@ -1043,10 +1410,7 @@ checks.may_serve(may_serve, ranks)
 # ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE
 # ```
 #
-# **What changes on GPUs.** A production engine's attention kernel reads the blocks in place, instead of gathering them first. Weights and
-# cache are bf16 or smaller; then the batch's other texts can change yours, because sums in another order differ in the last digit, and
-# once in a while that draws another token. A load balancer should send a user to the same copy each time, where the beginning of the
-# conversation is cached.
+# **What changes on GPUs** is in [the handbook](../assets/handbook/14_llm_serving.md#on-gpus).
 #
 # **What to look for**: tokens per second *and* the 99th percentile of the time to the first token, since they pull in opposite
 # directions; blocks held, and how often a text had to give its blocks back; nats per token of prompts.
@@ -1054,18 +1418,23 @@ checks.may_serve(may_serve, ranks)
 # %% [markdown]
 # ## Recap
 #
-# 1. Temperature, top-k and top-p change the probabilities; the token that crosses top-p is kept.
-# 2. Keys and values never change in a causal model: store 2 N B S D numbers, compute each position once.
-# 3. Prefill waits for arithmetic, decode for memory: in decode, more positions per call are nearly free.
-# 4. Draft tokens kept with min(1, p/q), else redrawn from max(0, p - q), leave p exact, if q is what they were drawn from.
-# 5. Texts join and leave the batch between steps and share the blocks of equal beginnings, and none changes another.
-#
-# ## Further reading
-#
-# - Leviathan et al. 2023, [Fast inference from transformers via speculative decoding](https://arxiv.org/abs/2211.17192): sections 2 and 3.
-# - Kwon et al. 2023, [PagedAttention](https://arxiv.org/abs/2309.06180): sections 3 and 4, blocks and sharing.
-# - Holtzman et al. 2020, [The curious case of neural text degeneration](https://arxiv.org/abs/1904.09751): section 3.1, top-p.
-# - Yu et al. 2022, [Orca](https://www.usenix.org/conference/osdi22/presentation/yu): iteration-level scheduling.
+# The card to take home:
+
+# %%
+# %%ranks
+card(
+    "Keys and values never change in a causal model: store them, and compute each position once.",
+    "A call has a price of its own. For a large model it is reading the weights.",
+    "A cache takes 2 · layers · KV heads · numbers per head · positions. A full server reads mostly caches.",
+    "A long prefill stops all other users: cut it into chunks, or give it to another GPU and send the cache.",
+    "Watch two times: to the first token, and per token. A full server shows in the first.",
+    figure="two ranks: one prefills, the cache travels, one decodes",
+    command="python scripts/serve.py outputs/mine --device cuda --host 0.0.0.0 --port 8000",
+)
+
+# %% [markdown]
+# The labs above are for at home: sampling, batching, draft tokens, a real server. Published numbers and further reading are in
+# [the handbook](../assets/handbook/14_llm_serving.md).
 
 # %%
 # %%ranks

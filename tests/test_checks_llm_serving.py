@@ -1,11 +1,15 @@
 """Each check of lesson 14 accepts right answers in another style and rejects mutants, several from published code."""
 
-from exercises import Answers
+import torch
+from exercises import Answers, AnswersOfRanks
 from manyhands.checks import llm_serving as checks
 
 PLACED = "torch.zeros_like(p_V).scatter(0, places_V, sorted_V / sorted_V.sum())"
+JOIN_K, JOIN_V = "torch.cat([old_k, k_BHTE], dim=2)", "torch.cat([old_v, v_BHTE], dim=2)"
+STORE, STEP = "    cache[layer] = k_BHTE, v_BHTE\n", "step(ids[known:], known)"
+BYTES, STACK = "2 * N * KV * E * S * size", "torch.stack([torch.stack(cache[layer]) for layer in range(shape[0])])"
 ACCEPT, REST = "u * q_V[draft_token] < p_V[draft_token]", "(p_V - q_V).clamp(min=0)"
-FITTING, HIT = "(memory - P * size) // (2 * N * S * D * size)", "(salt, *ids[: end + size]) in known"
+FITTING, HIT = "(memory - P * size) // (2 * N * KV * E * S * size)", "(salt, *ids[: end + size]) in known"
 ERROR, ATTENTION = "statistics.stdev(worse) / math.sqrt(len(worse))", "F.scaled_dot_product_attention("
 WRONG = {
     "kept": [
@@ -22,23 +26,61 @@ WRONG = {
         (PLACED, "torch.zeros_like(p_V).scatter(0, places_V, sorted_V).softmax(0)", "what is kept is wrong"),
         ("[top_k:]", "[top_k + 1 :]", "element [0] should be 0.4444, not 0.4"),
     ],
+    "remember": [
+        ("if layer in cache", "if False",
+         "after 5 in layer 0 should be those of all 6, in order: those are the new ones alone"),
+        (JOIN_K, "torch.cat([k_BHTE, old_k], dim=2)", "all are there, but the new ones stand first"),
+        (JOIN_V, "torch.cat([v_BHTE, old_v], dim=2)", "the values returned for 1 new position after 5 in layer 0"),
+        ("= k_BHTE, v_BHTE\n    return k_BHTE, v_BHTE", "= v_BHTE, k_BHTE\n    return k_BHTE, v_BHTE",
+         "changed places"),
+        (STORE, "    cache.setdefault(layer, (k_BHTE, v_BHTE))\n", "after 6 positions should be those of all 6"),
+        (STORE, "", "after 5 positions cache[0] is empty: store what you return"),
+        ("layer in cache", "0 in cache", "cache[layer]\n        k", "cache[0]\n        k",
+         "each layer has keys and values of its own"),
+        (JOIN_K, "old_k",
+         "keys returned for 1 new position after 5 in layer 0 should be those of all 6, in order: the new ones"),
+        ("dim=2", "dim=1", "your code raised"),
+    ],
     "attend": [
         ("attn_mask=mask_TS", "is_causal=True", "1 new position after 5 finds in layer 0 is wrong: query 0 is aligned"),
         (", attn_mask=mask_TS", "",
          "5 new positions after 0 find in layer 0 is wrong: the new positions see each other's future"),
-        ("if layer in cache", "if False", "each new position sees only the new ones"),
         (", attn_mask=mask_TS", ", attn_mask=mask_TS, scale=0.5",
          "what 1 new position after 1 finds in layer 0 is wrong"),
         (", attn_mask=mask_TS", ", attn_mask=mask_TS, scale=1.0", "the scores are not divided by sqrt(E)"),
-        ("zip(cache[layer], (k_BHTE, v_BHTE)", "zip((k_BHTE, v_BHTE), cache[layer]", "should be those of all 7, once"),
-        ("    cache[layer] = k_BHTE, v_BHTE\n", "    cache.setdefault(layer, (k_BHTE, v_BHTE))\n", "find"),
-        ("    cache[layer] = k_BHTE, v_BHTE\n", "    cache[layer] = k_BHTE[:, :, -1:], v_BHTE[:, :, -1:]\n",
-         "in layer"),
-        ("    cache[layer] = k_BHTE, v_BHTE\n", "    cache[layer] = v_BHTE, k_BHTE\n", "in layer"),
         ("tril(S - T)", "tril(S - T - 1)", "a query must see its own position, too"),
-        ("layer in cache", "0 in cache", "cache[layer]", "cache[0]",
-         "find in layer 1 is wrong: each layer has keys and values of its own"),
-        ("= k_BHTE, v_BHTE\n    T", "= k_BHTE\n    T", "your code raised"),
+        ("= remember(cache, layer, k_BHTE, v_BHTE)", "= k_BHTE, v_BHTE", "each new position sees only the new ones"),
+        ("remember(cache, layer", "remember(cache, 0", "each layer has keys and values of its own"),
+    ],
+    "continued": [
+        (STEP, "step(ids, 0)", "hand over only what is not known yet"),
+        (STEP, "step(ids[known:], 0)", "step was told that the ids start at position 0, and 5 are in the cache: hand"),
+        ("        known = len(ids)\n        ids.append(token)", "        ids.append(token)\n        known = len(ids)",
+         "the last id of the text is not in the cache yet"),
+        ("        known = len(ids)\n", "", "hand over only what is not known yet"),
+        ("range(n)", "range(n - 1)", "what came for n=4"),
+        ("return ids", "step(ids[known:], known)\n    return ids", "the positions that step computed for 5 ids"),
+        ("    for", "    known = 0\n    for", "with 6 ids, 5 of them known: step was told"),
+        ("known = len(ids)", "known += 1", "step was told that the ids start at position 1, and 5 are in the cache"),
+    ],
+    "cache_bytes": [
+        (BYTES, "N * KV * E * S * size", "keys *and* values are kept"),
+        (BYTES, "2 * N * H * E * S * size", "only KV heads are stored"),
+        (BYTES, "2 * KV * E * S * size", "each layer has keys and values of its own"),
+        (BYTES, "2 * N * KV * E * S", "a number takes 4 bytes"),
+        (BYTES, "2 * N * KV * E * size", "every position has keys and values"),
+        (BYTES, "2 * N * E * S * size", "each KV head has its own"),
+        (BYTES, "2 * N * KV * S * size", "a head has E numbers"),
+    ],
+    "call_s": [
+        ("(2 * P + caches)", "2 * P", "the caches are read, too"),
+        ("max(memory_s, arithmetic_s)", "memory_s + arithmetic_s", "take the longer one, not the sum"),
+        ("max(", "min(", "time alone, and the other takes longer"),
+        ("(2 * P + caches)", "(P + caches)", "a weight has 2 bytes"),
+        ("2 * P * positions", "P * positions", "a position takes 2 FLOPs per weight"),
+        ("(2 * P + caches)", "(2 * P * positions + caches)", "the weights are read once"),
+        ("max(memory_s, arithmetic_s)", "memory_s", "that is the memory's time alone"),
+        ("max(memory_s, arithmetic_s)", "arithmetic_s", "that is the arithmetic's time alone"),
     ],
     "judged": [
         (ACCEPT, "True", "they follow q: every draft token is kept"),
@@ -65,12 +107,13 @@ WRONG = {
         ("N * ", "", "each layer has keys and values of its own"),
         ("memory - P * size", "memory", "the weights take memory, too"),
         ("P * size", "P", "weights and cache have 4 bytes per number"),
-        ("D * size)", "D * size) + 1", "one user too many"),
+        ("S * size)", "S * size) + 1", "one user too many"),
         ("//", "/", "a part of a user is none"),
-        ("S * D * size", "S * D", "weights and cache have 4 bytes per number"),
-        ("S * D * size", "S * size", "what fits should be"),
-        ("S * D * size", "D * size", "what fits should be"),
-        ("2 * N * S", "4 * N * S", "what fits should be"),
+        ("E * S * size", "E * S", "weights and cache have 4 bytes per number"),
+        ("E * S * size", "S * size", "what fits should be"),
+        ("E * S * size", "E * size", "what fits should be"),
+        ("KV * E", "E", "what fits should be"),
+        ("2 * N * KV", "4 * N * KV", "what fits should be"),
         ("max(0,", "max(1,", "what fits should be 0 users, not 1 users."),
         (f"max(0, {FITTING})", FITTING, "alone do not fit"),
     ],
@@ -107,17 +150,33 @@ WRONG = {
         ("z * ", "2 * ", "may not serve, but z is 4 here"),
     ],
 }  # fmt: skip
+
+
+def continued_by_slices(step, ids, n, known=0):  # right
+    new, text = list(ids[known:]), list(ids)
+    while len(text) < len(ids) + n:
+        new = [step(new, len(text) - len(new))]
+        text += new
+    return text
+
+
 RIGHT = {
     "kept": [("before_V >= top_p * sorted_V.sum()", "before_V / sorted_V.sum() >= top_p"), ("if top_p < 1:",
     "if top_p != 1.0:")],
-    "attend": [
-        (f"{ATTENTION}q_BHTE, k_BHTE, v_BHTE, attn_mask=mask_TS)",
-         "(q_BHTE @ k_BHTE.mT / q_BHTE.shape[-1] ** 0.5).masked_fill(~mask_TS, -1e9).softmax(-1) @ v_BHTE"),
-        ("cache[layer] = k_BHTE, v_BHTE", "cache[layer] = [k_BHTE, v_BHTE]"),
+    "remember": [
+        (STORE, "    cache[layer] = [k_BHTE, v_BHTE]\n"),
+        (JOIN_K, "torch.cat((old_k, k_BHTE), -2)", "return k_BHTE, v_BHTE", "return cache[layer]"),
     ],
+    "attend": [
+        (f"{ATTENTION}q_BHTE, k_BHSE, v_BHSE, attn_mask=mask_TS)",
+         "(q_BHTE @ k_BHSE.mT / q_BHTE.shape[-1] ** 0.5).masked_fill(~mask_TS, -1e9).softmax(-1) @ v_BHSE"),
+    ],
+    "continued": [continued_by_slices],
+    "cache_bytes": [(BYTES, "float(size * S * E * KV * N * 2)")],
+    "call_s": [("max(memory_s, arithmetic_s)", "torch.tensor([memory_s, arithmetic_s], dtype=torch.float64).amax()")],
     "judged": [(ACCEPT, "u < p_V[draft_token] / q_V[draft_token]", "_token, True", "_token, 1"),
     (REST, "torch.relu(p_V - q_V)")],
-    "users_that_fit": [("//", "/", "max(0, ", "max(0, 1.0 * math.floor(", "D * size)", "D * size))"),
+    "users_that_fit": [("//", "/", "max(0, ", "max(0, 1.0 * math.floor(", "S * size)", "S * size))"),
     (f"max(0, {FITTING})", f"int(({FITTING} > 0) * {FITTING})")],
     "reusable": [("return end", "return float(end)"), (HIT, "(salt,) + tuple(ids[: end + size]) in known")],
     "may_serve": [("return statistics.mean(worse) <=", "return torch.tensor(worse).double().mean() <="),
@@ -125,5 +184,39 @@ RIGHT = {
 }  # fmt: skip
 
 
+HAND_OVER = {
+    "hand_over": [
+        ("        dist.send(packed, dst)\n", "        for layer in packed:\n            dist.send(layer, dst)\n",
+         "        dist.recv(packed, src)\n", "        for layer in packed:\n            dist.recv(layer, src)\n",
+         "from rank 0 to rank 1: the messages that rank 0 sends should be 1, not 3"),
+        ("enumerate(packed)", "enumerate(packed.flip(0))", "those are another layer's: the first one comes first"),
+        ("layer: (keys, values)", "layer: (values, keys)", "keys and values have changed places"),
+        ("cache = {layer: (keys, values) for layer, (keys, values) in enumerate(packed)}", "pass",
+         "return a dict with the layers 0 to 2 on rank 0, not []"),
+        ("enumerate(packed)", "enumerate(packed[:1])", "return a dict with the layers 0 to 2 on rank 0, not [0]"),
+        ("        dist.recv(packed, src)\n", "        dist.recv(packed.clone(), src)\n", "the keys of layer 0"),
+        ("dist.send(packed, dst)", "dist.send(packed[:1].contiguous(), dst)", "bytes"),
+    ],
+}  # fmt: skip
+HANDED = {
+    "hand_over": [
+        ("dist.recv(packed, src)", "dist.irecv(packed, src).wait()"),
+        ("dist.send(packed, dst)", "dist.isend(packed, dst).wait()"),
+    ],
+}
+
+
 class TestAnswers(Answers):
-    lesson, checks, around, rejected, right = "14_llm_serving", checks, ("drawn",), WRONG, RIGHT
+    lesson, checks, around, rejected, right = "14_llm_serving", checks, ("drawn", "remember"), WRONG, RIGHT
+    given, elsewhere = {"BANDWIDTH": 3.35e12, "PEAK": 989e12}, ("hand_over",)
+
+
+class TestHandOver(AnswersOfRanks):
+    lesson, checks, rejected, right, given = (
+        "14_llm_serving",
+        checks,
+        HAND_OVER,
+        HANDED,
+        {"device": torch.device("cpu")},
+    )
+    elsewhere = tuple(WRONG)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from definitions import taken_from
 from manyhands.gpt.sampling import Sampling, uniforms
+from manyhands.launch import recorded_runs
+from manyhands.plots.serving import reads_and_published
 from manyhands.serve.engine import generate
 from test_decoding import chi_square_limit, gpt
 
 LESSON = "14_llm_serving"
 NAMES = (
-    "kept", "drawn", "to_draw_from", "write", "forward", "attend", "write_cached", "judged", "chi_square", "limit",
-    "cached", "draft_tokens_of", "speculate", "continuous_steps",
+    "kept", "drawn", "to_draw_from", "write", "remember", "attend", "forward", "continued", "write_cached", "judged",
+    "chi_square", "limit", "cached", "draft_tokens_of", "speculate", "continuous_steps",
 )  # fmt: skip
 
 
@@ -76,6 +78,27 @@ def test_the_chi_square_tells_p_from_something_near_it(ours):
     for dice, follows in ((p, True), (q, False)):
         found, cells = ours.chi_square([ours.drawn(dice, u) for u in uniforms(1, 4000)], p)
         assert (found < ours.limit(cells)) == follows
+
+
+def test_fewer_kv_heads_let_more_users_in_and_a_full_server_reads_mostly_caches():
+    """Llama 2 7B and Llama 3 8B on 80 GB, with 4,096 positions each; DeepSeek-V3's MLA."""
+    given = {"BANDWIDTH": 3.35e12, "PEAK": 989e12}
+    of_lesson = taken_from(LESSON, "cache_bytes", "call_s", **given)
+    for P, kv_heads, fit, ms in ((6.74e9, 32, 30, 23), (8.03e9, 8, 119, 24)):
+        each = of_lesson.cache_bytes(32, 32, kv_heads, 128, 4096)
+        users = int((80e9 - 2 * P) // each)
+        assert users == fit and users * each > 3.9 * 2 * P
+        step_s = of_lesson.call_s(P, users, users * each)
+        assert round(1e3 * step_s) == ms and 2 * P * users / 989e12 < 0.1 * step_s
+    assert round(2 * 128 * 128 / (512 + 64)) == 57
+
+
+def test_the_figure_ends_each_curve_at_the_users_that_fit_and_draws_the_published_latencies():
+    published = recorded_runs.published("14_serving")
+    left, right = reads_and_published({"a": (10, 1, 30), "b": (16, 0.5, 119)}, published, "reads").axes
+    ends = [line.get_xydata()[-1].tolist() for line in left.lines]
+    assert [30, 40] in ends and [119, 75.5] in ends
+    assert [list(line.get_ydata()) for line in right.lines] == [[y for _, y in one["points"]] for one in published[:2]]
 
 
 def test_no_order_of_texts_takes_fewer_steps_than_its_tokens_need_or_more_than_static(ours):

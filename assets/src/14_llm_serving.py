@@ -1,4 +1,4 @@
-"""Figures of lesson 14: three knobs, the cache, the roofline, draft tokens, batches."""
+"""Figures of lesson 14: three knobs, the cache, the roofline, two ranks, draft tokens, batches."""
 
 import math
 
@@ -9,12 +9,15 @@ from manyhands.plots.looks import (
     FAINT,
     GREY,
     GROUND,
+    HATCH,
     INK,
     LIMIT,
     PAPER,
     QUIET,
     box,
     card,
+    rank_box,
+    rank_colour,
     tint,
     write,
 )
@@ -68,7 +71,7 @@ def cache():
 
 
 def roofline():
-    figure, axes = card(92, 50, "what one call can reach (7 B model, bf16, H100)")
+    figure, axes = card(92, 50, "what one call can reach (Llama 3 8B in bf16 on an H100)")
     left, bottom, width, height = 12, 41, 72, 32
     lowest, highest = math.log10(0.5), math.log10(4000)
 
@@ -88,23 +91,58 @@ def roofline():
     start, end = at(0.6, 0.6 * 3.35), at(4000, 989)
     axes.plot([start[0], corner[0], end[0]], [start[1], corner[1], end[1]], **LIMIT, zorder=2)
     write(axes, left, 6, "TFLOP/s", ha="left", colour=QUIET)
-    write(axes, left + width, bottom + 5.4, "FLOPs per byte read: positions per call", ha="right", colour=QUIET)
+    write(axes, left + width, bottom + 5.4, "FLOPs per byte read, of weights and caches", ha="right", colour=QUIET)
     for intensity, text, dx, dy in (
         (1, "decode, 1 user", 2, 2.6),
-        (16, "16 users", 2, 2.6),
-        (295, "295 users", 2, 3.2),
+        (24, "decode, 119 users with 4,096 positions", 2, 2.6),
+        (295, "corner at 295", -2, -2.4),
         (2048, "prefill of 2,048", 0, 3.2),
     ):
         x, y = at(intensity, min(intensity * 3.35, 989))
         axes.plot([x], [y], marker="o", ms=6, color=INK, zorder=4)
-        write(axes, x + dx, y + dy, text, ha="left" if dx else "center")
+        write(axes, x + dx, y + dy, text, ha="left" if dx > 0 else "right" if dx else "center")
     write(
         axes,
-        *(value + shift for value, shift in zip(at(4, 13.4), (-1, -5), strict=True)),
+        *(value + shift for value, shift in zip(at(4, 13.4), (-2, -5), strict=True)),
         "waits for memory",
         colour=QUIET,
     )
     write(axes, at(1000, 989)[0], at(1000, 989)[1] - 2.4, "waits for arithmetic", colour=QUIET)
+    return figure
+
+
+def two_ranks():
+    figure, axes = card(106, 54, "a prompt of 8,192 tokens arrives while 32 users read their answers")
+    left, slot = 20, 4.0  # a slot is a decode step of 10 ms
+
+    def steps(y, first, last, face, new=()):
+        for i in range(first, last):
+            box(axes, left + slot * i, y, slot - 0.5, 4, face=tint(face, 0.7 if i in new else 0.25))
+
+    write(axes, 2, 10, "in one call", ha="left", weight="bold")
+    steps(8, 0, 2, GREY)
+    box(axes, left + 2 * slot, 8, 13.4 * slot - 0.5, 4, "prefill: nobody else gets a token", face=GREY)
+    for i in range(4):
+        box(axes, left + slot * (15.4 + i), 8, slot - 0.5, 4, face=tint(GREY, 0.25))
+    write(axes, 2, 21, "in 16 chunks", ha="left", weight="bold")
+    steps(19, 0, 2, GREY)
+    for i in range(2, 18):
+        box(axes, left + slot * i, 19, slot - 0.5, 4, face=tint(GREY, 0.25))
+        box(axes, left + slot * i, 19, slot - 0.5, 2.4, face=GREY)
+    steps(19, 18, 20, GREY)
+    write(axes, left + 2 * slot, 26, "each step computes 512 positions of the prompt, too", ha="left", colour=QUIET)
+    write(axes, 2, 33, "on two ranks", ha="left", weight="bold")
+    for rank, y in ((0, 31), (1, 39)):
+        rank_box(axes, rank, left - 9.4, y + (6 if rank == 0 else 6), width=8, height=4)
+    own = rank_colour(0)
+    box(axes, left + 2 * slot, 37, 13.3 * slot - 0.5, 4, "prefill", face=tint(own, 0.3), edge=own)
+    box(axes, left + 15.3 * slot, 37, 2.1 * slot - 0.5, 4, face=PAPER, edge=own, hatch=HATCH)
+    arrow(axes, (left + 17.4 * slot, 41.4), (left + 18 * slot, 44.8))
+    write(axes, left + 17.6 * slot, 39, "the cache, 1.07 GB", ha="left", colour=QUIET)
+    for i in range(20):
+        mine = rank_colour(1)
+        box(axes, left + slot * i, 45, slot - 0.5, 4, face=tint(mine, 0.5 if i >= 18 else 0.25), edge=mine)
+    write(axes, left, 51.6, "time →   small boxes: decode steps of 10 ms", ha="left", colour=QUIET)
     return figure
 
 
@@ -163,6 +201,7 @@ FIGURES = {
     "14_sampling": sampling,
     "14_cache": cache,
     "14_roofline": roofline,
+    "14_two_ranks": two_ranks,
     "14_draft_tokens": draft_tokens,
     "14_batching": batching,
 }

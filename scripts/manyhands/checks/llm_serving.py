@@ -1,6 +1,7 @@
-"""Checks of lesson 14: what is kept, attention with a memory, judged draft tokens; users, shared blocks, a fair gate.
+"""Checks of lesson 14: a cache in three rungs, its bytes, the time of a call, a cache that changes ranks; in MORE what
+is kept, judged draft tokens, users, shared blocks, a fair gate.
 
-None of them communicates: every rank judges the same answer on the same numbers, in float64 on the CPU.
+All but `hand_over` do not communicate: every rank judges the same answer on the same numbers, in float64 on the CPU.
 """
 
 import math
@@ -9,9 +10,10 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import FACT, Wrong, exercise
 from manyhands.checks.drawn import luck, normal, sizes
-from manyhands.checks.expect import count, expect_number, expect_tensor, number, truth
+from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, number, truth
+from manyhands.measure import wire
 
 CLOSE = 1e-9
 
@@ -22,7 +24,7 @@ DICE = (  # probabilities, top_k, top_p
 )  # fmt: skip
 
 
-@exercise("A", "what is kept")
+@exercise("G", "what is kept")
 def kept(answer, ranks=None):
     """`answer(p_V, top_k, top_p)` is top-k, then top-p of the rest, with sum 1, in the order of the tokens."""
     for p, top_k, top_p in (*DICE, *_some_dice()):
@@ -63,7 +65,43 @@ class Memory(dict):
     """A dict that an answer gets itself, and no copy of it, whatever it puts in."""
 
 
-@exercise("B", "attention with a memory")
+@exercise("A", "remember")
+def remember(answer, ranks=None):
+    """`answer(cache, layer, k, v)` is all keys and values so far, which `cache` then holds."""
+    for pieces, (B, H, E) in (((5, 1, 2), (2, 3, 4)), ((4, 3, 2), sizes(13, 3, 2, 9))):
+        full = normal(13 + E, 2, 2, B, H, 9, E)  # two layers' k, v
+        cache, start = Memory(), 0
+        for size in pieces:
+            stop = start + size
+            for layer in range(2):
+                found = answer(cache, layer, *full[layer, :, :, :, start:stop].clone())
+                case = f"returned for {count(size, 'new position')} after {start} in layer {layer}"
+                _judge_pair(found, full[layer, :, :, :, :stop], size, case, full[0, :, :, :, :stop] if layer else None)
+            start = stop
+            for layer in range(2):
+                if layer not in cache:
+                    raise Wrong(f"after {start} positions cache[{layer}] is empty: store what you return")
+                _judge_pair(
+                    cache[layer], full[layer, :, :, :, :start], size, f"in cache[{layer}] after {start} positions"
+                )
+
+
+def _judge_pair(pair, wanted, size, where, other=None):
+    """Raise Wrong unless `pair` is these keys and values [2, B, H, S, E]; the last `size` positions are new."""
+    for i, (name, part) in enumerate(zip(("keys", "values"), pair, strict=True)):
+        latest = wanted[i, :, :, -size:]
+        slips = {
+            "those are the new ones alone": latest,
+            "all are there, but the new ones stand first": torch.cat((latest, wanted[i, :, :, :-size]), 2),
+            "keys and values have changed places": wanted[1 - i],
+            "the new ones are missing": wanted[i, :, :, :-size],
+        }
+        if other is not None:
+            slips["each layer has keys and values of its own"] = torch.cat((other[i], latest), 2)
+        expect_tensor(part, wanted[i], f"the {name} {where}", slips, f"those of all {wanted.shape[3]}, in order", CLOSE)
+
+
+@exercise("B", "who may look where")
 def attend(answer, ranks=None):
     """`answer(cache, layer, q, k, v)` is causal attention over all positions so far, which `cache` then holds."""
     for pieces, (B, H, E) in (((5, 1, 1), (2, 3, 4)), ((1, 1), (1, 2, 3)), ((4, 3, 2), sizes(14, 3, 2, 9))):
@@ -74,14 +112,8 @@ def attend(answer, ranks=None):
                 _judge_attend(answer, cache, layer, full, start, start + size)
             start += size
         for layer in range(2):
-            for name, part, wanted in zip(("keys", "values"), cache[layer], full[layer, 1:, :, :, :start], strict=True):
-                case = f"what cache[{layer}] holds of {name} after {start} positions"
-                latest = wanted[:, :, -size:]
-                slips = {
-                    "those are the new ones alone": latest,
-                    "all are there, but the new ones stand first": torch.cat((latest, wanted[:, :, :-size]), 2),
-                }
-                expect_tensor(part, wanted, case, slips, f"those of all {start}, once and in their order", CLOSE)
+            where = f"in cache[{layer}] after {start} positions"
+            _judge_pair(cache[layer], full[layer, 1:, :, :, :start], size, where)
 
 
 def _judge_attend(answer, cache, layer, full, start, stop):
@@ -104,6 +136,121 @@ def _judge_attend(answer, cache, layer, full, start, stop):
     expect_tensor(found, attention(q, k, v, is_causal=True)[:, :, start:], case, slips, close=CLOSE)
 
 
+class Calls:
+    """A step that notes how it is called, and answers with an id that depends on all positions so far."""
+
+    def __init__(self, known):
+        self.ids, self.computed, self.fault = list(known), 0, ""
+
+    def step(self, new, start):
+        new, start = [int(number(i)) for i in new], int(number(start))
+        there = len(self.ids)
+        if start != there and not self.fault:
+            self.fault = f"step was told that the ids start at position {start}, and {there} are in the cache"
+            self.fault += (
+                ": hand over only what is not known yet"
+                if start < there
+                else ": the last id of the text is not in the cache yet"
+            )
+        self.ids, self.computed = self.ids[:start] + new, self.computed + len(new)
+        return sum((7 + i) * one for i, one in enumerate(self.ids)) % 53
+
+
+@exercise("C", "prefill, then decode")
+def continued(answer, ranks=None):
+    """`answer(step, ids, n, known)` is the ids and n more; step computes each position once, none of the known."""
+    draw = luck(12)
+    for length, n, known in ((5, 4, 0), (6, 3, 5), (1, 6, 0), (draw.randint(4, 9), draw.randint(2, 6), 2)):
+        ids = [draw.randrange(50) for _ in range(length)]
+        calls, judge, wanted = Calls(ids[:known]), Calls([]), list(ids)
+        for _ in range(n):
+            wanted.append(judge.step(wanted, 0))
+        found = answer(calls.step, list(ids), n, known)
+        if calls.fault:
+            raise Wrong(f"with {count(length, 'id')}, {known} of them known: {calls.fault}")
+        expect_equal(list(found), wanted, f"with {count(length, 'id')}, {known} of them known, what came for n={n}")
+        case = f"the ids are right, but the positions that step computed for {length} ids, {known} known, and {n} more"
+        expect_number(calls.computed, length + n - 1 - known, case)
+
+
+@exercise("D", "the bytes of a cache")
+def cache_bytes(answer, ranks=None):
+    """`answer(N, H, KV, E, S, size)` -> bytes of the keys and values of one sequence: those of KV heads."""
+    for N, H, KV, E, S, size in (
+        (3, 10, 5, 7, 11, 4), (32, 32, 8, 128, 4096, 2), (2, 4, 4, 3, 5, 8), (*sizes(14, 5, 2, 30), 1),
+    ):  # fmt: skip
+        right = 2 * N * KV * E * S * size
+        slips = {
+            "keys *and* values are kept": right / 2,
+            "only KV heads are stored, not a pair for each query head": 2 * N * H * E * S * size,
+            "each layer has keys and values of its own": right / N,
+            f"a number takes {size} bytes": right / size,
+            "every position has keys and values": right / S,
+            "a head has E numbers": right / E,
+            "each KV head has its own": right / KV,
+        }
+        slips = {why: wrong for why, wrong in slips.items() if wrong != right}
+        case = f"for N={N}, H={H}, KV={KV}, E={E}, S={S} and {size} bytes a number what a cache takes"
+        expect_number(answer(N, H, KV, E, S, size), right, case, "bytes", slips)
+
+
+@exercise("E", "the seconds of a call")
+def call_s(answer, ranks=None):
+    """`answer(P, positions, caches)` -> seconds on an H100, the longer one of memory and arithmetic."""
+    bandwidth, peak = 3.35e12, 989e12
+    for P, positions, caches in (
+        (8.03e9, 119, 6.4e10), (7e9, 1, 0), (7e9, 2048, 0), (7e9, 400, 3e10), (luck(16).uniform(1e9, 9e10), 3000, 1e9),
+    ):  # fmt: skip
+        memory, arithmetic = (2 * P + caches) / bandwidth, 2 * P * positions / peak
+        shorter = "memory" if memory < arithmetic else "arithmetic"
+        slips = {
+            "the caches are read, too": max(2 * P / bandwidth, arithmetic),
+            "memory and arithmetic work at the same time: take the longer one, not the sum": memory + arithmetic,
+            f"that is the {shorter}'s time alone, and the other takes longer": min(memory, arithmetic),
+            "a weight has 2 bytes": max((P + caches) / bandwidth, arithmetic),
+            "a position takes 2 FLOPs per weight": max(memory, arithmetic / 2),
+            "the weights are read once, for all positions": max((2 * P * positions + caches) / bandwidth, arithmetic),
+        }
+        right = max(memory, arithmetic)
+        slips = {why: wrong for why, wrong in slips.items() if wrong != right}
+        case = f"for P={P:.3g}, {count(positions, 'position')} and {caches:.3g} bytes of caches a call"
+        expect_number(answer(P, positions, caches), right, case, "s", slips)
+
+
+@exercise("F", "hand the cache over")
+def hand_over(answer, ranks=None):
+    """`answer(cache, shape, src, dst)`: rank dst has the cache of rank src, which came in one message."""
+    n, rank = (ranks.world_size, ranks.rank) if ranks else (1, 0)
+    if n == 1:
+        FACT.set("One rank has nobody to send to: the check on two ranks says more")
+        return
+    for turn, (src, dst) in enumerate(((0, 1), (n - 1, 0))):
+        N, (B, H, S, E) = 3, sizes(17 + turn, 4, 2, 9)
+        full = normal(17 + turn, N, 2, B, H, S, E)
+        if rank not in (src, dst):
+            continue
+        given = Memory({layer: tuple(full[layer].clone()) for layer in range(N)} if rank == src else {})
+        with wire.watch() as seen:
+            found = answer(given, (N, 2, B, H, S, E), src, dst)
+        messages = 1 if rank == src else 0
+        case = f"from rank {src} to rank {dst}: the messages that rank {rank} sends"
+        expect_equal(seen.messages, messages, case)
+        if rank == src:
+            expect_equal(seen.sent_bytes, full.nbytes, f"from rank {src} to rank {dst}: the bytes that it sends")
+            continue
+        if set(found) != set(range(N)):
+            raise Wrong(f"return a dict with the layers 0 to {N - 1} on rank {dst}, not {sorted(found)}")
+        for layer in range(N):
+            for name, part, i in zip(("keys", "values"), found[layer], (0, 1), strict=True):
+                slips = {
+                    "keys and values have changed places": full[layer, 1 - i],
+                    "those are another layer's: the first one comes first": full[N - 1 - layer, i],
+                    "nothing has arrived there": torch.zeros_like(full[layer, i]),
+                }
+                case = f"from rank {src} to rank {dst}: the {name} of layer {layer}"
+                expect_tensor(part, full[layer, i], case, slips, "those of the sender", CLOSE)
+
+
 PAIRS = (  # p, q
     ((0.1, 0.2, 0.7), (0.6, 0.3, 0.1)), ((0.5, 0.5), (0.9, 0.1)), ((0.0, 0.4, 0.6), (0.5, 0.5, 0.0)),
     ((0.3, 0.2, 0.1, 0.4), (0.05, 0.05, 0.0, 0.9)),  # three tokens to draw from after a refusal
@@ -113,7 +260,7 @@ LATTICE = [((i + 0.5) / 144, (89 * i % 144 + 0.5) / 144) for i in range(144)]
 NEAR = 0.075
 
 
-@exercise("C", "keep it, or draw another")
+@exercise("H", "keep it, or draw another")
 def judged(answer, ranks=None):
     """`answer(draft, p_V, q_V, u, v)` -> (token, was it the draft?): tokens follow p, most drafts are kept."""
     weights = [luck(seed).choices(range(1, 10), k=4) for seed in (15, 19)]
@@ -171,7 +318,7 @@ def _judge_distribution(written_V, held, p_V, q_V):
 
 @exercise(1, "how many users fit")
 def users_that_fit(answer, ranks=None):
-    """`answer(memory, P, N, D, S, size)` -> whole users whose caches of S positions fit beside the weights."""
+    """`answer(memory, P, N, KV, E, S, size)` -> whole users whose caches of S positions fit beside the weights."""
     slips = {
         "keys *and* values are kept": 29,
         "each layer has keys and values of its own": 43,
@@ -180,14 +327,14 @@ def users_that_fit(answer, ranks=None):
         "a part of a user is none": 28000 / 1920,
         "one user too many: the last does not fit whole": 15,
     }
-    for memory, P, N, D, S, size in (
-        (40_000, 3000, 3, 8, 10, 4),  # the first: every likely mistake gives another number, so it is not made below
-        (8 * 10**10, 7 * 10**9, 32, 4096, 4096, 2), (10_000, 1000, 2, 8, 10, 8), (10_240, 0, 2, 8, 10, 4),
-        (10**6 + luck(16).randrange(10**6), *sizes(16, 4, 2, 20), 3), (1000, 600, 1, 4, 4, 2),
+    for memory, P, N, KV, E, S, size in (
+        (40_000, 3000, 3, 2, 4, 10, 4),  # the first: every likely mistake gives another number, so it is not made below
+        (8 * 10**10, 7 * 10**9, 32, 32, 128, 4096, 2), (10_000, 1000, 2, 4, 2, 10, 8), (10_240, 0, 2, 1, 8, 10, 4),
+        (10**6 + luck(16).randrange(10**6), *sizes(16, 5, 2, 20), 3), (1000, 600, 1, 2, 2, 4, 2),
     ):  # fmt: skip
-        each, left = 2 * N * S * D * size, memory - P * size
-        case = f"for {memory:,} bytes, P={P:,}, N={N}, D={D}, S={S:,} and {size} bytes a number what fits"
-        expect_number(answer(memory, P, N, D, S, size), max(0, left // each), case, "users", slips)
+        each, left = 2 * N * S * KV * E * size, memory - P * size
+        case = f"for {memory:,} bytes, P={P:,}, N={N}, KV={KV}, E={E}, S={S:,} and {size} bytes a number what fits"
+        expect_number(answer(memory, P, N, KV, E, S, size), max(0, left // each), case, "users", slips)
         slips = {"the weights alone do not fit, so nobody does": [-4]}
 
 
