@@ -25,7 +25,7 @@ def test_the_core_fits_the_minutes_that_its_head_states_and_these_fit_the_agenda
     assert estimate(sections(lesson)) <= core + LONGER.get(lesson.number, 0)
 
 
-@pytest.mark.parametrize("lesson", [one for one in LESSONS], ids=lambda lesson: lesson.name)
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 def test_people_come_to_do_their_first_line_is_early_and_every_fifth_is_theirs(lesson):
     first, own, visible = of_the_learner(lesson)
     assert first <= 5.5 and visible <= 140
