@@ -932,8 +932,8 @@ if rank == 0:  # nothing communicates in there
 # ## Held against published runs (MORE, 4 min)
 #
 # Bytes can be counted; time is a model. This one has a few fitted constants, such as the share of a GPU's best product that the
-# matrix products of a training reach. Table 1 of Narayanan et al. 2021 has ten runs on A100, from 32 GPUs to 3,072; 34 runs come
-# from other sources, up to 16,384 H100. Five of the 44 fix the constants. The others are *predicted*. Expect points along the
+# matrix products of a training reach. Table 1 of Narayanan et al. 2021 has ten runs on A100, from 32 GPUs to 3,072; 38 runs come
+# from other sources, up to 16,384 H100. Five of the 48 fix the constants. The others are *predicted*. Expect points along the
 # dashed line. The hollow ones were fitted: they lie on it, and prove nothing.
 
 # %%

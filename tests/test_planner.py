@@ -342,7 +342,8 @@ def test_sizes_that_make_no_model_are_refused_with_the_numbers(changes, words):
 
 
 def test_models_of_the_table_have_the_parameters_that_their_authors_state():
-    billions = {"llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70}
+    billions = {"llama3-8b": 8.03, "llama3-70b": 70.55, "llama3-405b": 405.85, "mixtral-8x7b": 46.70, "olmo2-7b": 7.30,
+                "olmo2-13b": 13.72}  # fmt: skip
     found = {name: round(model.num_params() / 1e9, 2) for name, model in OTHERS.items()}
     assert billions.items() <= found.items()
     # by near sizes

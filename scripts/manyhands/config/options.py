@@ -75,6 +75,8 @@ class TrainOptions:
     compile: bool = False  # torch.compile
     # on GPUs in 16 bits the head computes with zeros up to a multiple of 64 tokens; tensor ranks do without
     pad_vocab: bool = True
+    tf32: bool = True  # on GPUs products of fp32 have 10 bits behind the point, and are several times as fast
+    hold_garbage: bool = True  # Python collects garbage at the same steps on all ranks
     seed: Seed = 1337  # of the weights, the batches and dropout
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # auto: GPUs, where every rank has one
     timeout_s: Seconds = 600.0  # a collective that takes longer has failed

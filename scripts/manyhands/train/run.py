@@ -27,10 +27,12 @@ from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.strategy import parallelize
+from manyhands.train.garbage import garbage_held
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.report import Report
 from manyhands.train.stalls import StallWatch
 from manyhands.train.start import (
+    choose_tf32,
     corpus_of,
     prompt_ids,
     random_state,
@@ -66,6 +68,7 @@ class Run:
         self.corpus, self.ranks = corpus, ranks
         self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
         self.train_ids, self.val_ids = corpus.train_ids, corpus.val_ids  # on the host, where they are indexed
+        choose_tf32(options, ranks.device)
         self.parallel = self.spread()
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
@@ -97,9 +100,10 @@ class Run:
             with (
                 StallWatch(self.ranks, options.train.stall_s) as watch,
                 profiled(self.ranks, options, self.folder, report.note, left) as step_done,
+                garbage_held(options.train.hold_garbage) as collect,
             ):
                 self.parallel.moved = watch.moved
-                stop = self.loop(watch, step_done)
+                stop = self.loop(watch, step_done, collect)
         except BaseException as error:
             report.close(f"ended at step {self.step} by {type(error).__name__}")
             raise
@@ -115,7 +119,7 @@ class Run:
         self.checkpoints.close()
         return 0 if saved else INTERRUPTED
 
-    def loop(self, watch, step_done):
+    def loop(self, watch, step_done, collect):
         """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, self.preemption.agreed()
         first = self.step
@@ -128,6 +132,7 @@ class Run:
             watch.at(self.step, "training", compile_s if self.step == first else None)
             norm = self.train_step()
             step_done()
+            collect(self.step)
             if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
                 self.abort_on_nan(norm)  # the numbers are read now anyway: a GPU is waited for once
             if self.due(every.eval_every):

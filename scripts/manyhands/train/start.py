@@ -19,7 +19,7 @@ from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
 
-WAITS = ("timeout_s", "stall_s", "device")  # options of the place where a run is, not of what it learns
+WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options of the place where a run is, not of what it learns
 
 
 def corpus_of(options, ranks=None):
@@ -85,6 +85,12 @@ def refuse_compile(options, ranks):
             )
 
     Agreement(ranks, None, OptionError).all(look)
+
+
+def choose_tf32(options, device):
+    """Set whether a GPU's products of fp32 run in TF32. A CPU computes as the lessons do."""
+    if device.type != "cpu" and options.train.precision == "fp32":
+        torch.set_float32_matmul_precision("high" if options.train.tf32 else "highest")
 
 
 def resume(run):
