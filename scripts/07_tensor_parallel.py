@@ -243,8 +243,8 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 # ### Build A: f and g
 #
 # Each blank is the tensor itself, or the sum over the group: `all_reduced(x, group)`, `all_reduced(gradient, group)`. The
-# check looks at forward and backward, and counts the calls. (Whatever you leave as it is, the check replaces by the
-# lesson's own lines.)
+# check looks at forward and backward, and counts the calls.
+# (If you skip a build, the check runs the lesson's own lines.)
 
 
 # %%

@@ -203,8 +203,8 @@ compare("the sum after two blocks", guess_sum, round(sum_2.item(), 2))
 # ### Build A: take in a block
 #
 # `largest` and `total` are [B, H, s, 1]. `weighted` is [B, H, s, K], the sum of values times `exp(score - largest)`. A
-# block may be -inf throughout, which is how the causal mask hides keys. (Whatever you leave as it is, the check replaces
-# by the lesson's own lines.)
+# block may be -inf throughout, which is how the causal mask hides keys.
+# (If you skip a build, the check runs the lesson's own lines.)
 
 
 # %%
@@ -724,8 +724,8 @@ compare("rows of rank 0, times the mean", guess_skew, round(4 * (1 / 2 + 1 / 14)
 # ![Tokens of two ranks sorted by expert, sent to the ranks that hold these experts, worked on, sent back and added up with their
 # gates](../assets/09_dispatch.svg)
 #
-# `all_to_all_single` takes unequal parts if *both* sides know their sizes. A sender counts its own. What arrives, only the
-# others know. So the counts travel first: E integers from each rank.
+# `all_to_all_single` takes unequal parts if *both* sides know their sizes. A sender counts its own. Only the senders know what
+# will arrive. So the counts travel first: E integers from each rank.
 #
 # ### Build E: the sizes of the parts
 #

@@ -221,7 +221,7 @@ def shingle_hashes(text, k=3):
 # ### Build A: signature and estimate
 #
 # Letters at the end of a name are its shape: S shingles, K orders. No loop is needed: `hashes_S[:, None] * a_K` is [S, K].
-# Whatever you leave as it is, the check replaces by the lesson's own lines.
+# If you skip a build, the check runs the lesson's own lines.
 
 
 # %%

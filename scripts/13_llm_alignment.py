@@ -267,8 +267,8 @@ guess_count = ____  # your turn: type a number
 #
 # `ids_BT` has a conversation per row, perhaps with several turns, and padding at the end. Return bool [B, T - 1]. For the row
 # `<|user|> a <|end|> <|assistant|> b <|end|>` it is `[False, False, False, True, True]`: the last target is the end
-# marker, and the model must learn to stop. (Letters at the end of a name are its shape. Whatever you leave as it is, the
-# check replaces by the lesson's own lines.)
+# marker, and the model must learn to stop. (Letters at the end of a name are its shape.
+# If you skip a build, the check runs the lesson's own lines.)
 
 
 # %%

@@ -209,8 +209,8 @@ compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001
 #
 # ### Build A: remember
 #
-# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Positions are dim 2. (Whatever you
-# leave as it is, the check replaces by the lesson's own lines.)
+# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Positions are dim 2.
+# (If you skip a build, the check runs the lesson's own lines.)
 
 
 # %%
