@@ -445,8 +445,10 @@ time.sleep(600)
 
 def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, script):
     status, said = ended(launch(root, "--nproc", 2, script(KILLED)))
-    assert status == 137 and len(said.splitlines()) == 2
-    assert said.splitlines()[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
+    # torch's C++ says so on each rank where no name server answers
+    lines = [line for line in said.splitlines() if "hostname of the client socket" not in line]
+    assert status == 137 and len(lines) == 2
+    assert lines[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
 
 
 REFUSES = """\

@@ -1,10 +1,12 @@
 """Lesson 15's surroundings: the container's definition, the presets in full size, Polaris as the figure shows it."""
 
+import http.server
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 from definitions import taken_from
@@ -30,8 +32,17 @@ STAND_INS = {  # in front of PATH: nothing is downloaded, and nothing of this ma
 }
 
 
+@pytest.fixture
+def index_here():
+    """The address of an index that answers, and has nothing."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
 @pytest.mark.ranks
-def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, tmp_path):
+def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, tmp_path, index_here):
     """Apptainer is not here: %files and %post are run as it would run them, in a folder in the place of /opt."""
     opt, stubs, log = tmp_path / "opt", tmp_path / "bin", tmp_path / "log"
     stubs.mkdir()
@@ -46,7 +57,9 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
             shutil.copytree(root / source, place, ignore=ignore)
         else:
             shutil.copy(root / source, place)
-    ((name, index),) = (line.split("=") for line in parts["arguments"])
+    ((name, usual),) = (line.split("=") for line in parts["arguments"])
+    assert usual.startswith("https://")
+    index = index_here  # set-up looks whether it can be reached, and no test needs the web
     post = "\n".join(parts["post"]).replace("{{ " + name + " }}", index).replace("/opt", str(opt))
     environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TORCH_INDEX", "VIRTUAL_ENV")}
     environ |= {"PATH": f"{stubs}:{os.environ['PATH']}", "LOG": str(log)}
