@@ -42,6 +42,7 @@ WRONG = {
     "hand_over": [
         ("    vector_to_parameters(row_P, model.parameters())\n", "", "put the row back into the model"),
         ("src=0", "src=1", "that is rank 1's: the source is rank 0"),
+        (", group=group", "", "all ranks take part in that broadcast, also those outside of `group`"),
         (SEND,
          "    dist.all_reduce(row_P, group=group)\n    row_P /= dist.get_world_size()\n",
          "that is the mean over the ranks"),

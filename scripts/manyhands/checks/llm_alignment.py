@@ -1,8 +1,10 @@
 """Checks of lesson 13: what a loss counts, the terms of GRPO and their divisors, the hand-over, DPO, rewards."""
 
 import itertools
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from manyhands.checks import Wrong, exercise
@@ -160,8 +162,16 @@ def hand_over(answer, ranks):
         for p, values in zip(model.parameters(), start, strict=True):
             p.data = values + 300 * (rank + 1) ** 2
         before = list(model.parameters())
-        with wire.watch() as seen:
-            answer(model, None)  # the group of all ranks
+        groups, broadcast = [], dist.broadcast
+
+        def noted(tensor, src=None, group=None, **more):
+            groups.append(group)  # noqa: B023
+            return broadcast(tensor, src, group, **more)  # noqa: B023
+
+        with wire.watch() as seen, mock.patch.object(dist, "broadcast", noted):
+            answer(model, dist.group.WORLD)
+        if None in groups:
+            raise Wrong("all ranks take part in that broadcast, also those outside of `group`: hand it on, group=group")
         if [id(p) for p in model.parameters()] != [id(p) for p in before]:
             raise Wrong("the model has other parameters now, and an optimizer still holds the old ones: fill them")
         for p, values in zip(model.parameters(), start, strict=True):

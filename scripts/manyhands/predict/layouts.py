@@ -204,8 +204,9 @@ def families(
 
 
 def divisors(n: int) -> list[int]:
-    """Smallest first."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """Of `n`, the smallest first; [] for 0."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _sharings(question, context, tensor, pipeline, group):

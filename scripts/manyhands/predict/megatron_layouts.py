@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
 
+from manyhands.predict.layouts import divisors
 from manyhands.predict.machines import Machine
 from manyhands.predict.megatron import TODAY, Program, Split, bytes_held, work_of
 from manyhands.predict.memory import RankBytes
@@ -93,12 +94,6 @@ def _does_not_fit(machine, room, held):
         f"needs {held.on_gpu / GB:.1f} GB per GPU at least ({largest}); {machine.memory_bytes / GB:.0f} GB leave"
         f" {room / GB:.1f} after a reserve of {RESERVE:.0%}"
     )
-
-
-def divisors(n: int) -> list[int]:
-    """Smallest first."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _contexts(model, gpus):
