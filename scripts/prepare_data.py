@@ -44,7 +44,9 @@ def arguments_of(argv, error=None):
     parser.add_argument("--require", action="store_true", help="status 1 if there is no Shakespeare")
     own = parser.add_argument_group("a text of your own")
     own.add_argument(
-        "--corpus", choices=("plays",), help="instead of files: all plays of Shakespeare, one document each"
+        "--corpus",
+        choices=("plays",),
+        help="instead of files: all plays of Shakespeare, one document each; the two that lessons validate on validate",
     )
     own.add_argument("--to", type=Path, metavar="FOLDER", help="where it goes, such as data/mine")
     own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
@@ -70,7 +72,8 @@ def config_of(given):
 
     limits = Quality(given.min_characters, given.min_letters, given.max_repeated, given.max_runs)
     size = PrepareConfig.vocab_size if given.vocab_size is None else given.vocab_size
-    cut = given.validation, given.blank_lines, given.text_field
+    held_out = tuple(map(file_of, plays.HELD_OUT)) if given.corpus else ()
+    cut = given.validation, held_out, given.blank_lines, given.text_field
     config = PrepareConfig(given.tokenizer, size, *cut, given.near, limits)
     refuse_bounds(config)
     return config
@@ -118,9 +121,13 @@ def prepare_plays(given):
         _refuse(f"the plays are not installed; {plays.CURE}")
     with tempfile.TemporaryDirectory(prefix="manyhands-plays-") as texts:
         for name, text in plays.all_plays(folder).items():
-            Path(texts, f"{name.replace('/', '-')}.txt").write_text(text, "utf-8")
+            Path(texts, file_of(name)).write_text(text, "utf-8")
         given.files, given.blank_lines = [texts], 0
         return prepare(given)
+
+
+def file_of(play):
+    return f"{play.replace('/', '-')}.txt"
 
 
 def prepare(given):

@@ -155,16 +155,18 @@ def kept_for_the_backward(flags):
     model = GPT(config)
     checkpoint_activations(model, options.parallel.activation_checkpointing)
     ids_bT, targets_bT = torch.randint(300, (2, sequences_at_once(layout, options), config.block_size))
-    with torch.autocast("cpu", torch.bfloat16, enabled=options.train.precision == "bf16"):
+    low = options.train.precision == "bf16"
+    model.stream = torch.bfloat16 if low and options.train.low_stream else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
         return count_saved(lambda: model(ids_bT, targets_bT), model).bytes
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_kept_is_what_autograd_keeps(precision):
+@pytest.mark.parametrize("flags", ["fp32", "bf16", "bf16 --train.no-low-stream"])
+def test_what_is_kept_is_what_autograd_keeps(flags):
     config, _, _ = resolved("")
-    copies = 2 * config.num_params() * (precision == "bf16")  # autocast's, of weights
-    seen = kept_for_the_backward(f"--train.precision {precision}") - copies
-    assert expected(f"--train.precision {precision}") == pytest.approx(seen, rel=0.02)
+    copies = 2 * config.num_params() * flags.startswith("bf16")  # autocast's, of weights
+    seen = kept_for_the_backward(f"--train.precision {flags}") - copies
+    assert expected(f"--train.precision {flags}") == pytest.approx(seen, rel=0.02)
 
 
 def test_with_recomputation_the_inputs_of_layers_are_kept_and_one_layer_is_there_again():

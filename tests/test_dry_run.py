@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import PRESETS, OptionError, from_file, from_preset, merged, model_config, read_options
 from manyhands.predict.memory import bytes_per_rank
-from manyhands.train import dry_run
+from manyhands.train import dry_run, start
+from manyhands.train.start import with_micro_batch
 
 
 def described(flags, world_size=1):
@@ -31,7 +32,8 @@ def comments(text):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_printed_file_means_what_was_asked_for(preset, tmp_path):
-    asked = read_options(["--preset", preset, "--train.steps", "7", "--optimizer.lr", "1e-5", "--log.prompt", "'$\n&"])
+    flags = ["--train.steps", "7", "--train.micro-batch", "1", "--optimizer.lr", "1e-5", "--log.prompt", "'$\n&"]
+    asked = read_options(["--preset", preset, *flags])
     path = tmp_path / "run.toml"
     path.write_text(dry_run.describe(asked, 1), encoding="utf-8")
     assert without_places(read_options(["--config", str(path)])) == asked
@@ -96,12 +98,24 @@ def test_it_counts_for_as_many_ranks_as_it_is_told(monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("gib", [40, 80])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_preset_fits_on_8_ranks_of_80_gib_as_it_is(preset):
+def test_each_preset_takes_the_largest_micro_batch_that_fits_on_8_ranks(preset, gib):
     options = read_options(["--preset", preset])
     config = model_config(options, 65)
-    layout = resolve_layout(options, config, 8)
-    assert bytes_per_rank(config, layout, options).on_gpu < 80 * 2**30
+    chosen = with_micro_batch(options, config, 8, 8, gib * 2**30)
+    share = options.train.global_batch // 8
+
+    def takes(size):
+        tried = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=size))
+        return bytes_per_rank(config, resolve_layout(tried, config, 8), tried).on_gpu
+
+    size = chosen.train.micro_batch or share
+    assert takes(size) <= 0.9 * gib * 2**30 or size == 1
+    larger = next((more for more in range(size + 1, share + 1) if share % more == 0), None)
+    assert larger is None or takes(larger) > 0.9 * gib * 2**30 or larger * config.block_size > 65536
+    named = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=1))
+    assert with_micro_batch(named, config, 8, 8, 1) == named, "what was asked for stays, whatever the room"
 
 
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset.startswith(("gpt2", "olmo"))])
@@ -124,21 +138,25 @@ def test_where_state_rests_on_the_host_the_gpu_holds_that_much_less():
 
 
 def test_it_says_what_activations_take_and_with_which_checkpointing():
-    whole = comments(described("--preset gpt2", 8))
+    flags = "--preset gpt2 --train.micro-batch 8"
+    whole = comments(described(flags, 8))
     config, micro_batch = model_config(read_options(["--preset", "gpt2"]), 0), 8
-    # bf16: 14 D of products, attention and GELU; fp32: 2 D of norms; and the loss's V
-    least = micro_batch * 1024 * (12 * (14 * 2 + 2 * 4) * 768 + 4 * config.vocab_size)
+    # bf16: 14 D of products, attention and GELU, 2 D of norms; fp32: the gradient of the head's weight
+    least = micro_batch * 1024 * 12 * 16 * 2 * 768 + 4 * config.vocab_size * 768
     assert least / 2**30 == pytest.approx(shown := shown_gib(whole, "activations"), rel=0.02)
     assert re.search("activations .*  of micro-batches of 8 sequences, activation checkpointing none", whole)
     parts = [shown_gib(whole, kind) for kind in ("total", "copies", "activations", "workspace")]
     assert shown_gib(whole, "at its peak") == pytest.approx(sum(parts), abs=0.03)
-    less = comments(described("--preset gpt2 --parallel.activation-checkpointing block", 8))
+    in_fp32 = comments(described(f"{flags} --train.no-low-stream --train.no-chunk-loss", 8))
+    more = micro_batch * 1024 * (12 * 2 * 2 * 768 + 4 * config.vocab_size) - 4 * config.vocab_size * 768
+    assert shown_gib(in_fp32, "activations") - shown == pytest.approx(more / 2**30, rel=0.02)
+    less = comments(described(f"{flags} --parallel.activation-checkpointing block", 8))
     assert shown_gib(less, "activations") < 0.6 * shown and "activation checkpointing block" in less
     assert "without the masks of dropout" in comments(described("--preset shakespeare"))
 
 
 def test_ranks_that_share_sequences_hold_their_part_of_the_activations():
-    flags = "--preset gpt2 --train.no-compile --train.global-batch 8 --train.micro-batch 4"
+    flags = "--preset gpt2 --train.no-compile --train.no-chunk-loss --train.global-batch 8 --train.micro-batch 4"
     whole, half = (comments(described(f"{flags} {more}", n)) for more, n in (("", 2), ("--parallel.context 2", 4)))
     assert shown_gib(half, "activations") == pytest.approx(shown_gib(whole, "activations") / 2, rel=0.01)
     assert shown_gib(half, "parameters") == shown_gib(whole, "parameters")
@@ -221,10 +239,10 @@ def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_th
     flags = "--preset olmo-7b --dry-run"
     assert "it fits: " in comments(described(f"{flags} --gpu-gib 800"))
     assert "IT DOES NOT FIT: " in comments(described(f"{flags} --gpu-gib 8"))
-    assert [dry_run.fits(needed * 2**30, 40, 1).partition(":")[0] for needed in (36, 37, 40, 41)] == [
+    assert [dry_run.fits(needed * 2**30, 40 * 2**30, "of a GPU").partition(":")[0] for needed in (36, 37, 40, 41)] == [
         "it fits", "it fits, but tightly", "it fits, but tightly", "IT DOES NOT FIT"
     ]  # fmt: skip
-    monkeypatch.setattr(dry_run, "available_memory_bytes", lambda: 16 * 2**30)
+    monkeypatch.setattr(start, "available_memory_bytes", lambda: 16 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "IT DOES NOT FIT: " in comments(described("--preset olmo-7b --dry-run"))
     said = comments(described("--dry-run", world_size=2))

@@ -165,6 +165,7 @@ def test_the_peak_of_a_step_is_what_is_counted_workspace_included(flags):
     config, _, options = read(flags, 1)
     torch.manual_seed(0)
     model, (ids, targets) = GPT(config), torch.randint(config.vocab_size, (2, 16, config.block_size))
+    model.stream = torch.bfloat16 if options.train.precision == "bf16" else None
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
 
     def forward_backward():

@@ -46,7 +46,7 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     sent = r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others"
     assert re.search(sent, out)
     assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset olmo-7b" in out
-    assert "replicas 64: needs 122.8 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
+    assert "replicas 64: needs 122.2 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
 
 
 def test_all_shows_every_plan_and_every_refusal(run):

@@ -591,9 +591,12 @@ def test_mpiexec_prepares_what_one_process_would(files, prepared, tmp_path):
 
 
 def test_the_plays_of_the_course_become_a_text_with_a_document_for_each(root, tmp_path):
-    """Two plays, so that it takes a moment; the rules that make speeches of them are tested in test_data.py."""
+    """Three plays, so that it takes a moment; the rules that make speeches of them are tested in test_data.py.
+
+    The Tempest validates, as it does in the lessons: a model that has read it would look better there than it is.
+    """
     plays = tmp_path / "plays"
-    for name in ("tragedies/hamlet", "comedies/as-you-like-it"):
+    for name in ("tragedies/hamlet", "comedies/as-you-like-it", "romances/the-tempest"):
         path = plays / f"{name}.md"
         path.parent.mkdir(parents=True)
         path.write_text("# Title\n\n**HAMLET**\n\n" + f"To be, or not to be: {name}.\n" * 9)
@@ -603,8 +606,11 @@ def test_the_plays_of_the_course_become_a_text_with_a_document_for_each(root, tm
     done = subprocess.run([*command, *flags], cwd=root, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "text" / "report.json").read_text())
-    assert report["documents"]["kept"] == 2
-    assert [file["name"] for file in report["files"]] == ["comedies-as-you-like-it.txt", "tragedies-hamlet.txt"]
+    assert report["documents"]["kept"] == 3
+    names = ["comedies-as-you-like-it.txt", "romances-the-tempest.txt", "tragedies-hamlet.txt"]
+    assert [file["name"] for file in report["files"]] == names
+    text = open_text(tmp_path / "text")
+    assert text.decode(text.val_ids[:]).count("tempest") == 9 and "tempest" not in text.decode(text.train_ids[:])
     none = subprocess.run(
         [*command, *flags], cwd=root, env=environ | {"MANYHANDS_PLAYS": ""}, capture_output=True, text=True, timeout=200
     )

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import typing
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import tyro
@@ -29,11 +30,32 @@ def parsed(kind: Any, argv: Sequence[str], prog: str, description: str | None = 
         if sentence := _sentence(event, kind, argv):
             raise Refused(f"{sentence} {HINT}")
 
+    argv = [_spelled_out(word, kind) for word in argv]
     rest = {} if default is None else {"default": default}
     with _errors.on_parse_error(refuse):
         options = tyro.cli(kind, prog=prog, description=description, args=list(argv), **rest)
     refuse_bounds(options)
     return options
+
+
+def _spelled_out(word, kind):
+    """A switch that may be left open, as tyro wants it: --a.switch=True for --a.switch, =False for --a.no-switch."""
+    group, _, name = word.rpartition(".")
+    positive = f"{group}.{name.removeprefix('no-')}" if group else word
+    return f"{positive}={word == positive}" if positive in _open_switches(kind) else word
+
+
+@cache
+def _open_switches(kind, group=""):
+    """The flags of a dataclass that are on, off or left open."""
+    hints, found = typing.get_type_hints(kind), set()
+    for one in dataclasses.fields(kind):
+        name = f"{group}{one.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(hints[one.name]):
+            found |= _open_switches(hints[one.name], f"{name}.")
+        elif hints[one.name] == bool | None:
+            found.add(f"--{name}")
+    return found
 
 
 def named_value(argv: Sequence[str], flag: str) -> str | None:
@@ -76,5 +98,5 @@ def flags_of(kind: Any, group: str = "") -> Iterator[str]:
             yield from flags_of(hints[one.name], f"{name}.")
         else:
             yield f"--{name}"
-            if hints[one.name] is bool:
+            if hints[one.name] in (bool, bool | None):
                 yield f"--{group}no-{one.name.replace('_', '-')}"

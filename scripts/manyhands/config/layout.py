@@ -31,6 +31,11 @@ class LayoutError(OptionError):
     """Options that do not fit together or do not fit the number of ranks: one sentence with the cure."""
 
 
+COMPILED = ("ddp", "zero1", "fsdp")  # strategies that compile unasked
+STEPS_TO_COMPILE = 100  # shorter runs end before the compiler has paid
+LOGITS_AT_ONCE = 2**27  # half a GiB in float32
+
+
 @dataclass(frozen=True)
 class Layout:
     """Ranks per axis, and how the global batch is cut."""
@@ -79,6 +84,21 @@ class Layout:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+
+
+def logits_at_once(layout: Layout, options: Options) -> int | None:
+    """How many logits the head has at once where there are more; None: all. Tensor ranks and pipelines have all."""
+    whole = layout.tensor > 1 or layout.pipeline > 1 or options.parallel.strategy == "deepspeed"
+    return None if whole or not options.train.chunk_loss else LOGITS_AT_ONCE
+
+
+def compiles(layout: Layout, options: Options) -> bool:
+    """Whether a run on GPUs that have a compiler beside them compiles its blocks and its loss."""
+    train = options.train
+    if train.compile is not None:
+        return train.compile
+    plain = layout.tensor == layout.pipeline == layout.context == 1 and train.precision != "fp64"
+    return plain and options.parallel.strategy in COMPILED and train.steps >= STEPS_TO_COMPILE
 
 
 def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:

@@ -69,10 +69,15 @@ class TrainOptions:
 
     steps: Positive = 300  # optimizer steps
     global_batch: Positive = 24  # sequences per step, over all ranks
-    # sequences per forward on one rank; none: its whole share (a pipeline: half a stage's)
+    # sequences per forward on one rank; none: its whole share (a GPU: what fits; a pipeline: half a stage's)
     micro_batch: Positive | None = None
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # bf16 and fp16: autocast over fp32 weights
-    compile: bool = False  # torch.compile
+    # torch.compile; none: on GPUs for ddp and fsdp, where a run has 100 steps or more and a compiler is there
+    compile: bool | None = None
+    low_stream: bool = True  # in bf16 what the blocks add to has 16 bits, too
+    chunk_loss: bool = True  # of many logits, a chunk of them at a time; tensor ranks and pipelines have all
+    # what a GPU does in a micro-batch is recorded once and played back (ddp, small models)
+    cuda_graphs: bool = True
     # on GPUs in 16 bits the head computes with zeros up to a multiple of 64 tokens; tensor ranks do without
     pad_vocab: bool = True
     tf32: bool = True  # on GPUs products of fp32 have 10 bits behind the point, and are several times as fast

@@ -47,6 +47,7 @@ class PrepareConfig:
     tokenizer: Literal["bpe", "char"] = "bpe"
     vocab_size: Annotated[int, Field(ge=257, le=10**6)] = 4096  # of bpe: the separator, 256 bytes, and merges
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share of the documents
+    held_out: tuple[str, ...] = ()  # names of files that validate, instead of such a share
     blank_lines: Annotated[int, Field(ge=0, le=1000)] = 2  # that end a document of plain text; 0: a file is one
     text_field: str = "text"  # of JSON lines
     near: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 0.8  # so similar ones are copies; 2: only equal ones
@@ -141,7 +142,10 @@ def _decide(gathered, paths, config, say):
     fates, original = _fates(seen, config.near)
     kept = [one for one in seen if fates[one.number] == "kept"]
     say(f"{len(seen):,} documents, {len(kept):,} of them kept")
-    plan = _dealt(kept, config.validation, config.shard_bytes)
+    held_out = (
+        {raw.number for raw in config.cut(paths) if raw.path.name in config.held_out} if config.held_out else None
+    )
+    plan = _dealt(kept, config.validation, held_out, config.shard_bytes)
     first = {why: fates.index(why) for why in FATES[1:] if why in fates}
     shown = {*first.values(), *(original[n] for n in first.values() if n in original)}
     found, content = _learn(paths, config, kept, shown)
@@ -178,15 +182,18 @@ def _fates(seen, near):
     return fates, original
 
 
-def _dealt(kept, validation, shard_bytes):
+def _dealt(kept, validation, held_out, shard_bytes):
     """{number: (split, shard)}: a document's own hash says whether it validates, and the text before it the shard.
 
-    Neither split is empty. Raises DataError for a single document.
+    `held_out`: the numbers of those that validate instead; None: the hashes decide. Neither split is empty. Raises
+    DataError for a single document.
     """
     if len(kept) == 1:
         why = "only one document is left, and validation needs another: give more text, or cut it with --blank-lines 1"
         raise DataError(why)
     fraction = {one.number: int.from_bytes(one.hash[:8], "big") / 2**64 for one in kept}
+    if held_out is not None:
+        fraction = {number: 0.0 if number in held_out else 1.0 for number in fraction}
     least, most = min(fraction, key=fraction.get), max(fraction, key=fraction.get)
     plan, before = {}, dict.fromkeys(SPLITS, 0)
     for n, num_bytes, *_ in kept:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from manyhands.gpt.chunked_loss import chunk_share, chunked_loss
 from manyhands.gpt.sampling import drawing, extended
 
 
@@ -151,19 +152,34 @@ class Head(nn.Linear):
     # It computes with rows of zeros up to a multiple of this, and cuts their logits. A GPU multiplies 16-bit numbers
     # fast where rows are a multiple of 64; GPT-2's 50,257 tokens are odd.
     multiple = 1
+    # With targets it gives the loss, and has at most so many logits at once. None: all of them.
+    at_once: int | None = None
+    share = staticmethod(chunk_share)  # of a chunk of rows; or what torch.compile makes of it
 
-    def forward(self, x):
+    def forward(self, x, targets=None):
+        """Logits for each vector of `x` [..., D]; with `targets` [...] their mean cross-entropy, and no logits."""
         more = -self.out_features % self.multiple
-        if not more:
-            return super().forward(x)
-        bias = None if self.bias is None else F.pad(self.bias, (0, more))
-        return F.linear(x, F.pad(self.weight, (0, 0, 0, more)), bias)[..., : self.out_features]
+        weight, bias = self.weight, self.bias
+        if more:
+            weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
+        if targets is None:
+            return F.linear(x, weight, bias)[..., : self.out_features]
+        count = math.ceil(targets.numel() * self.out_features / self.at_once)
+        while targets.numel() % count:  # chunks of one size: code is built for it once
+            count += 1
+        rows = targets.numel() // count
+        return chunked_loss(x.flatten(0, -2), weight, bias, targets.flatten(), self.out_features, rows, self.share)
+
+    def chunks(self, tokens):
+        """Whether the loss of so many tokens is computed in chunks."""
+        return self.at_once is not None and tokens * self.out_features > self.at_once
 
 
 class GPT(nn.Module):
     """Token and position embeddings, N blocks, a last norm and the head. The caller seeds torch before."""
 
     allowed = staticmethod(within_documents)  # or document_blocks, where blocks are compiled for a GPU
+    stream: torch.dtype | None = None  # of what the blocks add to; None: the embeddings'
 
     def __init__(self, config):
         super().__init__()
@@ -196,6 +212,7 @@ class GPT(nn.Module):
     def forward(self, ids_BT, targets_BT=None, positions_T=None, attention=None):
         """Logits [B, T, V], and the mean cross-entropy in nats, in float32 at least (None without targets).
 
+        Where the head computes the loss in chunks (`Head.at_once`), there are no logits: None.
         Where the T tokens are a part of longer sequences, `positions_T` says where they stand, and `attention(q, k, v)`
         attends to the whole. Raises ValueError if the sequences are longer than `block_size`.
         """
@@ -204,10 +221,12 @@ class GPT(nn.Module):
             raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
         if positions_T is None:
             positions_T = torch.arange(T, device=ids_BT.device)
-        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(positions_T))
+        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(positions_T)).to(self.stream)
         allowed_B1TT = attention or self.allowed(ids_BT, self.config.separator)
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
+        if targets_BT is not None and self.head.chunks(targets_BT.numel()):
+            return None, self.head(self.norm(x_BTD), targets_BT)
         logits_BTV = self.head(self.norm(x_BTD))
         return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
 

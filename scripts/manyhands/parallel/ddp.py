@@ -88,12 +88,21 @@ class FlatReplicas(NoParallel):
 
     def backward(self, loss: torch.Tensor, last: bool = True) -> None:
         """After the last micro-batch of a step, and only then, ranks add up gradients. All ranks call it."""
+        self.attach()
+        # the mean over the ranks is the sum of shares that are divided before: one message, and no pass over it
+        (loss / self.world_size).backward()
+        if last:
+            self.add_up()
+
+    def attach(self) -> None:
+        """Give each parameter its share of the vector of gradients again, filled with zeros."""
         for parameter, gradient in self._attached:
             if parameter.grad is None:
                 parameter.grad = gradient.zero_()
-        # the mean over the ranks is the sum of shares that are divided before: one message, and no pass over it
-        (loss / self.world_size).backward()
-        if last and self.world_size > 1:
+
+    def add_up(self) -> None:
+        """Sum the gradients over the ranks. All ranks call it."""
+        if self.world_size > 1:
             dist.all_reduce(self.gradients)
 
     def cut(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -18,11 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
-from manyhands.config.layout import AXES, Layout
+from manyhands.config.layout import AXES, Layout, logits_at_once
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.context import share_of_context
+from manyhands.parallel.cuda_graphs import Recorded, may_record
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
 from manyhands.parallel.optimizer import clip_gradients, global_norm
@@ -39,6 +40,8 @@ class MeshStrategy(Strategy):
     stages: Any = None  # of a pipeline
     replicas: Any = None  # without one: who takes micro-batches through the model
     flat: FlatReplicas | None = None
+    records = False  # whether micro-batches are recorded: see `cuda_graphs`
+    _recorded: Recorded | None = None
     pipeline_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None  # of ranks that share each sequence
 
@@ -61,6 +64,9 @@ class MeshStrategy(Strategy):
         model = start(config, options)
         if layout.tensor == 1 and options.train.pad_vocab and pads_vocabulary(ranks.device, low):
             model.head.multiple = VOCABULARY_MULTIPLE
+        model.head.at_once = logits_at_once(layout, options)
+        if low is torch.bfloat16 and options.train.low_stream:
+            model.stream = low
         if layout.pipeline > 1:
             from manyhands.parallel.pipeline import Stages  # late: it brings the compiler, which takes seconds
 
@@ -91,6 +97,7 @@ class MeshStrategy(Strategy):
                 block.compile()
             if not parallel.loss_parallel:  # the logits are then one rank's share of the vocabulary
                 model.loss = torch.compile(model.loss)
+                model.head.share = torch.compile(model.head.share)
             if skips_blocks(self.config, self.options, self.ranks.device):
                 model.allowed = partial(document_blocks, make=torch.compile(create_block_mask))
         if self.sharded:
@@ -105,14 +112,18 @@ class MeshStrategy(Strategy):
         if self.layout.tensor > 1:
             return NoParallel(model)  # DDP refuses DTensors; there is one data rank
         all_reduce = self.options.parallel.all_reduce
-        if all_reduce == "flat" or (all_reduce == "auto" and self.ranks.device.type == "cpu"):
+        records = may_record(self.config, self.layout, self.options, self.ranks.device)
+        if all_reduce == "flat" or (all_reduce == "auto" and (records or self.ranks.device.type == "cpu")):
             self.flat = FlatReplicas(model)  # where ranks compute on the cores that would send
+            self.records = records
             return self.flat
         return Replicas(model)
 
     # --- what a training step is made of
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
+        if self.records:
+            return self._replayed(ids_bT, targets_bT)
         if not self.stages:
             return self._forward_backward(self._own_loss, (ids_bT, targets_bT), timer)
         self._micro_batch_size(len(ids_bT))
@@ -146,6 +157,25 @@ class MeshStrategy(Strategy):
                     timer.mark("backward")
             losses.append(loss.detach())
         finish_gradients(self._named.values())
+        return torch.stack(losses).mean()
+
+    def _replayed(self, ids_bT, targets_bT):
+        """`_forward_backward` of a recorded micro-batch."""
+        shares, losses = list(self._micro_batches(ids_bT, targets_bT)), []
+
+        def forward_backward(ids_bT, targets_bT):
+            with self.autocast():
+                loss = self._own_loss(self.model, ids_bT, targets_bT)
+            (loss / (len(shares) * self.flat.world_size)).backward()
+            return loss.detach()
+
+        self.flat.attach()
+        if self._recorded is None:
+            self._recorded = Recorded(forward_backward, *shares[0])
+            self.flat.gradients.zero_()
+        for share in shares:
+            losses.append(self._recorded(*share))
+        self.flat.add_up()
         return torch.stack(losses).mean()
 
     def clip(self, max_norm):

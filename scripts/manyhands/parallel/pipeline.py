@@ -41,7 +41,7 @@ class Stage(nn.Module):
     def __init__(self, full_model: GPT, layers: range, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.config, self.autocast = full_model.config, autocast
-        self.dtype = full_model.positions.weight.dtype
+        self.stream = full_model.stream or full_model.positions.weight.dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == self.config.n_layer
         if self.is_first:
             self.tokens, self.positions = full_model.tokens, full_model.positions
@@ -55,12 +55,14 @@ class Stage(nn.Module):
         allowed = None if ids is None else within_documents(ids, self.config.separator)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
             if self.is_first:
-                x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)))
+                x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))).to(
+                    self.stream
+                )
             for block in self.blocks.values():
                 x = block(x, allowed)
             if self.is_last:
                 return self.head(self.norm(x))
-        return x.to(self.dtype)  # what the next stage has room for
+        return x.to(self.stream)  # what the next stage has room for
 
 
 class Stages:
@@ -79,7 +81,8 @@ class Stages:
         self.group, self.here = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
         autocast = torch.bfloat16 if options.train.precision == "bf16" else None
         self.owners = stage_owners(self.parallel.schedule, layout.pipeline, layout.stages_per_rank)
-        self.dtype = full_model.positions.weight.dtype
+        self.dtype = full_model.positions.weight.dtype  # of losses and logits
+        self.stream = full_model.stream or self.dtype
         layers = layers_of_stages(self.config.n_layer, len(self.owners))
         here = [i for i, rank in enumerate(self.owners) if rank == self.here]
         self.own = {i: Stage(full_model, layers[i], autocast) for i in here}  # this rank's stages by their index
@@ -150,7 +153,7 @@ class Stages:
 
     def _receive(self, ids, source):
         """The stream [rows, T, D] that belongs to ids [rows, T], from a rank of the pipeline axis."""
-        x = torch.empty(self._stream_shape(ids.shape), dtype=self.dtype, device=self.device)
+        x = torch.empty(self._stream_shape(ids.shape), dtype=self.stream, device=self.device)
         self._move(dist.irecv, x, source)
         return x
 
@@ -192,7 +195,7 @@ class Stages:
             return torch.empty(shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
 
         stage = self.own[index]
-        stream, logits = like(self._stream_shape(shape)), like((*shape, self.config.vocab_size))
+        stream, logits = like(self._stream_shape(shape), self.stream), like((*shape, self.config.vocab_size))
         return PipelineStage(
             stage, index, len(self.owners), self.device, group=self.group,
             input_args=like(shape, torch.int64) if stage.is_first else stream,

@@ -17,6 +17,7 @@ Shapes: B sequences, T positions, V tokens in the vocabulary, D width, H heads, 
 from dataclasses import replace
 from functools import lru_cache
 
+from manyhands.config.layout import logits_at_once
 from manyhands.predict.models import model_of
 from manyhands.predict.pipeline_schedules import held_at_once
 
@@ -111,6 +112,12 @@ def weight_bytes(options) -> int:
     return max(PRECISION_BYTES[options.train.precision], PRECISION_BYTES["fp32"])
 
 
+def stream_bytes(options) -> int:
+    """Bytes of a number that the blocks add to."""
+    low = options.train.precision == "bf16" and options.train.low_stream
+    return PRECISION_BYTES["bf16"] if low and options.parallel.strategy != "deepspeed" else weight_bytes(options)
+
+
 def sequences_at_once(layout, options) -> int:
     """Sequences of a rank's micro-batch."""
     return options.train.global_batch // layout.data // layout.micro_batches
@@ -131,12 +138,23 @@ def activation_bytes(config, layout, options) -> int:
     return int(max(layers * kept + heads * around for layers, heads in ranks) + again)
 
 
+def in_chunks(config, layout, options) -> int | None:
+    """The logits of a chunk, where the head computes the loss in chunks (see `gpt.chunked_loss`); else None."""
+    most, number = logits_at_once(layout, options), sequences_at_once(layout, options) * config.block_size
+    return most if most and number // layout.context * config.vocab_size > most else None
+
+
 def rank_terms(config, layout, options) -> dict[str, float]:
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
     parallel, sequences = options.parallel, sequences_at_once(layout, options)
     full = _saved(config, sequences, weight_bytes(options))
     low = _saved(config, sequences, PRECISION_BYTES[options.train.precision])
+    if stream_bytes(options) < weight_bytes(options):  # norms keep their input in 16 bits, their statistics in 32
+        saved = sequences * config.block_size * config.n_embd * (weight_bytes(options) - stream_bytes(options))
+        full = full | {"norms": full["norms"] - 2 * config.n_layer * saved, "final norm": full["final norm"] - saved}
     split = {"norms", "final norm"} if parallel.sequence_parallel else set()
+    if in_chunks(config, layout, options):  # what is kept are the gradients: of the head's input and of its weight
+        full = full | {"loss": config.vocab_size * (config.n_embd + 1) * PRECISION_BYTES["fp32"]}
     whole = set(WHOLE) - split - ({"loss"} if parallel.loss_parallel else set())
     return {term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low}
 
@@ -153,7 +171,7 @@ def _kept(config, layout, options, a_layer):
         return a_layer, 0
     tokens = sequences_at_once(layout, options) * config.block_size
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
-    kept = tokens * config.n_embd * weight_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
+    kept = tokens * config.n_embd * stream_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave
         D, routed = config.n_embd, config.routed
         up = config.n_hidden * (2 if config.style == "llama" else 1)

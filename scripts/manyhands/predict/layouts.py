@@ -272,5 +272,5 @@ def _options(question, how, split, micro_batch, schedule, stages, checkpointing)
         **how.options,
     )
     batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
-    train = replace(question.base.train, **batch, precision="bf16", compile=False)
+    train = replace(question.base.train, **batch, precision="bf16", compile=None)
     return replace(question.base, train=train, parallel=parallel)

@@ -21,7 +21,13 @@ from typing import NamedTuple
 from manyhands.config.options import OptionError
 from manyhands.config.strategies import STRATEGIES
 from manyhands.config.wrapping import OUTSIDE, parsed, units_of_size
-from manyhands.predict.activation_memory import PRECISION_BYTES, activation_bytes, sequences_at_once, weight_bytes
+from manyhands.predict.activation_memory import (
+    PRECISION_BYTES,
+    activation_bytes,
+    in_chunks,
+    sequences_at_once,
+    weight_bytes,
+)
 from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
 
@@ -320,7 +326,9 @@ def _within_a_step(model, layout, options):
     low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
     sharded = layout.dp_mode(options) == "fsdp"
     tokens = sequences_at_once(layout, options) * model.block_size // layout.context
-    workspace = 2 * 4 * tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
+    logits = tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
+    chunk = in_chunks(model, layout, options)
+    workspace = 5 * 4 * chunk if chunk else 2 * 4 * logits
     if layout.context > 1:
         workspace += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
     if options.parallel.context > 1:  # the trainer's; a plan takes kernels that hold none

@@ -19,7 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 
-from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.config.layout import SPLIT_BACKWARD, compiles
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import AROUND, PRECISION_BYTES, rank_terms, weight_bytes
 from manyhands.predict.machines import LINK_SHARE, Group, Machine, Sent
@@ -123,7 +123,7 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         offload=parallel.offload,
         attention_flops=attention,
         attention_again=forwards(layout, options) - 1,
-        fused=bool(options.train.compile),
+        fused=compiles(layout, options),
         expert_flops=layers * tokens * model.expert_flops() / tensor if spread else 0.0,
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer if spread else 0.0,
     )

@@ -18,7 +18,7 @@ from functools import cache
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.config.strategies import STRATEGIES
-from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, weight_bytes
+from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import fullest_share, padded, storage_of
 from manyhands.predict.models import PlannedModel, model_of
@@ -107,7 +107,7 @@ def _tensor(model, layout, options, layers):
 def _pipeline(model, layout, options, layers):
     """The stream to the next stage, and its gradient back: none of it is taken to be hidden."""
     calls = 2 * layout.stages_per_rank * layout.micro_batches
-    payload = tokens_at_once(model, layout, options) * model.n_embd * weight_bytes(options)
+    payload = tokens_at_once(model, layout, options) * model.n_embd * stream_bytes(options)
     stride = layout.tensor * layout.replicate * layout.shard
     yield Message("pipeline", "send", calls, calls * payload, layout.pipeline, stride)
 

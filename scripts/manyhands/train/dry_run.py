@@ -15,7 +15,7 @@ import contextlib
 import json
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import OptionError, Options, model_config, read_options, to_dict
@@ -23,16 +23,14 @@ from manyhands.data.shakespeare import DataError, at_hand
 from manyhands.gpt.model import GPTConfig
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.launchers import LaunchError, resolve
-from manyhands.launch.machine import available_memory_bytes
 from manyhands.launch.program import end, write
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.train.report import about_run
-from manyhands.train.start import corpus_of, refuse_text
+from manyhands.train.start import AIR, corpus_of, memory_of_a_rank, refuse_text, with_micro_batch
 
-AIR = 0.1  # of the memory: the device's context, NCCL's buffers, gaps between tensors
 USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
 
@@ -65,6 +63,8 @@ def describe(options, world_size, per_node=None):
         corpus = corpus_of(options) if needed or at_hand() else None
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
     per_node = per_node or _usual_per_node(world_size)
+    room, whose = room_of(options.gpu_gib, min(per_node, world_size))
+    options = with_micro_batch(options, config, world_size, per_node, room)
     layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
         refuse_text(options, config, corpus)
@@ -78,7 +78,7 @@ def describe(options, world_size, per_node=None):
         f"a checkpoint: {gib(memory.checkpoint_bytes(config, options))}",
         "" if corpus else "not checked: vocabulary and prompt against the corpus, which is not on this machine yet",
         *held_lines(held, options, layout, config.dropout > 0),
-        fits(held.on_gpu, options.gpu_gib, min(per_node, world_size)),
+        fits(held.on_gpu, room, whose),
         "",
         "save this as run.toml, and start it with",
         f"  python scripts/launch.py --nproc {min(per_node, world_size)} -- --config run.toml"
@@ -115,19 +115,22 @@ def _usual_per_node(world_size):
     return max(1, world_size // nodes) if nodes > 1 else min(world_size, USUAL_PER_NODE)
 
 
-def fits(needed, gpu_gib, on_node):
-    """Whether `needed` bytes per rank fit, a sentence: into `gpu_gib`, else into the GPU or a share of the memory here.
+def room_of(gpu_gib, on_node):
+    """(bytes, whose they are): `gpu_gib`, else a GPU's here, else a share of the memory here.
 
     `on_node` ranks share a node; more than this one are taken to be like it.
     """
     import torch
 
     if gpu_gib is not None:
-        room, whose = gpu_gib * 2**30, "of a rank (--gpu-gib)"
-    elif torch.cuda.is_available():
-        room, whose = torch.cuda.get_device_properties(0).total_memory, "of a GPU here"
-    else:
-        room, whose = available_memory_bytes() // on_node, "that a rank finds here; --gpu-gib asks for another machine"
+        return gpu_gib * 2**30, "of a rank (--gpu-gib)"
+    if torch.cuda.is_available():
+        return memory_of_a_rank("cuda", on_node), "of a GPU here"
+    return memory_of_a_rank("cpu", on_node), "that a rank finds here; --gpu-gib asks for another machine"
+
+
+def fits(needed, room, whose):
+    """Whether `needed` bytes per rank fit into `room`, a sentence."""
     said = f"{gib(needed)} at least, into the {gib(room)} {whose}"
     if needed > room:
         return f"IT DOES NOT FIT: {said}"
@@ -187,6 +190,8 @@ def model_from_flags(flags, ranks, vocab_size, start=full_model):
     Raises OptionError as the trainer does.
     """
     options = read_options(shlex.split(flags))
+    # what is counted and timed in between must run
+    options = replace(options, train=replace(options.train, cuda_graphs=False))
     config = model_config(options, vocab_size)
     layout = resolve_layout(options, config, ranks.world_size)
     parallel = parallelize(config, layout, options, ranks, start)

@@ -34,6 +34,7 @@ from manyhands.train.stalls import StallWatch
 from manyhands.train.start import (
     choose_tf32,
     corpus_of,
+    decided,
     prompt_ids,
     random_state,
     refuse_compile,
@@ -325,9 +326,13 @@ def train(options):
             refuse_text(options, config, corpus)
             refuse_size(config, ranks)
             refuse_compile(options, ranks)
+            options, sentence = decided(options, config, layout, ranks)
+            layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             run = Run(options, config, layout, corpus, ranks, preemption)
         except Refused as error:
             refuse(str(error))
+        if sentence:
+            run.report.note(sentence)
         return carry_out(run, "train.py")
 
 

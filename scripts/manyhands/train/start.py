@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
+from manyhands.config.layout import compiles, resolve_layout
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
+from manyhands.predict.memory import bytes_per_rank
 
+STEADY = 2**16  # tokens
+AIR = 0.1  # of the memory: the device's context, NCCL's buffers, gaps between tensors
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options of the place where a run is, not of what it learns
 
 
@@ -71,6 +75,52 @@ def refuse_size(config, ranks):
             f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
             " (--dry-run computes what training adds)"
         )
+
+
+def decided(options, config, layout, ranks):
+    """`options` with what they leave to the place: micro-batches that fit, and whether to compile. All ranks call it.
+
+    Returns them and a sentence about what could not be had, or None.
+    """
+    room = torch.tensor(memory_of_a_rank(ranks.device.type, ranks.local_world_size), dtype=torch.float64)
+    compiler = compiler_for(ranks.device.type, environment()) is not None
+    least = torch.tensor([room, compiler], dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    options = with_micro_batch(options, config, ranks.world_size, ranks.local_world_size, least[0].item())
+    wanted, sentence = compiles(layout, options) and ranks.device.type == "cuda", None
+    if options.train.compile is None:
+        if wanted and not least[1]:
+            sentence = "not compiled: a host has no C compiler (CC, gcc or clang); scripts/doctor.py says more"
+        train = dataclasses.replace(options.train, compile=bool(wanted and least[1]))
+        options = dataclasses.replace(options, train=train)
+    return options, sentence
+
+
+def memory_of_a_rank(kind, on_node):
+    """Bytes of the GPU, or a share of the host's memory where ranks compute on a CPU and `on_node` of them share it."""
+    if kind == "cuda":
+        return torch.cuda.mem_get_info()[1]
+    return available_memory_bytes() // on_node
+
+
+def with_micro_batch(options, config, world_size, per_node, room):
+    """`options` with the largest micro-batch that fits into `room` bytes of a rank and leaves AIR; 1 if none does.
+
+    As they are, where they name one, where a rank's whole share fits, or where a pipeline has its own rule. More than
+    STEADY tokens at once make no GPU faster.
+    """
+    layout = resolve_layout(options, config, world_size, per_node)
+    if options.train.micro_batch or layout.pipeline > 1:
+        return options
+    share = options.train.global_batch // layout.data
+    for size in (size for size in range(share, 0, -1) if share % size == 0):
+        asked = None if size == share else size
+        chosen = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=asked))
+        layout = resolve_layout(chosen, config, world_size, per_node)
+        fits = bytes_per_rank(config, layout, chosen).on_gpu <= (1 - AIR) * room
+        if size == 1 or (fits and size * config.block_size // layout.context <= STEADY):
+            break
+    return chosen
 
 
 def refuse_compile(options, ranks):

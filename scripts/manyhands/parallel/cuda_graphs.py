@@ -1,0 +1,54 @@
+"""Forward and backward of a micro-batch as one CUDA graph: the host hands over one call instead of hundreds.
+
+    recorded = Recorded(forward_backward, ids_bT, targets_bT)    # forward_backward adds to `.grad`, returns the loss
+    loss = recorded(ids_bT, targets_bT)                          # the same kernels, on these ids
+
+The kernels of a small model are shorter than the time that Python takes to start them, so that the GPU waits. A graph
+plays them back from where they were recorded: shapes and addresses stay, gradients must stay attached. Dropout draws
+other masks in each replay.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from manyhands.config.layout import Layout
+from manyhands.config.options import Options
+from manyhands.gpt.model import GPTConfig
+
+WARM_UP = 3  # calls before the recording: what is compiled or allocated once must not be part of it
+MOST_PARAMETERS = 200_000_000  # larger models keep a GPU busy without
+
+
+class Recorded:
+    """A recorded `forward_backward(ids_bT, targets_bT)`, which must neither wait for the GPU nor allocate outside."""
+
+    def __init__(self, forward_backward: Callable, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> None:
+        self.batch = ids_bT.clone(), targets_bT.clone()
+        device = ids_bT.device
+        random_state = torch.cuda.get_rng_state(device)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                forward_backward(*self.batch)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread asks the GPU meanwhile
+            self.loss = forward_backward(*self.batch)
+        torch.cuda.set_rng_state(random_state, device)  # the first step draws what it would have drawn
+
+    def __call__(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
+        for own, new in zip(self.batch, (ids_bT, targets_bT), strict=True):
+            own.copy_(new)
+        self.graph.replay()
+        return self.loss.clone()
+
+
+def may_record(config: GPTConfig, layout: Layout, options: Options, device: torch.device) -> bool:
+    """Whether a run's micro-batches can be recorded, and gain by it."""
+    train, parallel = options.train, options.parallel
+    plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
+    fixed = train.precision != "fp16" and parallel.activation_checkpointing == "none" and config.separator is None
+    small = config.num_params() <= MOST_PARAMETERS
+    return train.cuda_graphs and device.type == "cuda" and plain and fixed and small

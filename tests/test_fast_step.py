@@ -1,0 +1,167 @@
+"""What makes a step faster changes nothing of it: a loss in chunks, a stream in 16 bits, and what is chosen unasked."""
+
+import dataclasses
+
+import pytest
+import torch
+from manyhands.config.options import read_options
+from manyhands.gpt.chunked_loss import chunked_loss
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch.ranks import Ranks
+from manyhands.measure.memory_timeline import MemoryTimeline
+from manyhands.train import start
+from one_process import CONFIG, TIED, assert_equal, build, one_process, options_of, steps_of
+from torch.nn.functional import cross_entropy
+
+AT_ONCE = 7 * CONFIG.vocab_size  # logits: a chunk has fewer rows than a sequence
+
+
+def steps_in_chunks(ranks, options, config, multiple):
+    from manyhands.parallel import mesh_strategy
+
+    whole, mesh_strategy.logits_at_once = mesh_strategy.logits_at_once, lambda layout, options: AT_ONCE
+    try:
+        return steps_of(ranks, options, config, between=lambda parallel: None)
+    finally:
+        mesh_strategy.logits_at_once = whole
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [(1, {}), (2, {}), (2, {"all_reduce": "buckets"}), (2, {"strategy": "fsdp"}), (2, {"context": 2})],
+    ids=["one process", "flat", "buckets", "fsdp", "context"],
+)
+def test_a_loss_in_chunks_trains_like_one_process_with_all_logits(pool, n, options, config):
+    options = options_of(**options)
+    assert_equal(pool.run(n, steps_in_chunks, options, config, 1), one_process(options, config))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 60])
+@pytest.mark.parametrize("padding", [0, 14])
+def test_a_loss_in_chunks_is_the_loss_and_so_are_its_gradients(rows, padding):
+    """With rows of padding behind the vocabulary, which get no gradient; scaled, as fp16 and micro-batches do."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight, bias = (
+        torch.randn(*shape, dtype=torch.float64, generator=draw, requires_grad=True)
+        for shape in ((60, 8), (50 + padding, 8), (50 + padding,))
+    )
+    targets = torch.randint(50, (60,), generator=draw)
+    wanted = cross_entropy((x @ weight.T + bias)[:, :50], targets)
+    gradients = torch.autograd.grad(3 * wanted, (x, weight, bias))
+    loss = chunked_loss(x, weight, bias, targets, 50, rows)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    for seen, expected in zip(torch.autograd.grad(3 * loss, (x, weight, bias)), gradients, strict=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-14)
+    assert not gradients[1][50:].any()
+    with torch.no_grad():
+        assert chunked_loss(x, weight, bias, targets, 50, rows).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def peak_of(at_once):
+    torch.manual_seed(0)
+    model, (ids, targets) = GPT(GPTConfig(4000, n_layer=1, n_embd=32)), torch.randint(4000, (2, 16, 64))
+    model.head.at_once = at_once
+    optimizer = torch.optim.SGD(model.parameters())
+    with MemoryTimeline(model, optimizer) as seen:
+        logits, loss = model(ids, targets)
+        loss.backward()
+    assert (logits is None) == (at_once is not None)
+    return seen.peak.total
+
+
+def test_a_loss_in_chunks_needs_a_fraction_of_the_memory():
+    all_logits = 4 * 16 * 64 * 4000
+    assert peak_of(None) - peak_of(64 * 4000) > 1.5 * all_logits
+
+
+@pytest.mark.parametrize("flags", [{}, {"strategy": "fsdp"}, {"strategy": "pp"}, {"strategy": "tp"}], ids=str)
+def test_in_bf16_the_stream_has_16_bits_and_the_loss_and_the_gradients_are_near(pool, flags):
+    options = options_of("bf16", **flags)
+    exact = one_process(options_of("fp32"))["steps"][0]
+    for stream, steps in pool.run(2, stream_in_bf16, options):
+        assert stream == {torch.bfloat16}
+        assert abs(steps["loss"] - exact["loss"]) < 1e-2
+        far = {n: ((steps[n] - exact[n]).norm() / exact[n].norm()).item() for n in exact if n.endswith("weight")}
+        assert 1e-4 < max(far.values()) < 0.1
+
+
+def stream_in_bf16(ranks, options):
+    from one_process import batches, share
+
+    parallel, seen = build(ranks, options), set()
+    for module in parallel.modules:
+        blocks = module.blocks.values() if hasattr(module.blocks, "values") else module.blocks
+        for block in blocks:
+            block.register_forward_hook(lambda block, given, x: seen.add(x.dtype))
+    ids, targets = next(batches())
+    loss = parallel.mean_loss(parallel.forward_backward(*share(parallel, ids, targets)))
+    return seen, {"loss": loss} | parallel.named_full_gradients()
+
+
+# ------------------------------------------------------------------ what is chosen unasked
+
+
+def chosen(flags, monkeypatch, kind="cuda", compiler="/usr/bin/gcc", ranks=1):
+    from manyhands.config.layout import resolve_layout
+    from manyhands.config.options import model_config
+
+    monkeypatch.setattr(start, "memory_of_a_rank", lambda kind, on_node: 80 * 2**30)
+    monkeypatch.setattr(start, "compiler_for", lambda kind, environ: compiler)
+    monkeypatch.setattr(start.dist, "all_reduce", lambda tensor, op: None)
+    options = read_options(flags.split())
+    config = model_config(options, 65)
+    place = Ranks.__new__(Ranks)
+    for name, value in {"device": torch.device(kind), "world_size": ranks, "local_world_size": ranks}.items():
+        object.__setattr__(place, name, value)
+    return start.decided(options, config, resolve_layout(options, config, ranks), place)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "ranks", "compiled"),
+    [
+        ("", "cuda", 1, True),
+        ("", "cpu", 1, False),
+        ("--train.steps 99 --log.eval-every 0", "cuda", 1, False),
+        ("--train.no-compile", "cuda", 1, False),
+        ("--train.compile", "cpu", 1, True),
+        ("--parallel.strategy fsdp", "cuda", 2, True),
+        ("--parallel.strategy zero1", "cuda", 2, True),
+        ("--parallel.strategy tp", "cuda", 2, False),
+        ("--parallel.strategy pp", "cuda", 2, False),
+        ("--parallel.context 2", "cuda", 2, False),
+        ("--train.precision fp64", "cuda", 1, False),
+    ],
+)
+def test_gpus_compile_unasked_where_it_pays_and_is_possible(flags, kind, ranks, compiled, monkeypatch):
+    options, sentence = chosen(flags, monkeypatch, kind, ranks=ranks)
+    assert options.train.compile is compiled and sentence is None
+
+
+def test_without_a_compiler_a_gpu_trains_uncompiled_and_says_so(monkeypatch):
+    options, sentence = chosen("", monkeypatch, compiler=None)
+    assert options.train.compile is False and "no C compiler" in sentence and "doctor" in sentence
+    assert chosen("--train.no-compile", monkeypatch, compiler=None)[1] is None
+
+
+def test_a_gpu_takes_the_largest_micro_batch_that_fits_and_no_more_tokens_than_help(monkeypatch):
+    options, _ = chosen("--preset gpt2", monkeypatch)
+    assert options.train.micro_batch * 1024 == start.STEADY
+    monkeypatch.setattr(start, "STEADY", 10**9)
+    larger, _ = chosen("--preset gpt2", monkeypatch)
+    assert larger.train.micro_batch > options.train.micro_batch
+
+
+def test_a_switch_that_may_be_left_open_is_one_word_as_others_are(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\ncompile = true\n")
+    for words, wanted in (
+        ([], None),
+        (["--train.compile"], True),
+        (["--train.no-compile"], False),
+        (["--train.compile", "--train.no-compile"], False),
+        (["--config", str(file)], True),
+        (["--config", str(file), "--train.no-compile"], False),
+    ):
+        assert read_options(words).train.compile is wanted
+    assert dataclasses.replace(read_options([]).train, compile=None) == read_options([]).train
