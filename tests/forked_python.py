@@ -30,6 +30,7 @@ PRELOAD = (
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.run",
     "numpy", "rich.console", "tyro", "matplotlib.figure", "ipykernel.ipkernel", "ipyparallel.engine.app", "nbformat",
     "pydantic.dataclasses", "pydantic.type_adapter", "plotext", "safetensors.torch",
+    "papermill.cli", "torch.profiler", "matplotlib.backends.backend_agg",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
