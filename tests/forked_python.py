@@ -120,6 +120,8 @@ def serve(address):
         for key, _ in ready.select():
             if key.fileobj is sys.stdin:
                 for pid in clients:
+                    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                        os.killpg(pid, signal.SIGKILL)
                     os.kill(pid, signal.SIGKILL)
                 os._exit(0)
             elif key.fileobj is listener:

@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
+from forked_python import ForkedPython
 
 ENDS = {
     "at its end": "print('done')",
@@ -30,3 +33,16 @@ def test_output_that_finds_no_room_is_told(forked_python):
     with open("/dev/full", "w") as full:
         done = subprocess.run([forked_python, "-c", "print('lost')"], stdout=full, stderr=subprocess.PIPE, timeout=60)
     assert (done.returncode, b"No space left" in done.stderr) == (120, True)
+
+
+def test_what_a_fork_has_started_ends_with_the_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("f")
+    starts = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
+    with ForkedPython(folder) as python:
+        program = subprocess.Popen([python.executable, "-c", starts], stdout=subprocess.PIPE, text=True)
+        child = int(program.stdout.readline())
+    program.communicate(timeout=60)
+    until = time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until, "the fork's own child is still there"
+        time.sleep(0.05)
