@@ -164,13 +164,19 @@ def short_run(tmp_path_factory, attendees):
 
 # What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
 # other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
-# file.
+# file, the long ones first.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
     "test_sweep.py", "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
 ]  # fmt: skip
-FIRST = LESSONS + WAIT
+# those that compute longest, so that the last file of all is a short one
+LONG = [
+    "test_training.py", "test_tensor_and_pipeline.py", "test_strategies.py", "test_ranks.py", "test_checks.py",
+    "test_when_it_breaks.py", "test_own_text.py", "test_widgets.py", "test_programs.py", "test_bad_input.py",
+    "test_every_strategy_ends.py", "test_serving.py", "test_on_your_cluster.py", "test_memory.py",
+]  # fmt: skip
+FIRST = LESSONS + WAIT + LONG
 # what starts many programs; not what looks at command lines in /proc, or at the memory of what it has started
 FORKED = [
     "test_lessons.py", "test_stand_in_device.py", "test_train_program.py", "test_align_program.py", "test_sample.py",
@@ -182,6 +188,7 @@ FORKED = [
     "test_side_by_side.py", "test_jobs.py", "test_pairs.py", "test_bench.py", "test_chat_page.py",
     "test_contributing.py", "test_when_it_breaks.py", "test_meshes_and_planning.py", "test_browser.py",
     "test_widgets_browser.py", "test_every_strategy_ends.py",
+    "test_recipes.py", "test_doctor_in_job.py",
 ]  # fmt: skip
 
 

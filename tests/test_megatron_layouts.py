@@ -134,19 +134,30 @@ models = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=30)
-@given(models, st.sampled_from([1, 2, 8, 16, 64]))
-def test_more_gpus_with_as_many_sequences_each_never_train_fewer_tokens_per_second(model, gpus):
-    few, many = (plan(Question(model, H100, n, 4 * n, program=TODAY)) for n in (gpus, 2 * gpus))
-    if few.best:
-        assert min(one.step_s for one in many.ranked) < 2 * few.fastest_s
-        assert max(one.tokens_per_s for one in many.ranked) >= max(one.tokens_per_s for one in few.ranked)
+examples = pytest.mark.parametrize("examples", [8, pytest.param(30, marks=pytest.mark.full)])
 
 
-@settings(max_examples=30)
-@given(models, st.sampled_from([8, 16]), st.floats(0.2, 1.0))
-def test_less_memory_never_makes_a_layout_fit(model, gpus, share):
-    smaller = replace(H100, memory_bytes=share * H100.memory_bytes)
-    with_less, with_all = (search(model, machine, gpus, 4 * gpus).plans for machine in (smaller, H100))
-    assert set(with_less) <= set(with_all)
-    assert all(one.time.total_s >= with_all[name].time.total_s * (1 - 1e-9) for name, one in with_less.items())
+@examples
+def test_more_gpus_with_as_many_sequences_each_never_train_fewer_tokens_per_second(examples):
+    @settings(max_examples=examples)
+    @given(models, st.sampled_from([1, 2, 8, 16, 64]))
+    def holds(model, gpus):
+        few, many = (plan(Question(model, H100, n, 4 * n, program=TODAY)) for n in (gpus, 2 * gpus))
+        if few.best:
+            assert min(one.step_s for one in many.ranked) < 2 * few.fastest_s
+            assert max(one.tokens_per_s for one in many.ranked) >= max(one.tokens_per_s for one in few.ranked)
+
+    holds()
+
+
+@examples
+def test_less_memory_never_makes_a_layout_fit(examples):
+    @settings(max_examples=examples)
+    @given(models, st.sampled_from([8, 16]), st.floats(0.2, 1.0))
+    def holds(model, gpus, share):
+        smaller = replace(H100, memory_bytes=share * H100.memory_bytes)
+        with_less, with_all = (search(model, machine, gpus, 4 * gpus).plans for machine in (smaller, H100))
+        assert set(with_less) <= set(with_all)
+        assert all(one.time.total_s >= with_all[name].time.total_s * (1 - 1e-9) for name, one in with_less.items())
+
+    holds()

@@ -58,7 +58,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# what another case here, or a product of `test_tensor_and_pipeline`, shows as well: `make test-full` has it
+MORE = (
+    "fsdp full block_and_size", "fsdp grad_op size:3000", "fsdp none accumulating", "fsdp x tensor",
+    "ddp x tensor accumulating", "ddp checkpointing selective", "fsdp checkpointing block",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case in MORE)) for case in CASES])
 def test_four_ranks_take_the_steps_of_one_process(pool, references, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case])), references[CONFIG])
 
@@ -68,7 +75,11 @@ def test_a_world_of_one_takes_the_same_path(pool, references, strategy):
     assert_equal(pool.run(1, steps_of, options_of(strategy=strategy, micro_batch=2)), references[CONFIG])
 
 
-@pytest.mark.parametrize("case", ["buckets", "flat", *WRAPPINGS])
+@pytest.mark.parametrize(
+    "case",
+    ["buckets", "flat", "block", "size:3000"]
+    + [pytest.param(wrapping, marks=pytest.mark.full) for wrapping in ("block_and_size", "block_group:3")],
+)
 def test_tied_weights_stay_one_weight(pool, references, case):
     parallel = (
         dict(strategy="ddp", all_reduce=case) if case in ("buckets", "flat") else dict(strategy="fsdp", wrapping=case)

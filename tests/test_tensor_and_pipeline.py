@@ -148,7 +148,7 @@ def losses_in_bf16(ranks, options):
         (2, dict(strategy="tp", sequence_parallel=True, loss_parallel=True)),
         (2, dict(strategy="pp", schedule="ZBVZeroBubble")),
         (4, dict(strategy="fsdp", pipeline=2)),
-        (4, dict(strategy="fsdp", tensor=2)),
+        pytest.param(4, dict(strategy="fsdp", tensor=2), marks=pytest.mark.full),
     ],
 )
 def test_bf16_is_autocast_with_float32_gradients(pool, n, options):

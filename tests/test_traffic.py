@@ -50,24 +50,29 @@ ON_TWO = [
     f"{LARGE} --parallel.all-reduce buckets",
     f"{SMALL} --parallel.strategy zero1",
     f"{SMALL} --parallel.strategy zero1 --train.precision fp64 --model.tie",
-    FSDP,
-    f"{FSDP} --train.micro-batch 2",
     f"{FSDP} --train.precision bf16",
     f"{FSDP} --parallel.sharding grad_op --train.micro-batch 2",
-    f"{FSDP} --parallel.sharding none",
-    f"{FSDP} --parallel.wrapping block_and_size",
     f"{FSDP} --parallel.wrapping block_and_size --model.tie --parallel.sharding grad_op",
     f"{FSDP} --parallel.wrapping block_group:2 --parallel.activation-checkpointing block",
     f"{FSDP} --parallel.wrapping size:250 --train.micro-batch 2",  # units inside of units
-    f"{FSDP} --parallel.wrapping size:900 --parallel.sharding grad_op",
     f"{FSDP} --parallel.wrapping size:1",  # nothing is left to the root
     f"{FSDP} --parallel.wrapping size:100000",  # all is left to the root
+]
+MORE_ON_TWO = [
+    FSDP,
+    f"{FSDP} --train.micro-batch 2",
+    f"{FSDP} --parallel.sharding none",
+    f"{FSDP} --parallel.wrapping block_and_size",
+    f"{FSDP} --parallel.wrapping size:900 --parallel.sharding grad_op",
 ]
 ON_FOUR = [FSDP, f"{FSDP} --parallel.sharding hybrid", f"{FSDP} --parallel.sharding none"]
 ON_ONE = [SMALL, f"{SMALL} --parallel.all-reduce buckets", f"{SMALL} --parallel.strategy zero1", FSDP]
 
 
-@pytest.mark.parametrize("world_size, all_flags", [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(
+    "world_size, all_flags",
+    [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR), pytest.param(2, MORE_ON_TWO, marks=pytest.mark.full)],
+)
 def test_ranks_communicate_what_the_formula_says_to_the_call_and_the_byte(pool, world_size, all_flags):
     measured = pool.run(world_size, measure, all_flags)
     for i, flags in enumerate(all_flags):
