@@ -46,9 +46,12 @@ class File(Schema):
     sha256: Sha256
 
 
-# the config of a GPT, with all its names
+# the config of a GPT, with all its names; those of experts came later, and older files lack them
+LATER = ("experts", "top_k", "shared_experts", "router")
 Sizes = create_model(
-    "Sizes", __base__=Schema, **{f.name: (Count if f.type is int else f.type, ...) for f in fields(GPTConfig)}
+    "Sizes",
+    __base__=Schema,
+    **{f.name: (Count if f.type is int else f.type, f.default if f.name in LATER else ...) for f in fields(GPTConfig)},
 )
 
 

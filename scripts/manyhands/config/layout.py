@@ -108,6 +108,7 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
         filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
         _combinations(options, degrees),
         _context(options, config, degrees),
+        _experts(options, degrees),
         _sizes(parallel, config, degrees, stages_per_rank),
     ]
     for fault in chain(*faults):
@@ -226,6 +227,23 @@ def _context(options, config, degrees):
     if parallel.activation_checkpointing == "selective":
         why = f"{asked} with parallel.activation_checkpointing=selective would keep all of attention's scores"
         yield f"{why}; use parallel.activation_checkpointing=block"
+
+
+def _experts(options, degrees):
+    """A sentence for each thing that a mixture of experts does not go together with."""
+    parallel, asked = options.parallel, f"model.experts={options.model.experts}"
+    if options.model.experts == 1:
+        return
+    if degrees["tensor"] > 1 or degrees["pipeline"] > 1 or parallel.strategy == "deepspeed":
+        yield f"{asked} runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor or pipeline"
+    if options.train.compile:
+        yield f"{asked} does not go with train.compile; use --train.no-compile"
+    if parallel.activation_checkpointing == "selective":
+        why = f"{asked} does not go with parallel.activation_checkpointing=selective"
+        yield f"{why}; use parallel.activation_checkpointing=block"
+    if parallel.context > 1 and options.optimizer.balance_loss:
+        why = f"{asked} has a balancing loss of whole sequences, which parallel.context={parallel.context} ranks share"
+        yield f"{why}; use optimizer.balance_loss=0, and leave balancing to the biases"
 
 
 def _sizes(parallel, config, degrees, stages_per_rank):

@@ -42,7 +42,8 @@ class Replicas(NoParallel):
 
     def __init__(self, model: nn.Module) -> None:
         # the gradients are views of the buckets that are sent: nothing is held or copied twice
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True))
+        # the only buffers are the experts' biases, which all ranks move alike
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False))
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         # what DDP.no_sync() sets, but before the forward too: around the backward alone it would do nothing

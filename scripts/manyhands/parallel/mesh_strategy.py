@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout
 from manyhands.config.options import Options
+from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.context import share_of_context
@@ -69,6 +70,7 @@ class MeshStrategy(Strategy):
             self.modules = list(self.stages.own.values())
         else:
             self._prepare(model)
+            model.balance_loss = options.optimizer.balance_loss
             self.model, self.modules = model, [model]
             self.replicas = self.replicate(model)
         # taken once: between forward and backward FSDP puts the gathered weights where its shards were
@@ -152,6 +154,14 @@ class MeshStrategy(Strategy):
         parameters = [part for part, _ in self.optimizer_parts()]
         norm = global_norm(parameters, self.pipeline_group)
         return clip_gradients(parameters, norm, max_norm, self.loss_scale)
+
+    def balance(self):
+        layers = list(self.experts().values())
+        if not layers:
+            return None
+        chosen_NE = torch.stack([layer.chosen for layer in layers])
+        dist.all_reduce(chosen_NE)  # with experts all ranks are data ranks
+        return move_biases(layers, chosen_NE, self.options.optimizer.balance_speed)
 
     # --- without gradients
 

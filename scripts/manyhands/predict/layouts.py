@@ -125,7 +125,8 @@ class Question:
     @cached_property
     def base(self) -> Options:
         """What a command line starts from: the model's preset, or nano with the model's sizes."""
-        name, own = self.model.name, ("dropout", "vocab_size")
+        name = self.model.name
+        own = "dropout", "vocab_size", "experts", "top_k", "shared_experts", "router"
         options = from_preset(name if name in PRESETS else "nano")
         sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size

@@ -120,7 +120,9 @@ def not_trained(question: Question, candidate: Candidate) -> str:
     if question.model.style != "gpt":
         return "train.py trains the course's GPT alone: there is no command for this model"
     if question.model.n_expert > 1:
-        return "train.py has no experts: there is no command for this model"
+        return (
+            "experts are planned with capacity and expert ranks of other programs: there is no command for this model"
+        )
     if candidate.layout.context > 1:
         return "train.py's ring holds a block of scores, which is not planned: there is no command for this layout"
     return ""
