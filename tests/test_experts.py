@@ -95,7 +95,7 @@ def train(speed, loss, steps=300):
     torch.manual_seed(0)
     model = GPT(replace(MIXTURE, n_layer=1, experts=8))
     layer = model.blocks[0].mlp
-    layer.run = lambda rows_RD, sizes_E, up_EMD, down_EMD: rows_RD * 0  # the router alone
+    layer.run = lambda rows_RD, sizes_E, up, down: rows_RD * 0  # the router alone
     draw = torch.Generator().manual_seed(1)
     favourite_D = torch.randn(32, generator=draw)
     with torch.no_grad():
@@ -135,6 +135,11 @@ CASES = {
     "fsdp": (4, MIXTURE, dict(strategy="fsdp", micro_batch=1)),
     "fsdp recomputing": (2, SIGMOID, dict(strategy="fsdp", activation_checkpointing="block", wrapping="size:3000")),
     "hybrid": (4, SWITCH, dict(strategy="fsdp", sharding="hybrid")),
+    "ddp, experts over 2": (2, MIXTURE, dict(strategy="ddp", expert=2, micro_batch=2)),
+    "ddp, experts over 2 of 4": (4, SIGMOID, dict(strategy="ddp", expert=2)),
+    "ddp by buckets, experts over 2 of 4": (4, SWITCH, dict(strategy="ddp", expert=2, all_reduce="buckets")),
+    "fsdp, experts over 2": (2, SIGMOID, dict(strategy="fsdp", expert=2, activation_checkpointing="block")),
+    "fsdp, experts over 2 of 4": (4, MIXTURE, dict(strategy="fsdp", expert=2, micro_batch=1, wrapping="size:3000")),
 }
 
 
@@ -146,7 +151,8 @@ def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
 
 def test_context_ranks_take_the_steps_of_one_process_without_the_balancing_loss(pool):
     wanted = one_process(options_with(loss=0.0), MIXTURE)
-    assert_equal(pool.run(4, steps_of, options_with(loss=0.0, context=2), MIXTURE), wanted)
+    for expert in (1, 2):
+        assert_equal(pool.run(4, steps_of, options_with(loss=0.0, context=2, expert=expert), MIXTURE), wanted)
 
 
 def gradients_without_expert_0(ranks, options):
@@ -180,6 +186,21 @@ def test_an_expert_without_tokens_has_gradients_of_zero(pool, parallel):
 def test_sizes_that_make_no_mixture_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         GPTConfig(65, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "n", "words"),
+    [
+        ("", 2, "model.experts=1 does not split over parallel.expert=2 ranks; use a multiple of 2"),
+        ("--model.experts 3", 2, "model.experts=3 does not split"),
+        ("--model.experts 4", 3, "3 data ranks do not split into groups of parallel.expert=2; use a divisor of 3"),
+        ("--model.experts 4 --parallel.strategy zero1", 2, "use parallel.strategy=fsdp or ddp"),
+    ],
+)
+def test_what_expert_ranks_do_not_go_together_with_is_refused(flags, n, words):
+    options = read_options(["--parallel.expert", "2", *flags.split()])
+    with pytest.raises(LayoutError, match=words):
+        resolve_layout(options, model_config(options, 65), n)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ class RunMetadata(ModelMetadata):
 
     @model_validator(mode="after")
     def _has_its_ranks(self):
-        if math.prod(map(int, re.findall("[0-9]+", self.layout))) != self.world_size:
+        axes = self.layout.partition(" with ")[0]  # "replicate 4 with experts over 2"
+        if math.prod(map(int, re.findall("[0-9]+", axes))) != self.world_size:
             raise ValueError(f"layout is {self.layout}, and world_size is {self.world_size}")
         return self
 

@@ -113,6 +113,7 @@ class ParallelOptions:
     tensor: Positive | None = None  # ranks that share each layer
     pipeline: Positive | None = None  # ranks that share the depth
     context: Positive = 1  # ranks that share each sequence, and hold replicas or shards
+    expert: Positive = 1  # of the data ranks, neighbours that hold different experts of each layer
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"  # fsdp: what is sharded, and for how long
     wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
     # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)

@@ -17,17 +17,25 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def run_experts(rows_RD, sizes_E, up_EMD, down_EMD):
-    """Take rows, sorted by expert, through their experts: [R, D]. `sizes_E` says how many belong to each."""
-    dtype = rows_RD.dtype
-    if torch.is_autocast_enabled(rows_RD.device.type):
-        dtype = torch.get_autocast_dtype(rows_RD.device.type)
+def multiplied_in(rows_RD):
+    """The dtype of products with `rows_RD`: autocast's, where it is on."""
+    kind = rows_RD.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows_RD.dtype
+
+
+def run_experts(rows_RD, sizes_E, up, down):
+    """Take rows, sorted by expert, through their experts: [R, D]. `sizes_E` says how many belong to each.
+
+    `up` and `down` are [E M, D], one expert below the other.
+    """
+    up_EMD, down_EMD = (weight.unflatten(0, (len(sizes_E), -1)) for weight in (up, down))
+    dtype = multiplied_in(rows_RD)
     if rows_RD.device.type == "cuda" and dtype == torch.bfloat16:  # one product for all experts, and no wait for sizes
         ends_E = sizes_E.cumsum(0).to(torch.int32)
         h_RM = F.gelu(F.grouped_mm(rows_RD.to(dtype), up_EMD.to(dtype).mT, offs=ends_E))
         return F.grouped_mm(h_RM, down_EMD.to(dtype), offs=ends_E)
     parts = rows_RD.split(sizes_E.tolist())
-    done = [F.gelu(part @ up.T) @ down for part, up, down in zip(parts, up_EMD, down_EMD, strict=True)]
+    done = [F.gelu(part @ up_MD.T) @ down_MD for part, up_MD, down_MD in zip(parts, up_EMD, down_EMD, strict=True)]
     return torch.cat(done)
 
 
@@ -82,9 +90,8 @@ class Experts(nn.Module):
         order_R = experts_Nk.flatten().argsort(stable=True)
         sizes_E = experts_Nk.flatten().bincount(minlength=len(self.router))
         rows_RD = x_BTD.flatten(0, 1)[order_R // self.top_k]
-        D = x_BTD.shape[-1]
-        rows_RD = self.run(rows_RD, sizes_E, self.up.view(-1, 4 * D, D), self.down.view(-1, 4 * D, D))
-        back_NkD = rows_RD[order_R.argsort()].view(*gates_Nk.shape, D)
+        rows_RD = self.run(rows_RD, sizes_E, self.up, self.down)
+        back_NkD = rows_RD[order_R.argsort()].view(*gates_Nk.shape, -1)
         y_BTD = (back_NkD * gates_Nk[..., None].to(rows_RD.dtype)).sum(1).view_as(x_BTD)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 

@@ -77,13 +77,6 @@ ALONE = next(iter(SHARINGS))  # with nobody to share with all are the same
 
 
 @dataclass(frozen=True)
-class PlannedLayout(Layout):
-    """A Layout whose data ranks hold a part of the experts."""
-
-    expert: int = 1  # of replicate x shard
-
-
-@dataclass(frozen=True)
 class Question:
     """What is asked. Raises ValueError for counts that cannot be."""
 
@@ -200,7 +193,7 @@ def families(
                     for expert in _experts(question.model, how, tensor, group, per_node):
                         split = Layout(*degrees, context=context)
                         if expert > 1:
-                            split = PlannedLayout(*degrees, context=context, expert=expert)
+                            split = Layout(*degrees, context=context, expert=expert)
                         yield _family(question, sharing, split, checkpointing, most_micro_batch)
 
 

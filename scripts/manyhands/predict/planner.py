@@ -22,7 +22,7 @@ from manyhands.predict.layouts import (
     SCHEDULES,
     SHARINGS,
     Candidate,
-    PlannedLayout,
+    Layout,
     Question,
     divisors,
     families,
@@ -169,7 +169,7 @@ def _plan_for(question):
 def _as_plan(question, timed):
     split = timed.split
     shard = {"zero2": split.replicas, "zero3": split.replicas, "hybrid": split.within}.get(split.sharing, 1)
-    layout = PlannedLayout(
+    layout = Layout(
         split.pipeline, split.replicas // shard, shard, split.tensor, context=split.context, expert=split.expert,
         micro_batches=split.micro_batches(question.global_batch), stages_per_rank=split.stages_per_rank,
     )  # fmt: skip
