@@ -9,6 +9,9 @@ from manyhands.config.layout import LayoutError, resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.gpt.experts import Experts, move_biases
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.predict.memory import bytes_per_rank
 from one_process import CONFIG, assert_equal, batches, build, one_process, options_of, share, steps_of
 
 MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
@@ -169,6 +172,33 @@ def gradients_without_expert_0(ranks, options):
 def test_an_expert_without_tokens_has_gradients_of_zero(pool, parallel):
     for nobody, somebody in pool.run(2, gradients_without_expert_0, options_of(**parallel)):
         assert nobody == 0 and somebody > 0
+
+
+def held_by(ranks, options, config):
+    """Bytes of this rank's weights, gradients and moments after a step; and what the formula says."""
+    parallel, layout = build(ranks, options, config), resolve_layout(options, config, ranks.world_size)
+    optimizer = build_optimizer(parallel, options)
+    parallel.forward_backward(*share(parallel, *next(batches(config))))
+    weights = parallel.named_parameters().values()
+    gradients = sum(local_part(weight.grad).nbytes for weight in weights)
+    optimizer.step()
+    moments = [value for name, value in parallel.optimizer_state(optimizer).items() if not name.endswith(".step")]
+    formula = bytes_per_rank(config, layout, options)
+    held = sum(local_part(weight).nbytes for weight in weights), gradients, sum(local_part(m).nbytes for m in moments)
+    return held, (formula.parameters, formula.gradients, formula.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("n", "parallel"),
+    [
+        (1, {}), (2, dict(expert=2)), (4, dict(expert=2)), (4, dict(strategy="fsdp")),
+        (4, dict(strategy="fsdp", expert=2)), (2, dict(strategy="fsdp", expert=2)),
+    ],
+)  # fmt: skip
+def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
+    config = replace(SIGMOID, vocab_size=64, experts=8)  # nothing is padded
+    for held, formula in pool.run(n, held_by, options_of("fp32", **parallel), config):
+        assert held == formula
 
 
 # --- what is refused

@@ -430,8 +430,8 @@ def about_experts(config):
     """What follows the model's sizes, where it has experts."""
     if config.experts == 1:
         return ""
-    shared = f" and {config.shared_experts} that all tokens share" if config.shared_experts else ""
-    return f"; {config.experts} experts per layer{shared}, {config.top_k} of them for each token"
+    shared = f", and {config.shared_experts} that all tokens share" if config.shared_experts else ""
+    return f"; {config.experts} experts per layer, {config.top_k} of them for each token{shared}"
 
 
 def run_header(options, config, layout, device, corpus, folder):
