@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from manyhands.align.options import LoraOptions
+from manyhands.align.stage import start_from
 from manyhands.config.layout import LayoutError, resolve_layout
-from manyhands.config.options import model_config, read_options
+from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.experts import Experts, move_biases
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import local_part
@@ -216,6 +218,11 @@ def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
 def test_sizes_that_make_no_mixture_are_refused(sizes, words):
     with pytest.raises(ValueError, match=words):
         GPTConfig(65, **sizes)
+
+
+def test_adapters_next_to_experts_are_refused():
+    with pytest.raises(OptionError, match="adapters do not stand next to 6 experts; use lora.rank=0"):
+        start_from(GPT(MIXTURE), LoraOptions(rank=2))
 
 
 @pytest.mark.parametrize(

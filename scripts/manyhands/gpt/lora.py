@@ -37,14 +37,11 @@ class LoRALinear(nn.Linear):
 def add_lora(model, rank, alpha, seed=0):
     """Freeze `model`, a GPT, and put an adapter beside each linear layer of its blocks, in place; returns the model.
 
-    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width,
-    and for a model with experts.
+    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width.
     """
     widest = model.config.n_embd
     if not 1 <= rank <= widest:
         raise ValueError(f"lora.rank={rank} does not fit a model of width {widest}; use 1 to {widest}")
-    if model.config.experts > 1:
-        raise ValueError(f"lora.rank={rank}: adapters do not stand next to {model.config.experts} experts; use rank 0")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
