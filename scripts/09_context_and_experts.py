@@ -1575,15 +1575,19 @@ for factor in (1.0, 1.25, 2.0):
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.context 4
 # ```
 #
-# The trainer has no experts. For them, run this lesson as a script:
-# `python scripts/launch.py scripts/09_context_and_experts.py -- --positions 2048 --tokens 2048`.
+# The trainer has experts too, with the biases of build H. `--parallel.expert 4` spreads them over four of the data ranks,
+# and the column `busiest` is the busiest expert's tokens over the mean:
+#
+# ```bash
+# python scripts/launch.py --nproc 4 -- --preset shakespeare-moe --parallel.expert 4
+# ```
 #
 # **What changes on GPUs.** A flash kernel computes a block's attention and returns its log of sums, so `absorb` merges
 # two *outputs*. An all-to-all is harder to hide than a ring: an expert cannot begin before its rows are there. Keep a group
 # of experts inside a node where it fits.
 #
-# **What to look for**: equal step times on all context ranks; the rows of the busiest expert over the mean, logged per
-# layer; the norm of the experts' gradients *unchanged* when you change the number of expert ranks.
+# **What to look for**: equal step times on all context ranks; `busiest` close to 1; the norm of all gradients *unchanged*
+# when you change the number of expert ranks.
 
 # %% [markdown]
 # ## Recap

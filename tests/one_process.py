@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.experts import move_biases
+from manyhands.gpt.model import GPT, GPTConfig, experts_of
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
 TIED = replace(CONFIG, tie=True, qkv_bias=True)
@@ -62,12 +63,16 @@ def steps_of(ranks, options, config=CONFIG, between=None, looks=True):
         step["norm"] = parallel.clip(MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        if (busiest := parallel.balance()) is not None:
+            step["busiest"] = busiest
         if looks:
             step["logits"] = parallel.logits(ids[:2, :5])
         seen.append(step)
         if between:
             between(parallel)
-    return {"steps": seen, "weights": parallel.named_full_parameters(), "names": list(parallel.named_parameters())}
+    weights = parallel.named_full_parameters()
+    weights |= {f"{name}.bias": layer.bias.clone() for name, layer in parallel.experts().items()}
+    return {"steps": seen, "weights": weights, "names": list(parallel.named_parameters())}
 
 
 def one_process(options, config=CONFIG):
@@ -75,7 +80,7 @@ def one_process(options, config=CONFIG):
     torch.manual_seed(options.train.seed)
     model = GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
     optimizer = optimizer_by(lambda kind, groups, **settings: kind(groups, **settings), model.parameters(), options)
-    seen = []
+    model.balance_loss, seen = options.optimizer.balance_loss, []
     for ids, targets in batches(config):
         _, loss = model(ids, targets)
         loss.backward()
@@ -84,10 +89,15 @@ def one_process(options, config=CONFIG):
         step["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        if layers := experts_of(model):
+            chosen_NE = torch.stack([layer.chosen for layer in layers])
+            step["busiest"] = move_biases(layers, chosen_NE, options.optimizer.balance_speed)
         with torch.no_grad():
-            step["logits"] = model(ids[:2, :5])[0]
+            step["logits"] = model.eval()(ids[:2, :5])[0]
+            model.train()
         seen.append(step)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    weights = {name: weights[name] for name in weights if name != "head.weight" or not config.tie}
     return {"steps": seen, "weights": weights, "names": list(weights)}
 
 

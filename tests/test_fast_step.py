@@ -130,6 +130,7 @@ def chosen(flags, monkeypatch, kind="cuda", compiler="/usr/bin/gcc", ranks=1):
         ("--parallel.strategy tp", "cuda", 2, False),
         ("--parallel.strategy pp", "cuda", 2, False),
         ("--parallel.context 2", "cuda", 2, False),
+        ("--model.experts 4", "cuda", 1, False),
         ("--train.precision fp64", "cuda", 1, False),
     ],
 )

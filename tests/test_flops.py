@@ -17,6 +17,9 @@ CONFIGS = {
     "GPT-2's variant": GPTConfig(
         vocab_size=300, block_size=48, n_layer=3, n_head=4, n_embd=96, tie=True, qkv_bias=True
     ),
+    "2 of 6 experts, and a shared one": GPTConfig(
+        vocab_size=65, block_size=16, n_layer=3, n_head=2, n_embd=32, experts=6, top_k=2, shared_experts=1
+    ),
 }  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """One run, killed with SIGKILL six times (`make test-full`: twenty): at random moments, and in the middle of saving. It
 ends as if nobody had.
 
-Two ranks of the trainer train a small GPT with dropout (so that each rank's random numbers matter) and save every few
-steps. The parent kills one rank or both, looks at what lies in the folder, and starts the run again.
+Two ranks of the trainer train a small GPT with dropout (so that each rank's random numbers matter), whose experts they
+share out, and save every few steps. The parent kills one rank or both, looks at what lies in the folder, and starts
+the run again.
 """
 
 import os
@@ -23,6 +24,7 @@ from manyhands.config.options import (
     ModelOptions,
     OptimizerOptions,
     Options,
+    ParallelOptions,
     TrainOptions,
     model_config,
 )
@@ -43,7 +45,8 @@ SLOW_S = 0.03  # so much longer takes each fsync of a run that is killed: there 
 PATIENCE_S = 60  # of the ranks with each other; the parent has three times as much
 
 OPTIONS = Options(
-    model=ModelOptions(n_layer=1, n_head=1, n_embd=8, block_size=8, dropout=0.2),
+    model=ModelOptions(n_layer=1, n_head=1, n_embd=8, block_size=8, dropout=0.2, experts=4),
+    parallel=ParallelOptions(expert=2),
     train=TrainOptions(steps=STEPS, global_batch=4, stall_s=PATIENCE_S),
     optimizer=OptimizerOptions(lr=1e-2),
     log=LogOptions(every=EVERY, eval_every=4 * EVERY, eval_batches=1, sample=0, plots=False, progress=False),

@@ -70,6 +70,11 @@ def test_context_ranks_are_neighbours_among_the_data_ranks_and_see_the_same_sequ
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
+def test_expert_ranks_are_taken_out_of_the_data_ranks():
+    layout = layout_of("--model.experts 4 --parallel.expert 2", 4)
+    assert (str(layout), layout.data, layout.expert) == ("replicate 4 with experts over 2", 4, 2)
+
+
 def test_ranks_that_differ_only_in_tensor_are_neighbours():
     layout = Layout(pipeline=2, replicate=3, shard=5, tensor=7)
     assert layout.world_size == 210

@@ -155,7 +155,7 @@ def read_or_refused(path, content, right):
     if sentence is None:
         model, metadata = found
         said = json.loads(content)["metadata"]
-        assert asdict(model.config) == said["config"] == metadata["config"]
+        assert model.config == GPTConfig(**said["config"]) == GPTConfig(**metadata["config"])
         assert len(metadata["corpus"]["alphabet"]) <= model.config.vocab_size
         assert 0 <= metadata["step"] < 2**53 and type(metadata["step"]) is int
         if path.is_dir():

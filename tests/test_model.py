@@ -22,6 +22,12 @@ def ids_of(shape, config=SMALL, seed=1):
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("shared_experts", [0, 2])
+def test_the_formula_counts_router_experts_and_what_they_share(shared_experts):
+    config = GPTConfig(11, 5, 3, 2, 6, experts=4, shared_experts=shared_experts)
+    assert config.num_params() == sum(p.numel() for p in build(config).parameters())
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("qkv_bias", [False, True])
 @pytest.mark.parametrize("V, T, N, H, D", [(65, 64, 4, 4, 128), (1, 1, 1, 1, 1), (11, 5, 3, 2, 6)])

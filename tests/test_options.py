@@ -94,6 +94,7 @@ def test_what_a_checkpoint_writes_down_of_the_options_is_read_back():
         ("nano", 816_705),
         # 6 (12 x 384^2 + 10 x 384) + 384 (65 + 256) + 2 x 384 + 65 x 385
         ("shakespeare", 10_788_929),
+        ("shakespeare-moe", 4_488_257),  # nano's 816,705 + 4 (8 x 128 + 64 x 128^2 - 8 x 128^2 - 5 x 128)
         ("shakespeare-85m", 85_914_689),  # 12 (12 x 768^2 + 10 x 768) + 768 (65 + 1024) + 2 x 768 + 65 x 769
         ("gpt2", 124_439_808),  # as the published weights
         ("gpt2-medium", 354_823_168),
@@ -110,7 +111,8 @@ def test_each_preset_has_the_size_that_its_name_says(preset, num_params):
 
 def test_these_are_all_presets_and_each_is_valid():
     assert set(PRESETS) == {
-        "nano", "shakespeare", "shakespeare-85m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "olmo-1b", "olmo-7b",
+        "nano", "shakespeare", "shakespeare-moe", "shakespeare-85m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
+        "olmo-1b", "olmo-7b",
     }  # fmt: skip
     for preset in PRESETS:
         validate(from_preset(preset))

@@ -26,8 +26,9 @@ H100 = machine_named("h100")
 
 
 def config_of(model):
-    names = [f.name for f in dataclasses.fields(ModelOptions)]  # all but what a corpus decides
-    return GPTConfig(**{name: getattr(model, name) for name in names})
+    names = [f.name for f in dataclasses.fields(ModelOptions) if hasattr(model, f.name)]  # all but a corpus's
+    experts = {"experts": model.n_expert, "shared_experts": model.n_shared}
+    return GPTConfig(**{name: getattr(model, name) for name in names} | experts)
 
 
 def candidates(model, gpus, batch=24, machine=H100, **kwargs):

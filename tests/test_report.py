@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,6 +182,20 @@ def test_a_long_run_says_once_when_it_will_be_over_and_a_short_one_does_not(tmp_
     assert shown.count("steps are left") == 1
     a_run(tmp_path / "short", steps=60)
     assert "steps are left" not in capsys.readouterr().out
+
+
+def test_a_mixture_shows_its_busiest_expert_and_others_have_no_such_column(tmp_path, capsys):
+    config = replace(CONFIG, experts=4)
+    report = Report(ranks_of(lesson="train"), options_of(), Layout(), config, CORPUS, tmp_path, now=FakeTime())
+    report.start()
+    report.step(1, torch.tensor(2.5), torch.tensor(1.0), 1e-3, torch.tensor(1.75))
+    report.close("done")
+    shown = capsys.readouterr().out
+    assert "4 experts per layer, 2 of them for each token" in shown and "tokens of the busiest expert over" in shown
+    assert "1.75" in shown and rows_in(tmp_path)[0]["busiest"] == 1.75
+    (tmp_path / "dense").mkdir()
+    a_run(tmp_path / "dense")
+    assert "busiest" not in capsys.readouterr().out and rows_in(tmp_path / "dense")[0]["busiest"] is None
 
 
 def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):

@@ -160,6 +160,43 @@ def test_what_one_layout_saved_another_continues(pool, one_process, saves, resum
     assert_same_science(one_process, continued)
 
 
+MIXTURE = replace(
+    SHORT, model=replace(BASE.model, experts=4), optimizer=replace(BASE.optimizer, balance_speed=0.02)
+)  # fmt: skip
+EXPERTS = {
+    "ddp over 2 of 4": (4, ParallelOptions(expert=2)), "fsdp over 2": (2, ParallelOptions(strategy="fsdp", expert=2)),
+    "ddp over 4": (4, ParallelOptions(expert=4)), "zero1": ZERO1, "fsdp": FSDP,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("saves", "resumes"),
+    [("ddp over 2 of 4", "fsdp over 2"), ("zero1", "ddp over 4"), ("fsdp over 2", "fsdp"), ("fsdp", "ddp over 2 of 4")],
+)
+def test_a_mixture_goes_on_with_its_experts_over_another_number_of_ranks(pool, mixture, saves, resumes, tmp_path):
+    saved = train(pool, EXPERTS[saves], tmp_path, MIXTURE)
+    assert_same_science(mixture, saved)
+    folder = interrupted_at_2(saved, tmp_path / "cut")
+    continued = train(pool, EXPERTS[resumes], tmp_path, MIXTURE, folder)
+    assert continued[0]["first"] == 2
+    assert_same_science(mixture, continued)
+
+
+@pytest.fixture(scope="module")
+def mixture(pool, tmp_path_factory):
+    return train(pool, ONE, tmp_path_factory.mktemp("mixture"), MIXTURE)[0]
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_a_mixture_resumed_on_its_own_layout_continues_bit_for_bit(pool, layout, tmp_path):
+    whole = train(pool, EXPERTS[layout], tmp_path, MIXTURE)
+    continued = train(pool, EXPERTS[layout], tmp_path, MIXTURE, interrupted_at_2(whole, tmp_path / "cut"))
+    for rank, (one, other) in enumerate(zip(whole, continued, strict=True)):
+        assert one["bits"] == other["bits"], f"rank {rank}"
+        assert all(torch.equal(weight, other["weights"][name]) for name, weight in one["weights"].items())
+    assert all(whole[0]["losses"][step] == continued[0]["losses"][step] for step in (3, 4))
+
+
 @pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, TP, PP], ids=["ddp", "zero1", "fsdp", "tp", "pp"])
 def test_a_run_resumed_on_its_own_layout_continues_bit_for_bit_dropout_included(pool, layout, tmp_path):
     options = replace(SHORT, model=replace(BASE.model, dropout=0.2), train=replace(SHORT.train, precision="fp32"))

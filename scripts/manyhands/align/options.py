@@ -132,6 +132,8 @@ def refuse_senseless(wanted):
          parallel.strategy in partial or (parallel.pipeline or 1) > 1 or parallel.loss_parallel),
         (f"parallel.context={parallel.context}: alignment needs whole sequences on a rank; leave it out",
          parallel.context > 1),
+        (f"parallel.expert={parallel.expert}: alignment keeps all experts on each rank; leave it out",
+         parallel.expert > 1),
         (f"lora.rank={wanted.lora.rank}: adapters are not split over tensor ranks here; use ddp, zero1 or fsdp",
          wanted.lora.rank and (parallel.strategy == "tp" or (parallel.tensor or 1) > 1)),
         *((f"log.{name} is train.py's; accuracy is measured on data.held_out words: leave it out",

@@ -240,7 +240,13 @@ def encoded_speeches(corpus, longest):
 
 
 def start_from(base, lora=None):
-    """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters."""
+    """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters.
+
+    Raises OptionError for adapters of a model with experts.
+    """
+    if lora and lora.rank and base.config.experts > 1:
+        experts = base.config.experts
+        raise OptionError(f"lora.rank={lora.rank}: adapters do not stand next to {experts} experts; use lora.rank=0")
 
     def start(config, options):
         model = widened(base, config, options.train.seed)

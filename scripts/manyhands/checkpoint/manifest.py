@@ -46,9 +46,12 @@ class File(Schema):
     sha256: Sha256
 
 
-# the config of a GPT, with all its names
+# the config of a GPT, with all its names; those of experts came later, and older files lack them
+LATER = ("experts", "top_k", "shared_experts", "router")
 Sizes = create_model(
-    "Sizes", __base__=Schema, **{f.name: (Count if f.type is int else f.type, ...) for f in fields(GPTConfig)}
+    "Sizes",
+    __base__=Schema,
+    **{f.name: (Count if f.type is int else f.type, f.default if f.name in LATER else ...) for f in fields(GPTConfig)},
 )
 
 
@@ -117,7 +120,8 @@ class RunMetadata(ModelMetadata):
 
     @model_validator(mode="after")
     def _has_its_ranks(self):
-        if math.prod(map(int, re.findall("[0-9]+", self.layout))) != self.world_size:
+        axes = self.layout.partition(" with ")[0]  # "replicate 4 with experts over 2"
+        if math.prod(map(int, re.findall("[0-9]+", axes))) != self.world_size:
             raise ValueError(f"layout is {self.layout}, and world_size is {self.world_size}")
         return self
 

@@ -47,7 +47,7 @@ class Layout:
     micro_batches: int = 1  # per data rank and step: accumulation, or what fills a pipeline
     stages_per_rank: int = 1
     context: int = 1  # of replicate x shard: ranks that share each sequence
-    expert = 1  # no run has such ranks: see `predict.layouts`
+    expert: int = 1  # of replicate x shard: neighbours that hold different experts
 
     @property
     def world_size(self) -> int:
@@ -83,7 +83,8 @@ class Layout:
         return STRATEGIES[options.parallel.strategy].dp_mode
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes().items() if size > 1) or "one rank"
+        return f"{axes} with experts over {self.expert}" if self.expert > 1 else axes
 
 
 def logits_at_once(layout: Layout, options: Options) -> int | None:
@@ -98,6 +99,7 @@ def compiles(layout: Layout, options: Options) -> bool:
     if train.compile is not None:
         return train.compile
     plain = layout.tensor == layout.pipeline == layout.context == 1 and train.precision != "fp64"
+    plain = plain and options.model.experts == 1  # how many tokens an expert gets, the host must know
     return plain and options.parallel.strategy in COMPILED and train.steps >= STEPS_TO_COMPILE
 
 
@@ -128,12 +130,16 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
         filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
         _combinations(options, degrees),
         _context(options, config, degrees),
+        _experts(options, config, degrees),
         _sizes(parallel, config, degrees, stages_per_rank),
     ]
     for fault in chain(*faults):
         raise LayoutError(fault)
     micro_batches = _micro_batches(options, degrees)
-    return Layout(**degrees, micro_batches=micro_batches, stages_per_rank=stages_per_rank, context=parallel.context)
+    return Layout(
+        **degrees, micro_batches=micro_batches, stages_per_rank=stages_per_rank, context=parallel.context,
+        expert=parallel.expert,
+    )  # fmt: skip
 
 
 def _degrees(parallel, world_size, ranks_per_node):
@@ -246,6 +252,31 @@ def _context(options, config, degrees):
     if parallel.activation_checkpointing == "selective":
         why = f"{asked} with parallel.activation_checkpointing=selective would keep all of attention's scores"
         yield f"{why}; use parallel.activation_checkpointing=block"
+
+
+def _experts(options, config, degrees):
+    """A sentence for each thing that a mixture of experts does not go together with."""
+    parallel, experts = options.parallel, getattr(config, "experts", 1)  # a planned model's have no such options
+    asked, spread = f"model.experts={experts}", f"parallel.expert={parallel.expert}"
+    if parallel.expert > 1:
+        if experts % parallel.expert or experts == 1:
+            yield f"{asked} does not split over {spread} ranks; use a multiple of {parallel.expert}"
+        if (data := degrees["replicate"] * degrees["shard"]) % parallel.expert:
+            yield f"{data} data ranks do not split into groups of {spread}; use a divisor of {data}"
+        if parallel.strategy == "zero1":
+            yield f"zero1 shares out whole weights, and {spread} spreads them; use parallel.strategy=fsdp or ddp"
+    if experts == 1:
+        return
+    if degrees["tensor"] > 1 or degrees["pipeline"] > 1 or parallel.strategy == "deepspeed":
+        yield f"{asked} runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor or pipeline"
+    if options.train.compile:
+        yield f"{asked} does not go with train.compile; use --train.no-compile"
+    if parallel.activation_checkpointing == "selective":
+        why = f"{asked} does not go with parallel.activation_checkpointing=selective"
+        yield f"{why}; use parallel.activation_checkpointing=block"
+    if parallel.context > 1 and options.optimizer.balance_loss:
+        why = f"{asked} has a balancing loss of whole sequences, which parallel.context={parallel.context} ranks share"
+        yield f"{why}; use optimizer.balance_loss=0, and leave balancing to the biases"
 
 
 def _sizes(parallel, config, degrees, stages_per_rank):

@@ -53,6 +53,10 @@ class ModelOptions:
     dropout: float = 0.0  # share of the numbers that training sets to zero
     tie: bool = False  # one matrix for token embedding and head, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
+    experts: Positive = 1  # MLPs per layer, which share the tokens by a router: a mixture of experts
+    top_k: Positive = 2  # with experts: of which each token passes through so many
+    shared_experts: Count = 0  # with experts: as wide as so many, one MLP that every token passes through
+    router: Literal["softmax", "sigmoid"] = "softmax"  # with experts: what makes an expert's score
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class OptimizerOptions:
     beta1: Share = 0.9  # how much of adamw's mean gradient stays from step to step
     beta2: Share = 0.99  # how much of adamw's mean squared gradient stays
     clip: Rate = 1.0  # largest global gradient norm; 0: no clipping
+    balance_speed: Rate = 1e-3  # with experts: how far a step moves the biases that the router chooses by
+    balance_loss: Rate = 1e-4  # with experts: weight of the balancing loss in the gradients
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ class ParallelOptions:
     tensor: Positive | None = None  # ranks that share each layer
     pipeline: Positive | None = None  # ranks that share the depth
     context: Positive = 1  # ranks that share each sequence, and hold replicas or shards
+    expert: Positive = 1  # of the data ranks, neighbours that hold different experts of each layer
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"  # fsdp: what is sharded, and for how long
     wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
     # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)
@@ -157,7 +164,8 @@ class LogOptions:
 class Options:
     """All options of a run."""
 
-    # sizes under a name: nano, shakespeare, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl, olmo-1b, olmo-7b
+    # sizes under a name: nano, shakespeare, shakespeare-moe, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl,
+    # olmo-1b, olmo-7b
     preset: str = "nano"
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end

@@ -5,7 +5,8 @@
 
 The variant is the one whose parameters are counted exactly by P = N(12D^2 + 10D) + D(V + T) + 2D + V(D + 1):
 LayerNorms with bias, the query-key-value projection without, all other linear layers with bias, learned
-positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3).
+positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3). With
+`experts` above 1 a mixture of experts stands in place of each MLP: see `gpt.experts`.
 
 Where documents are packed into one sequence, `separator` keeps attention within them; positions count on.
 
@@ -23,6 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.gpt.chunked_loss import chunk_share, chunked_loss
+from manyhands.gpt.experts import Experts
 from manyhands.gpt.sampling import drawing, extended
 
 
@@ -40,9 +42,13 @@ class GPTConfig:
     qkv_bias: bool = False  # as in GPT-2
     # the token that begins a document, where attention is to stay within documents; None: all is one text
     separator: int | None = None
+    experts: int = 1  # E, MLPs per layer; 1: no router
+    top_k: int = 2  # with experts: of which each token passes through so many
+    shared_experts: int = 0  # with experts: as wide as so many of them, one MLP that every token passes through
+    router: str = "softmax"  # or sigmoid: what makes an expert's score of a logit
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "experts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
         if self.n_embd % self.n_head:
@@ -52,13 +58,32 @@ class GPTConfig:
             raise ValueError(f"dropout={self.dropout} is not a probability; use 0 or more and less than 1")
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
             raise ValueError(f"separator={self.separator} is none of {self.vocab_size} tokens; use one of them or None")
+        for fault in self._experts_faults():
+            raise ValueError(fault)
+
+    def _experts_faults(self):
+        if self.router not in ("softmax", "sigmoid"):
+            yield f"router={self.router!r} is unknown; use softmax or sigmoid"
+        if self.shared_experts < 0:
+            yield f"shared_experts={self.shared_experts} is too small; use 0 or more"
+        if self.shared_experts and self.experts == 1:
+            yield f"shared_experts={self.shared_experts} need other experts; use experts=2 or more, or leave it out"
+        if self.experts > 1 and not 1 <= self.top_k <= self.experts:
+            yield f"top_k={self.top_k} of {self.experts} experts is not possible; use 1 to {self.experts}"
 
     def num_params(self):
         """Parameters of the model, by formula; lesson 01 says where each term comes from."""
         N, D, V, T = self.n_layer, self.n_embd, self.vocab_size, self.block_size
-        layer = 12 * D**2 + (13 if self.qkv_bias else 10) * D
+        layer = 4 * D**2 + (8 if self.qkv_bias else 5) * D + self._mlp_params()
         head = 0 if self.tie else V * (D + 1)
         return N * layer + D * (V + T) + 2 * D + head
+
+    def _mlp_params(self):
+        """Of one layer's MLP, or of its router, its experts and what they share."""
+        D, E, S = self.n_embd, self.experts, self.shared_experts
+        if E == 1:
+            return 8 * D**2 + 5 * D
+        return E * D + 8 * E * D**2 + (S > 0) * (8 * S * D**2 + 4 * S * D + D)
 
 
 def within_documents(ids_BT, separator):
@@ -117,16 +142,24 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide in between."""
+    """Two linear layers, four times as wide in between, or `times` that."""
 
-    def __init__(self, config):
+    def __init__(self, config, times=1):
         super().__init__()
-        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.up = nn.Linear(config.n_embd, 4 * times * config.n_embd)
+        self.down = nn.Linear(4 * times * config.n_embd, config.n_embd)
 
     def forward(self, x_BTD):
         h_BTM = F.gelu(self.up(x_BTD))
         return self.down(h_BTM)
+
+
+def mlp_of(config):
+    """The MLP of a block, or the experts in its place."""
+    if config.experts == 1:
+        return MLP(config)
+    shared = MLP(config, config.shared_experts) if config.shared_experts else None
+    return Experts(config.n_embd, config.experts, config.top_k, config.router, shared)
 
 
 class Block(nn.Module):
@@ -137,7 +170,7 @@ class Block(nn.Module):
         self.norm_1 = nn.LayerNorm(config.n_embd)
         self.attention = Attention(config)
         self.norm_2 = nn.LayerNorm(config.n_embd)
-        self.mlp = MLP(config)
+        self.mlp = mlp_of(config)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD, allowed_B1TT=None):
@@ -180,6 +213,7 @@ class GPT(nn.Module):
 
     allowed = staticmethod(within_documents)  # or document_blocks, where blocks are compiled for a GPU
     stream: torch.dtype | None = None  # of what the blocks add to; None: the embeddings'
+    balance_loss = 1e-4  # weight of the experts' balancing loss in the gradients
 
     def __init__(self, config):
         super().__init__()
@@ -205,9 +239,15 @@ class GPT(nn.Module):
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
         # 2 N additions into one stream: their variances add up, so each starts smaller by sqrt(2 N)
+        std_out = 0.02 / math.sqrt(2 * self.config.n_layer)
         for block in self.blocks:
-            for linear in (block.attention.out, block.mlp.down):
-                nn.init.normal_(linear.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            nn.init.normal_(block.attention.out.weight, std=std_out)
+            mlp = block.mlp
+            if isinstance(mlp, Experts):
+                mlp.init_weights(0.02, std_out)
+                mlp = mlp.shared
+            if mlp is not None:
+                nn.init.normal_(mlp.down.weight, std=std_out)
 
     def forward(self, ids_BT, targets_BT=None, positions_T=None, attention=None):
         """Logits [B, T, V], and the mean cross-entropy in nats, in float32 at least (None without targets).
@@ -225,10 +265,15 @@ class GPT(nn.Module):
         allowed_B1TT = attention or self.allowed(ids_BT, self.config.separator)
         for block in self.blocks:
             x_BTD = block(x_BTD, allowed_B1TT)
-        if targets_BT is not None and self.head.chunks(targets_BT.numel()):
-            return None, self.head(self.norm(x_BTD), targets_BT)
-        logits_BTV = self.head(self.norm(x_BTD))
-        return logits_BTV, None if targets_BT is None else self.loss(logits_BTV, targets_BT)
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return self.head(x_BTD), None
+        logits_BTV = None if self.head.chunks(targets_BT.numel()) else self.head(x_BTD)
+        loss = self.head(x_BTD, targets_BT) if logits_BTV is None else self.loss(logits_BTV, targets_BT)
+        if self.training and self.config.experts > 1 and self.balance_loss:
+            balance = self.balance_loss * sum(layer.balance_loss for layer in experts_of(self))
+            loss = loss + (balance - balance.detach())  # it has gradients, and the loss stays what it says
+        return logits_BTV, loss
 
     @staticmethod
     def loss(logits_BTV, targets_BT):
@@ -257,6 +302,11 @@ class GPT(nn.Module):
     def num_params(self):
         """Parameters in the model, a tied one once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def experts_of(model):
+    """The layers with experts of `model`, in order."""
+    return [module for module in model.modules() if isinstance(module, Experts)]
 
 
 def _keep_what_is_dear(context, operator, *args, **kwargs):

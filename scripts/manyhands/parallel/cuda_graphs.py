@@ -50,5 +50,5 @@ def may_record(config: GPTConfig, layout: Layout, options: Options, device: torc
     train, parallel = options.train, options.parallel
     plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
     fixed = train.precision != "fp16" and parallel.activation_checkpointing == "none" and config.separator is None
-    small = config.num_params() <= MOST_PARAMETERS
+    small = config.experts == 1 and config.num_params() <= MOST_PARAMETERS
     return train.cuda_graphs and device.type == "cuda" and plain and fixed and small

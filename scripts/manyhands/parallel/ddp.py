@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.parallel.experts import spread_weights
 from manyhands.parallel.optimizer import ensure_state
 
 
@@ -42,7 +43,9 @@ class Replicas(NoParallel):
 
     def __init__(self, model: nn.Module) -> None:
         # the gradients are views of the buckets that are sent: nothing is held or copied twice
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread_weights(model)))
+        # the only buffers are the experts' biases, which all ranks move alike
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False))
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         # what DDP.no_sync() sets, but before the forward too: around the backward alone it would do nothing
@@ -62,7 +65,8 @@ class FlatReplicas(NoParallel):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]  # a tied one once
+        left = spread_weights(model)  # experts that each rank has others of
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in left]  # a tied one once
         if len({(p.dtype, p.device) for _, p in named}) != 1:
             raise ValueError("parameters of one dtype on one device fit into one vector; use DDP for others")
         named.sort(key=lambda pair: pair[1].ndim < 2)  # matrices first: they decay, the rest does not

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from manyhands.config import wrapping as wrapping_rule
 from manyhands.config.options import Options
 from manyhands.parallel.ddp import NoParallel
+from manyhands.parallel.experts import spread_weights
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,6 +52,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         "offload_policy": CPUOffloadPolicy(mesh.device_type != "cpu") if parallel.offload else OffloadPolicy(),
         # None: torch's own choice, True for all but the root, which the backward needs first
         "reshard_after_forward": False if _keeps_gathered(options) else None,
+        "ignored_params": set(spread_weights(model).values()),
     }
     # it warns of operations in place on such a result; there are none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -15,16 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout, logits_at_once
 from manyhands.config.options import Options
+from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.context import share_of_context
 from manyhands.parallel.cuda_graphs import Recorded, may_record
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
+from manyhands.parallel.experts import expert_mesh, finish_expert_gradients, spread_experts, spread_weights
 from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
 from manyhands.parallel.optimizer import clip_gradients, global_norm
 from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
@@ -44,6 +46,7 @@ class MeshStrategy(Strategy):
     _recorded: Recorded | None = None
     pipeline_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None  # of ranks that share each sequence
+    expert_mesh: DeviceMesh | None = None  # where ranks hold different experts
 
     def __init__(
         self, config: GPTConfig, layout: Layout, options: Options, ranks: Ranks, start: ModelMaker = full_model
@@ -57,6 +60,8 @@ class MeshStrategy(Strategy):
             }  # fmt: skip
             mesh = init_device_mesh(ranks.device.type, tuple(by_sequence.values()), mesh_dim_names=tuple(by_sequence))
             self.context_group = mesh["context"].get_group()
+        if layout.expert > 1:
+            self.expert_mesh = expert_mesh(ranks.device.type, layout.world_size, layout.expert)
         low = LOW_PRECISION.get(options.train.precision)
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
@@ -75,6 +80,7 @@ class MeshStrategy(Strategy):
             self.modules = list(self.stages.own.values())
         else:
             self._prepare(model)
+            model.balance_loss = options.optimizer.balance_loss
             self.model, self.modules = model, [model]
             self.replicas = self.replicate(model)
         # taken once: between forward and backward FSDP puts the gathered weights where its shards were
@@ -85,6 +91,8 @@ class MeshStrategy(Strategy):
         layout, parallel = self.layout, self.options.parallel
         if layout.tensor > 1:
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
+        if self.expert_mesh is not None:
+            spread_experts(model, self.expert_mesh, self.ranks.device)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
             from torch._inductor import config as inductor  # late: it takes its time
@@ -157,6 +165,8 @@ class MeshStrategy(Strategy):
                     timer.mark("backward")
             losses.append(loss.detach())
         finish_gradients(self._named.values())
+        if self.expert_mesh is not None:  # FlatReplicas has divided each loss already
+            finish_expert_gradients(self.model, self.expert_mesh, 1 if self.flat else self.layout.world_size)
         return torch.stack(losses).mean()
 
     def _replayed(self, ids_bT, targets_bT):
@@ -182,6 +192,14 @@ class MeshStrategy(Strategy):
         parameters = [part for part, _ in self.optimizer_parts()]
         norm = global_norm(parameters, self.pipeline_group)
         return clip_gradients(parameters, norm, max_norm, self.loss_scale)
+
+    def balance(self):
+        layers = list(self.experts().values())
+        if not layers:
+            return None
+        chosen_NE = torch.stack([layer.chosen for layer in layers])
+        dist.all_reduce(chosen_NE)  # with experts all ranks are data ranks
+        return move_biases(layers, chosen_NE, self.options.optimizer.balance_speed)
 
     # --- without gradients
 
@@ -227,10 +245,13 @@ class MeshStrategy(Strategy):
         return dict(self._named)
 
     def optimizer_parts(self):
-        return self.flat.parts if self.flat else super().optimizer_parts()
+        if not self.flat:
+            return super().optimizer_parts()
+        return self.flat.parts + [(weight, True) for weight in spread_weights(self.model).values()]
 
     def optimizer_state(self, optimizer):
-        return self.flat.cut(optimizer) if self.flat else super().optimizer_state(optimizer)
+        state = super().optimizer_state(optimizer)
+        return state | self.flat.cut(optimizer) if self.flat else state
 
     def named_full_parameters(self):
         return self._whole({name: p.detach() for name, p in self._named.items()})

@@ -23,6 +23,7 @@ from torch import nn
 from manyhands.config.layout import Layout
 from manyhands.config.options import Options
 from manyhands.config.strategies import STRATEGIES
+from manyhands.gpt.experts import Experts
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.optimizer import ensure_state
@@ -96,6 +97,14 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def balance(self) -> torch.Tensor | None:
+        """Move the biases of experts, once per step. All ranks must call it.
+
+        Returns the busiest expert's choices over the mean, a 0-dim tensor, in the least even layer; None without
+        experts.
+        """
+        return None
+
     def mean_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean over the global batch of what `forward_backward` or `evaluate` returned. All ranks must call it."""
         total = torch.as_tensor(loss, device=self.ranks.device).detach().clone()
@@ -141,6 +150,11 @@ class Strategy:
         """{name in the full GPT: this rank's parameter, a DTensor where it is sharded}; the same objects every time."""
         return {name: p for module in self.modules for name, p in module.named_parameters()}
 
+    def experts(self) -> dict[str, Experts]:
+        """{name in the full GPT: a layer of experts}."""
+        parts = [pair for module in self.modules for pair in module.named_modules()]
+        return {name: part for name, part in parts if isinstance(part, Experts)}
+
     def named_full_parameters(self) -> Tensors:
         """{name: whole parameter on the CPU} on all ranks, of other pipeline stages too. All ranks must call it."""
         raise NotImplementedError
@@ -183,6 +197,7 @@ class Strategy:
         """
         model = {f"model.{name}": p.detach() for name, p in self.named_parameters().items()}
         state = self.optimizer_state(optimizer)
+        model |= {f"model.{name}.bias": layer.bias for name, layer in self.experts().items()}
         return model | {f"optimizer.{name}": value for name, value in state.items()}
 
     def take_checkpoint(self, tensors: Tensors) -> None:

@@ -77,13 +77,6 @@ ALONE = next(iter(SHARINGS))  # with nobody to share with all are the same
 
 
 @dataclass(frozen=True)
-class PlannedLayout(Layout):
-    """A Layout whose data ranks hold a part of the experts."""
-
-    expert: int = 1  # of replicate x shard
-
-
-@dataclass(frozen=True)
 class Question:
     """What is asked. Raises ValueError for counts that cannot be."""
 
@@ -125,7 +118,8 @@ class Question:
     @cached_property
     def base(self) -> Options:
         """What a command line starts from: the model's preset, or nano with the model's sizes."""
-        name, own = self.model.name, ("dropout", "vocab_size")
+        name = self.model.name
+        own = "dropout", "vocab_size", "experts", "top_k", "shared_experts", "router"
         options = from_preset(name if name in PRESETS else "nano")
         sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size
@@ -199,7 +193,7 @@ def families(
                     for expert in _experts(question.model, how, tensor, group, per_node):
                         split = Layout(*degrees, context=context)
                         if expert > 1:
-                            split = PlannedLayout(*degrees, context=context, expert=expert)
+                            split = Layout(*degrees, context=context, expert=expert)
                         yield _family(question, sharing, split, checkpointing, most_micro_batch)
 
 

@@ -236,10 +236,14 @@ def _fsdp(share, layout, storage):
 def padded(weights: list[Weight], layout) -> tuple[int, int]:
     """Numbers of these weights, padding included: (that a rank holds, that it gathers).
 
-    Ranks that the experts are spread over hold different ones: so many fewer share an expert.
+    Ranks that the experts are spread over hold different ones: so many fewer share an expert. In `train.py`, whose
+    experts are one weight of the module `mlp`, FSDP leaves those to the ranks that hold them, and gathers none.
     """
     held = whole = 0
     for weight in weights:
+        if weight.expert and layout.expert > 1 and weight.module == "mlp":
+            held += weight.numel
+            continue
         ranks = max(1, layout.shard // layout.expert) if weight.expert else layout.shard
         part = ceil(weight.shape[0] / ranks) * prod(weight.shape[1:])
         held, whole = held + part, whole + part * ranks

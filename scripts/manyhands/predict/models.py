@@ -5,14 +5,14 @@
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
-al. 2024): it can be planned, and `train.py` does not train it. Nor does it train a mixture of experts: with `n_expert`
-above 1 a router sends each token to `top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538).
+al. 2024): it can be planned, and `train.py` does not train it. With `n_expert` above 1 a router sends each token to
+`top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -62,6 +62,7 @@ class PlannedModel:
     dropout: float = 0.0
     n_expert: int = 1  # E MLPs per layer
     top_k: int = 1  # of which each token passes through so many
+    n_shared: int = 0  # of a gpt: as wide as so many experts, one MLP that every token passes through
     # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
     capacity: float | None = None
     head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
@@ -75,8 +76,9 @@ class PlannedModel:
     def _faults(self):
         H, K, E, capacity = self.n_head, self.n_kv_head, self.n_expert, self.capacity
         for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                yield f"{name}={value} is too small; use at least 1"
+            least = 0 if name == "n_shared" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                yield f"{name}={value} is too small; use at least {least}"
         if self.style not in ("gpt", "llama"):
             yield f"style={self.style!r} is unknown; use gpt or llama"
         if self.n_embd % H and self.style == "gpt":
@@ -119,14 +121,23 @@ class PlannedModel:
             linears = [("qkv", (3 * D, D), 0), ("out", (D, D), 1), ("out", (D,), None)]
             linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
         attention = [Weight(f"attention.{name}", shape, split, True) for name, shape, split in linears]
-        router = [Weight("router", (self.n_expert, D), None, True)] if self.n_expert > 1 else []
-        mlps = self.mlp_weights() * (self.n_expert if experts is None else experts)
-        return [*norms[0], *attention, *norms[1], *router, *mlps]
+        experts = self.n_expert if experts is None else experts
+        mlps = self.mlp_weights() * experts
+        if self.n_expert > 1:
+            mlps.insert(0, Weight("router", (self.n_expert, D), None, True))
+        if self.n_expert > 1 and not llama:  # as `gpt.experts` stores them: one below the other
+            rows = Weight("mlp", (experts * self.n_hidden, D), 0, True, True)
+            mlps = [mlps[0]._replace(module="mlp"), rows, rows]
+        shared = _gpt_mlp(D, self.n_shared * self.n_hidden) if self.n_shared else []
+        mlps += [Weight(f"mlp.shared.{name}", shape, split, True) for name, shape, split in shared]
+        return [*norms[0], *attention, *norms[1], *mlps]
 
     def mlp_weights(self) -> list[Weight]:
         """Of one MLP, or expert."""
         D, M = self.n_embd, self.n_hidden
-        linears = [("up", (M, D), 0), ("up", (M,), 0), ("down", (D, M), 1), ("down", (D,), None)]
+        linears = _gpt_mlp(D, M)
+        if self.style == "gpt" and self.n_expert > 1:  # without biases
+            linears = [("up", (M, D), 0), ("down", (M, D), 0)]
         if self.style == "llama":
             linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]
         return [Weight(f"mlp.{name}", shape, split, True, self.n_expert > 1) for name, shape, split in linears]
@@ -188,6 +199,11 @@ class PlannedModel:
         return 3 * (self.n_layer * self.layer_flops() + self.head_flops())
 
 
+def _gpt_mlp(D: int, M: int) -> list[tuple]:
+    """[(name, shape, the dim that tensor ranks split)] of a gpt's MLP."""
+    return [("up", (M, D), 0), ("up", (M,), 0), ("down", (D, M), 1), ("down", (D,), None)]
+
+
 def flops_per_token(config: object) -> int:
     """Floating-point operations per trained token of a GPT: its matrix products, forward and backward, exactly.
 
@@ -197,10 +213,13 @@ def flops_per_token(config: object) -> int:
     operations) and twice in the backward pass (4). Attention's two products with T positions cost 4 D T per layer
     forward and twice that backward. This is PaLM's 6N + 12 L H Q T with N = the weights that are in a matrix product.
     As there, the causal mask saves nothing, and recomputed activations do not count twice. Left out: biases, norms,
-    softmax, GELU, the loss, the look-up of embeddings, and the optimizer.
+    softmax, GELU, the loss, the look-up of embeddings, and the optimizer. Of experts those that a token passes through.
     """
     N, D, V, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size
-    return 6 * (12 * N * D**2 + V * D) + 12 * N * D * T
+    mlp = 8 * D**2
+    if config.experts > 1:  # the router, and the experts that a token passes through
+        mlp = config.experts * D + (config.top_k + config.shared_experts) * mlp
+    return 6 * (N * (4 * D**2 + mlp) + V * D) + 12 * N * D * T
 
 
 @cache
@@ -209,7 +228,14 @@ def model_of(config: object) -> PlannedModel:
     if isinstance(config, PlannedModel):
         return config
     names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "tie", "qkv_bias", "dropout")
-    return PlannedModel("a GPT", **{name: getattr(config, name) for name in names})
+    return PlannedModel("a GPT", **{name: getattr(config, name) for name in names}, **_mixture(config))
+
+
+def _mixture(options):
+    """The fields of a PlannedModel for the experts of a GPTConfig or ModelOptions."""
+    if options.experts == 1:
+        return {}
+    return {"n_expert": options.experts, "top_k": options.top_k, "n_shared": options.shared_experts}
 
 
 @cache
@@ -229,5 +255,6 @@ def preset_model(name: str) -> PlannedModel:
         return OTHERS[name]
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(MODELS)}")
-    sizes = asdict(from_preset(name).model)
-    return PlannedModel(name, **sizes | {"vocab_size": sizes["vocab_size"] or SHAKESPEARE_VOCAB_SIZE})
+    sizes = from_preset(name).model
+    vocab_size = sizes.vocab_size or SHAKESPEARE_VOCAB_SIZE
+    return replace(model_of(replace(sizes, vocab_size=vocab_size)), name=name)

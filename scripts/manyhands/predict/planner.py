@@ -22,7 +22,7 @@ from manyhands.predict.layouts import (
     SCHEDULES,
     SHARINGS,
     Candidate,
-    PlannedLayout,
+    Layout,
     Question,
     divisors,
     families,
@@ -120,7 +120,9 @@ def not_trained(question: Question, candidate: Candidate) -> str:
     if question.model.style != "gpt":
         return "train.py trains the course's GPT alone: there is no command for this model"
     if question.model.n_expert > 1:
-        return "train.py has no experts: there is no command for this model"
+        return (
+            "experts are planned with capacity and expert ranks of other programs: there is no command for this model"
+        )
     if candidate.layout.context > 1:
         return "train.py's ring holds a block of scores, which is not planned: there is no command for this layout"
     return ""
@@ -167,7 +169,7 @@ def _plan_for(question):
 def _as_plan(question, timed):
     split = timed.split
     shard = {"zero2": split.replicas, "zero3": split.replicas, "hybrid": split.within}.get(split.sharing, 1)
-    layout = PlannedLayout(
+    layout = Layout(
         split.pipeline, split.replicas // shard, shard, split.tensor, context=split.context, expert=split.expert,
         micro_batches=split.micro_batches(question.global_batch), stages_per_rank=split.stages_per_rank,
     )  # fmt: skip

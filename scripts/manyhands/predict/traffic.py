@@ -55,14 +55,15 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
 
     In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred
     bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises
-    ValueError for other strategies, and with tensor, pipeline or context ranks.
+    ValueError for other strategies, and with tensor, pipeline, context or expert ranks.
     """
     strategy, plain = options.parallel.strategy, layout.tensor == layout.pipeline == layout.context == 1
+    plain = plain and layout.expert == 1
     registered = STRATEGIES[strategy]
     if not plain or registered.dp_mode not in OF_DATA:
         raise ValueError(
-            f"there is no formula for strategy={strategy} with tensor={layout.tensor}, pipeline={layout.pipeline} and"
-            f" context={layout.context}; use ddp, zero1 or fsdp, without tensor, pipeline and context ranks"
+            f"there is no formula for strategy={strategy} with tensor={layout.tensor}, pipeline={layout.pipeline},"
+            f" context={layout.context} and expert={layout.expert}; use ddp, zero1 or fsdp on data ranks alone"
         )
     flat = "all_reduce" in registered.options and options.parallel.all_reduce != "buckets"
     calls, payloads = Counter(), Counter()

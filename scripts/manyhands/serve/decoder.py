@@ -48,11 +48,12 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model: GPT) -> GPT:
-    """Replace the linear layers in the blocks of a GPT; embeddings, norms and head stay. Returns the model."""
+    """Replace the linear layers in the blocks of a GPT; embeddings, norms, experts and head stay. Returns the model."""
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         for part, name in ((attention, "qkv"), (attention, "out"), (mlp, "up"), (mlp, "down")):
-            setattr(part, name, Int8Linear(getattr(part, name)))
+            if isinstance(full := getattr(part, name), nn.Linear):  # experts stay as they are
+                setattr(part, name, Int8Linear(full))
     return model
 
 

@@ -3,7 +3,7 @@
     report = Report(ranks, options, layout, config, corpus, folder, mean_loss)      # all ranks
     report.start()                                                          # who and what runs, and the legend
     report.timer.step_start() ... report.timer.mark("step")                 # around each step, its batch included
-    report.step(step, loss, grad_norm, lr)                                  # all ranks, every step; steps count from 1
+    report.step(step, loss, grad_norm, lr, busiest)                         # all ranks, every step; steps count from 1
     report.evaluation(step, val_loss); report.sample(step, text); report.note(sentence)
     report.close("300 steps done")
 
@@ -42,7 +42,7 @@ LOG_WIDTH = 160  # where there is no terminal: every column
 KEYS = (
     "step", "tokens", "loss", "val_loss", "dt_s", "dt_min_s", "dt_mean_s", "slowest_rank", "dtf_s", "dtb_s",
     "samples_per_s", "samples_per_s_per_rank", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "grad_norm", "lr",
-    "memory_gib", "memory_min_gib", "memory_mean_gib", "elapsed_s", "start_up_s",
+    "busiest", "memory_gib", "memory_min_gib", "memory_mean_gib", "elapsed_s", "start_up_s",
 )  # fmt: skip
 OVER_RANKS = {  # keys of what compares ranks: one rank alone has none of it
     "dt_min_s", "dt_mean_s", "samples_per_s_per_rank", "tokens_per_s_per_rank", "memory_min_gib", "memory_mean_gib",
@@ -86,8 +86,11 @@ class Report:
         self.trackers = Trackers(self.options, self.folder, self.ranks.world_size, self.note)
         self.bar.start()
 
-    def step(self, step, loss, grad_norm, lr):
-        """Step number `step` is done. All ranks call it. 0-dim tensors: this rank's `loss`, the global `grad_norm`."""
+    def step(self, step, loss, grad_norm, lr, busiest=None):
+        """Step number `step` is done. All ranks call it.
+
+        0-dim tensors: this rank's `loss`, the global `grad_norm`, and with experts `busiest` (see `Strategy.balance`).
+        """
         line = self.first or step % self.options.log.every == 0 or self._evaluated(step)
         self.first = False
         if not line:
@@ -102,6 +105,7 @@ class Report:
         if not self.shows:
             return
         self.pending = self._row(step, loss=float(mean), grad_norm=float(grad_norm), lr=float(lr))
+        self.pending["busiest"] = None if busiest is None else float(busiest)
         self._add_measured(timing.steps, *over_ranks)
         self.bar.advance(step, self.pending)
         # the first line's steps warm up and may compile: the second one's say how long the run will take
@@ -369,11 +373,14 @@ def all_columns(options, config, layout, device, peak, peak_kind="bf16"):
         ("grad_norm", "grad_norm", 9, "{:.4g}".format, 0, "length of the gradient of the whole model, "
          + (f"before it is clipped to {clip:g}" if clip else "(it is not clipped)")),
         ("lr", "lr", 8, "{:.2e}".format, 0, "learning rate of this step"),
+        ("busiest", "busiest", 7, "{:.2f}".format, 3,
+         "tokens of the busiest expert over the mean of all experts, in the least even layer of this step"),
         ("memory_gib", "memory", 7, gib, 0, f"the most memory {held} that any rank has held so far"),
         ("memory_min_gib", "mem_min", 7, gib, 6, "memory of the rank with the least"),
         ("memory_mean_gib", "mem_mean", 8, gib, 6, "memory, mean over ranks"),
     ]  # fmt: skip
     absent = (OVER_RANKS if layout.world_size == 1 else set()) | (PHASES if layout.pipeline > 1 else set())
+    absent |= {"busiest"} if config.experts == 1 else set()
     return [Column(*row) for row in rows if row[0] not in absent]
 
 
@@ -409,13 +416,22 @@ def about_run(options, config, layout):
     size, share, tokens = layout.world_size, train.global_batch // layout.data, train.global_batch * config.block_size
     return {
         "model": f"{config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
-        f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions",
+        f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions"
+        + about_experts(config),
         "ranks": f"{size} ranks, strategy {parallel.strategy}: {layout}" if size > 1 else "one rank",
         "a step": f"{train.global_batch} sequences of {config.block_size:,} = {tokens:,} tokens; a rank's share is"
         f" {share} sequence{'s' * (share > 1)} in {many} micro-batch{'es' * (many > 1)}"
         + (f", {config.block_size // layout.context:,} positions of each" if layout.context > 1 else ""),
         "the run": f"preset {options.preset}: {train.steps:,} steps, {train.steps * tokens:,} tokens",
     }
+
+
+def about_experts(config):
+    """What follows the model's sizes, where it has experts."""
+    if config.experts == 1:
+        return ""
+    shared = f", and {config.shared_experts} that all tokens share" if config.shared_experts else ""
+    return f"; {config.experts} experts per layer, {config.top_k} of them for each token{shared}"
 
 
 def run_header(options, config, layout, device, corpus, folder):

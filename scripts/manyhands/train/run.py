@@ -172,9 +172,10 @@ class Run:
         if self.scale is None or self.scale.take(norm.item()):
             self.optimizer.step()
         self.optimizer.zero_grad()
+        busiest = self.parallel.balance()
         timer.mark("step")
         self.step += 1
-        self.report.step(self.step, loss, norm, lr)  # sends something in the last step of an interval only
+        self.report.step(self.step, loss, norm, lr, busiest)  # sends something in the last step of an interval only
         return norm
 
     def next_batch(self):

@@ -16,6 +16,7 @@ from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.layout import compiles, resolve_layout
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
+from manyhands.gpt.model import GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
@@ -189,8 +190,8 @@ def resume(run):
 def _refuse_foreign(run, path):
     """Another model or another text is another run. Raises CheckpointError with what differs."""
     metadata = read_manifest(path).metadata
-    own = dataclasses.asdict(run.config)
-    differing = [f"{k}={metadata['config'].get(k)}" for k in own if metadata["config"].get(k) != own[k]]
+    own, saved = dataclasses.asdict(run.config), dataclasses.asdict(GPTConfig(**metadata["config"]))
+    differing = [f"{k}={saved[k]}" for k in own if saved[k] != own[k]]
     if differing:
         here = ", ".join(f"{d.split('=')[0]}={own[d.split('=')[0]]}" for d in differing)
         raise CheckpointError(f"{path} holds another model ({', '.join(differing)}; here {here})")

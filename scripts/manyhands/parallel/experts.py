@@ -1,0 +1,97 @@
+"""Expert parallelism: the experts of each layer are spread over the ranks of a group, and tokens travel to them.
+
+    mesh = expert_mesh(device_type, world_size, 2)           # axes replicas x expert; all ranks
+    spread_experts(model, mesh, device)                      # in place: a rank keeps its share of each layer's experts
+    finish_expert_gradients(model, mesh, divide=world_size)  # once per step, after the last backward; all ranks
+
+Each rank has tokens of its own, as in data parallelism. Two all-to-alls per layer send rows to the ranks of their
+experts and back (Lepikhin et al. 2020, GShard), and in the backward their gradients the other way. So an expert's
+gradient is a sum over the losses of all ranks in its group already: it is divided by the number of all ranks, and
+summed over those that hold the same experts. Lesson 09 builds all of it.
+
+Shapes: E experts of a layer, n ranks of the group, e = E / n of this rank, D width, R rows.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from manyhands.gpt.experts import multiplied_in, run_experts
+from manyhands.gpt.model import experts_of
+from manyhands.measure.tensor_bytes import local_part
+
+
+class Exchange(torch.autograd.Function):
+    """Exchange.apply(rows, leaving, arriving, group): rows to their ranks; gradients take the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows, leaving, arriving, group):
+        ctx.sizes, ctx.group = (leaving, arriving), group
+        received = rows.new_empty(sum(arriving), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient):  # type: ignore[override]
+        leaving, arriving = ctx.sizes
+        return Exchange.apply(gradient, arriving, leaving, ctx.group), None, None, None
+
+
+def run_on_ranks(
+    rows_RD: torch.Tensor, sizes_E: torch.Tensor, up: DTensor, down: DTensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """`run_experts` where `up` and `down` are spread over `group`. All its ranks must call it, also without rows."""
+    n = group.size()
+    leaving_ne = sizes_E.view(n, -1)
+    arriving_ne = torch.empty_like(leaving_ne)
+    dist.all_to_all_single(arriving_ne, leaving_ne, group=group)
+    leaving, arriving = leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist()  # the host must know: it waits here
+    rows_RD = Exchange.apply(rows_RD.to(multiplied_in(rows_RD)), leaving, arriving, group)
+    # they came rank by rank, and from each rank expert by expert
+    e = arriving_ne.shape[1]
+    expert_R = torch.arange(e, device=rows_RD.device).repeat(n).repeat_interleave(arriving_ne.flatten())
+    order_R = expert_R.argsort(stable=True)
+    rows_RD = run_experts(rows_RD[order_R], arriving_ne.sum(0), up.to_local(), down.to_local())
+    return Exchange.apply(rows_RD[order_R.argsort()], arriving, leaving, group)
+
+
+def expert_mesh(device_type: str, world_size: int, expert: int) -> DeviceMesh:
+    """The mesh replicas x expert of all ranks: neighbours hold different experts. All ranks must call it."""
+    return init_device_mesh(device_type, (world_size // expert, expert), mesh_dim_names=("replicas", "expert"))
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Leave on `device` this rank's share of each layer's experts, in place. Every rank has all of them before."""
+    n, me = mesh["expert"].size(), mesh["expert"].get_local_rank()
+    for layer in experts_of(model):
+        for name in ("up", "down"):
+            own = getattr(layer, name).detach().chunk(n)[me].to(device, copy=True)
+            placements = [Replicate(), Shard(0)]
+            setattr(layer, name, nn.Parameter(DTensor.from_local(own, mesh, placements, run_check=False)))
+        layer.run = partial(run_on_ranks, group=mesh["expert"].get_group())
+
+
+def spread_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: weight} of the experts that `spread_experts` has spread: what data parallelism must leave alone."""
+    return {
+        f"{name}.{weight}": getattr(layer, weight)
+        for name, layer in model.named_modules()
+        if layer in set(experts_of(model))
+        for weight in ("up", "down")
+        if isinstance(getattr(layer, weight), DTensor)
+    }
+
+
+@torch.no_grad()
+def finish_expert_gradients(model: nn.Module, mesh: DeviceMesh, divide: int) -> None:
+    """Divide the gradients of spread experts, and sum them over the ranks that hold the same. All ranks call it."""
+    for weight in spread_weights(model).values():
+        assert weight.grad is not None, "no backward has come through the experts"
+        gradient = local_part(weight.grad).div_(divide)
+        if mesh["replicas"].size() > 1:
+            dist.all_reduce(gradient, group=mesh["replicas"].get_group())

@@ -1,0 +1,257 @@
+"""A mixture of experts: its routing by hand, its balance, and the trainer's runs, which are one process's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from manyhands.align.options import LoraOptions
+from manyhands.align.stage import start_from
+from manyhands.config.layout import LayoutError, resolve_layout
+from manyhands.config.options import OptionError, model_config, read_options
+from manyhands.gpt.experts import Experts, move_biases
+from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.optimizer import build_optimizer
+from manyhands.predict.memory import bytes_per_rank
+from one_process import CONFIG, assert_equal, batches, build, one_process, options_of, share, steps_of
+
+MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
+SIGMOID = replace(MIXTURE, router="sigmoid", shared_experts=1)
+SWITCH = replace(MIXTURE, top_k=1)
+
+
+def options_with(speed=0.05, loss=0.01, **parallel):
+    """Those of a run whose biases and balancing loss show within two steps."""
+    options = options_of(**parallel)
+    return replace(options, optimizer=replace(options.optimizer, balance_speed=speed, balance_loss=loss))
+
+
+def layer_of(router="softmax", experts=5, top_k=2, width=8):
+    torch.manual_seed(3)
+    layer = Experts(width, experts, top_k, router).double()
+    layer.init_weights(0.5, 0.5)
+    return layer
+
+
+def dense(layer, x_ND):
+    """Every expert on every token; what is not chosen has weight 0."""
+    logits_NE = x_ND @ layer.router.T
+    scores_NE = logits_NE.sigmoid() if layer.sigmoid else logits_NE.softmax(-1)
+    chosen_Nk = (scores_NE + layer.bias).topk(layer.top_k).indices
+    gates_NE = torch.zeros_like(scores_NE).scatter(1, chosen_Nk, scores_NE.gather(1, chosen_Nk))
+    if layer.top_k > 1:
+        gates_NE = gates_NE / gates_NE.sum(-1, keepdim=True)
+    up_EMD, down_EMD = (w.unflatten(0, (len(layer.router), -1)) for w in (layer.up, layer.down))
+    return (gates_NE.T[..., None] * (F.gelu(x_ND @ up_EMD.mT) @ down_EMD)).sum(0)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_the_sorted_rows_give_what_every_expert_on_every_token_gives(router, top_k):
+    layer, draw = layer_of(router, top_k=top_k), torch.Generator().manual_seed(4)
+    layer.bias += torch.randn(5, generator=draw, dtype=torch.float64)
+    x_BTD = torch.randn(3, 7, 8, generator=draw, dtype=torch.float64)
+    d_out = torch.randn(3, 7, 8, generator=draw, dtype=torch.float64)
+    found = []
+    for way in (layer, lambda x_BTD: dense(layer, x_BTD.flatten(0, 1)).view_as(x_BTD)):
+        inputs = x_BTD.clone().requires_grad_()
+        y_BTD = way(inputs)
+        found.append([y_BTD, *torch.autograd.grad(y_BTD, [inputs, *layer.parameters()], d_out)])
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    layer = layer_of(top_k=5)
+    x_BTD = torch.randn(1, 9, 8, dtype=torch.float64)
+    before = layer(x_BTD)
+    layer.bias[2] += 10
+    torch.testing.assert_close(layer(x_BTD), before)  # all are chosen whatever the bias is
+    layer.top_k = 1
+    assert (layer.route(x_BTD)[1] == 2).all()
+
+
+def test_biases_move_towards_even_choices_and_the_busiest_is_told():
+    layers = [layer_of(experts=4), layer_of(experts=4)]
+    chosen_NE = torch.tensor([[6, 4, 2, 4], [4, 4, 4, 4]])
+    assert move_biases(layers, chosen_NE, 0.25).item() == 1.5
+    assert layers[0].bias.tolist() == [-0.25, 0, 0.25, 0] and layers[1].bias.tolist() == [0] * 4
+
+
+def test_the_balancing_loss_has_gradients_and_does_not_show_in_the_loss():
+    losses, gradients = [], []
+    ids, targets = next(batches(MIXTURE))
+    for weight in (0.0, 1.0):
+        torch.manual_seed(0)
+        model = GPT(MIXTURE).double()
+        model.balance_loss = weight
+        _, loss = model(ids, targets)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(model.blocks[1].mlp.router.grad)
+    assert losses[0] == losses[1]
+    # of the last layer it is that of E sum(f P), averaged over sequences
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-4
+
+
+def train(speed, loss, steps=300):
+    """The busiest expert over the mean in the last 10 of `steps` steps of a router that prefers two experts."""
+    torch.manual_seed(0)
+    model = GPT(replace(MIXTURE, n_layer=1, experts=8))
+    layer = model.blocks[0].mlp
+    layer.run = lambda rows_RD, sizes_E, up, down: rows_RD * 0  # the router alone
+    draw = torch.Generator().manual_seed(1)
+    favourite_D = torch.randn(32, generator=draw)
+    with torch.no_grad():
+        layer.router[:2] += 0.1 * favourite_D
+        model.blocks[0].norm_2.bias += favourite_D / favourite_D.norm()
+    model.balance_loss, last = loss, []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        ids = torch.randint(65, (16, 17), generator=draw)
+        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        busiest = move_biases([layer], layer.chosen[None], speed).item()
+        if step >= steps - 10:
+            last.append(busiest)
+    return sum(last) / len(last)
+
+
+def test_biases_end_within_1_3_of_the_mean_where_nothing_else_balances():
+    assert train(speed=0.0, loss=0.0) > 2
+    assert train(speed=0.001, loss=0.0) < 1.3
+
+
+# --- a trainer's steps
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH)}
+
+
+CASES = {
+    "one rank": (1, MIXTURE, dict(strategy="ddp", micro_batch=2)),
+    "ddp": (2, MIXTURE, dict(strategy="ddp")),
+    "ddp by buckets": (4, SIGMOID, dict(strategy="ddp", all_reduce="buckets", micro_batch=1)),
+    "zero1": (2, SWITCH, dict(strategy="zero1")),
+    "fsdp": (4, MIXTURE, dict(strategy="fsdp", micro_batch=1)),
+    "fsdp recomputing": (2, SIGMOID, dict(strategy="fsdp", activation_checkpointing="block", wrapping="size:3000")),
+    "hybrid": (4, SWITCH, dict(strategy="fsdp", sharding="hybrid")),
+    "ddp, experts over 2": (2, MIXTURE, dict(strategy="ddp", expert=2, micro_batch=2)),
+    "ddp, experts over 2 of 4": (4, SIGMOID, dict(strategy="ddp", expert=2)),
+    "ddp by buckets, experts over 2 of 4": (4, SWITCH, dict(strategy="ddp", expert=2, all_reduce="buckets")),
+    "fsdp, experts over 2": (2, SIGMOID, dict(strategy="fsdp", expert=2, activation_checkpointing="block")),
+    "fsdp, experts over 2 of 4": (4, MIXTURE, dict(strategy="fsdp", expert=2, micro_batch=1, wrapping="size:3000")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
+    n, config, parallel = CASES[case]
+    assert_equal(pool.run(n, steps_of, options_with(**parallel), config), references[config])
+
+
+def test_context_ranks_take_the_steps_of_one_process_without_the_balancing_loss(pool):
+    wanted = one_process(options_with(loss=0.0), MIXTURE)
+    for expert in (1, 2):
+        assert_equal(pool.run(4, steps_of, options_with(loss=0.0, context=2, expert=expert), MIXTURE), wanted)
+
+
+def gradients_without_expert_0(ranks, options):
+    """This rank's gradients of expert 0, which the bias lets nobody choose, and the largest of the others."""
+    parallel = build(ranks, options, MIXTURE)
+    for layer in parallel.experts().values():
+        layer.bias[0] = -100
+    parallel.forward_backward(*share(parallel, *next(batches(MIXTURE))))
+    up_EMD = parallel.named_full_gradients()["blocks.0.mlp.up"].unflatten(0, (6, -1))
+    return up_EMD[0].abs().max().item(), up_EMD[1:].abs().amax((1, 2)).min().item()
+
+
+@pytest.mark.parametrize("parallel", [dict(all_reduce="buckets"), dict(strategy="fsdp")], ids=["ddp", "fsdp"])
+def test_an_expert_without_tokens_has_gradients_of_zero(pool, parallel):
+    for nobody, somebody in pool.run(2, gradients_without_expert_0, options_of(**parallel)):
+        assert nobody == 0 and somebody > 0
+
+
+def held_by(ranks, options, config):
+    """Bytes of this rank's weights, gradients and moments after a step; and what the formula says."""
+    parallel, layout = build(ranks, options, config), resolve_layout(options, config, ranks.world_size)
+    optimizer = build_optimizer(parallel, options)
+    parallel.forward_backward(*share(parallel, *next(batches(config))))
+    weights = parallel.named_parameters().values()
+    gradients = sum(local_part(weight.grad).nbytes for weight in weights)
+    optimizer.step()
+    moments = [value for name, value in parallel.optimizer_state(optimizer).items() if not name.endswith(".step")]
+    formula = bytes_per_rank(config, layout, options)
+    held = sum(local_part(weight).nbytes for weight in weights), gradients, sum(local_part(m).nbytes for m in moments)
+    return held, (formula.parameters, formula.gradients, formula.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("n", "parallel"),
+    [
+        (1, {}), (2, dict(expert=2)), (4, dict(expert=2)), (4, dict(strategy="fsdp")),
+        (4, dict(strategy="fsdp", expert=2)), (2, dict(strategy="fsdp", expert=2)),
+    ],
+)  # fmt: skip
+def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
+    config = replace(SIGMOID, vocab_size=64, experts=8)  # nothing is padded
+    for held, formula in pool.run(n, held_by, options_of("fp32", **parallel), config):
+        assert held == formula
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        (dict(experts=4, top_k=5), "top_k=5 of 4 experts is not possible; use 1 to 4"),
+        (dict(shared_experts=1), "shared_experts=1 need other experts; use experts=2 or more"),
+        (dict(experts=0), "experts=0 is too small; use at least 1"),
+        (dict(experts=2, router="top"), "router='top' is unknown; use softmax or sigmoid"),
+    ],
+)
+def test_sizes_that_make_no_mixture_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        GPTConfig(65, **sizes)
+
+
+def test_adapters_next_to_experts_are_refused():
+    with pytest.raises(OptionError, match="adapters do not stand next to 6 experts; use lora.rank=0"):
+        start_from(GPT(MIXTURE), LoraOptions(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "n", "words"),
+    [
+        ("", 2, "model.experts=1 does not split over parallel.expert=2 ranks; use a multiple of 2"),
+        ("--model.experts 3", 2, "model.experts=3 does not split"),
+        ("--model.experts 4", 3, "3 data ranks do not split into groups of parallel.expert=2; use a divisor of 3"),
+        ("--model.experts 4 --parallel.strategy zero1", 2, "use parallel.strategy=fsdp or ddp"),
+    ],
+)
+def test_what_expert_ranks_do_not_go_together_with_is_refused(flags, n, words):
+    options = read_options(["--parallel.expert", "2", *flags.split()])
+    with pytest.raises(LayoutError, match=words):
+        resolve_layout(options, model_config(options, 65), n)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--parallel.tensor 2", "runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor"),
+        ("--parallel.strategy pp", "runs on data ranks only"),
+        ("--parallel.strategy deepspeed", "runs on data ranks only"),
+        ("--train.compile", "does not go with train.compile; use --train.no-compile"),
+        ("--parallel.activation-checkpointing selective", "use parallel.activation_checkpointing=block"),
+        ("--parallel.context 2", "use optimizer.balance_loss=0, and leave balancing to the biases"),
+    ],
+)
+def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, words):
+    options = read_options(["--model.experts", "4", *flags.split()])
+    with pytest.raises(LayoutError, match=f"model.experts=4 .*{words}"):
+        resolve_layout(options, model_config(options, 65), 2)
