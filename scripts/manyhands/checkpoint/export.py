@@ -2,11 +2,14 @@
 
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300   # else the best
+    python -m manyhands.checkpoint.export outputs/mine model.safetensors --half --characters data/tinyshakespeare.txt
     model, metadata = load_model("model.safetensors")                                    # or a folder of checkpoints
 
-You should see one line with the file, the step, and how many parameters it holds. Any number of ranks may have saved
-the checkpoint, under any strategy; one process reads it, and needs memory for the weights alone. Status 2: there is no
-checkpoint that can be trusted, or no room for the file.
+You should see one line with the file, the step, and how many parameters it holds. `--half` writes them in 16 bits
+(fp16), which halves the file; they are read as 32. `--characters` leaves a model of characters those of a text alone,
+sorted as the lessons' corpus has them. Any number of ranks may have saved the checkpoint, under any strategy; one
+process reads it, and needs memory for the weights alone. Status 2: there is no checkpoint that can be trusted, or no
+room for the file.
 """
 
 import math
@@ -31,6 +34,7 @@ from manyhands.data.schema import visible
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.gpt.lora import A, folded
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.launch.flags import Flags
 from manyhands.launch.program import explained, reason
 
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
@@ -111,6 +115,9 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
             raise ValueError(f"lora={lora or None}, with adapters of rank {ranks or None}")
         if lora:  # adapters beside the weights that they change: one model again
             weights = folded(weights, lora["alpha"] / lora["rank"])
+        weights = {
+            name: tensor.float() if tensor.dtype == torch.float16 else tensor for name, tensor in weights.items()
+        }
         size, vocab = metadata["config"]["vocab_size"], tokenizer_of(metadata).vocab
         if not 0 < len(vocab) <= size:
             raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
@@ -193,13 +200,47 @@ def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         raise CheckpointError(f"{path} holds no tensors ({error}); export it again") from None
 
 
+def only_characters(weights, metadata, text):
+    """(weights, metadata) of a model of characters that knows those of `text` alone, sorted, as `data.corpus` has them.
+
+    Raises CheckpointError where the model reads no characters, or lacks one of them.
+    """
+    tokenizer, alphabet = tokenizer_of(metadata), sorted(set(text))
+    if tokenizer.kind != "char":
+        raise CheckpointError(f"the model reads {tokenizer.kind}, not characters; leave --characters out")
+    try:
+        ids = tokenizer.encode("".join(alphabet))
+    except ValueError as error:
+        raise CheckpointError(f"--characters: {error}") from None
+    rows = ("tokens.weight", "head.weight", "head.bias")  # the vocabulary is their first axis
+    weights = {name: tensor[ids] if name in rows else tensor for name, tensor in weights.items()}
+    corpus = {name: value for name, value in metadata["corpus"].items() if name != "vocabulary"}
+    config = metadata["config"] | {"vocab_size": len(alphabet), "separator": None}
+    return weights, metadata | {
+        "config": config,
+        "corpus": corpus | {"alphabet": alphabet, "vocab_size": len(alphabet)},
+    }
+
+
 def main(argv):
-    if len(argv) not in (2, 3):
-        print(__doc__, file=sys.stderr)
-        return 2
-    model, metadata = load_model(argv[0], *argv[2:] or ["best"], lambda text: print(text, file=sys.stderr))
-    write_export(dict(model.named_parameters()), metadata, argv[1])
-    print(f"{argv[1]}: {model.num_params():,} parameters of step {metadata['step']} from {metadata['source']}")
+    parser = Flags(prog="export", description=__doc__)
+    parser.add_argument("source", help="a folder of checkpoints, a run's, one step's, or a .safetensors file")
+    parser.add_argument("target", help="a .safetensors file")
+    parser.add_argument("step", nargs="?", default="best", help="best (the default), newest, or a number")
+    parser.add_argument("--half", action="store_true", help="16 bits per number, fp16")
+    parser.add_argument("--characters", type=Path, metavar="FILE", help="know the characters of this text alone")
+    given = parser.parse_args(argv)
+    model, metadata = load_model(given.source, given.step, lambda text: print(text, file=sys.stderr))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    if given.characters:
+        with explained(CheckpointError, "name a text", given.characters):
+            text = given.characters.read_text("utf-8")
+        weights, metadata = only_characters(weights, metadata, text)
+    if given.half:
+        weights = {name: tensor.half() for name, tensor in weights.items()}
+    write_export(weights, metadata, given.target)
+    count = sum(tensor.numel() for tensor in weights.values())
+    print(f"{given.target}: {count:,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0
 
 
