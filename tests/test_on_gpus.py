@@ -146,6 +146,7 @@ def test_flexattention_computes_what_the_whole_mask_does(gpus, tmp_path):
         "--parallel.strategy fsdp --parallel.offload --checkpoint.asynchronous",
         "--parallel.strategy zero1 --checkpoint.asynchronous",
         "--train.compile",
+        "--model.dropout 0.1",  # played back from a CUDA graph, with other masks in each step
     ],
 )
 def test_the_trainer_saves_in_bf16_and_goes_on_as_if_nothing_had_been(gpus, flags, tmp_path):
@@ -166,3 +167,35 @@ def test_the_trainer_saves_in_bf16_and_goes_on_as_if_nothing_had_been(gpus, flag
     train += ["--checkpoint.resume", "must"]
     resumed = losses(8, tmp_path / "cut", tmp_path / "b")
     assert whole["8"] < whole["0"] and resumed["8"] == pytest.approx(whole["8"], abs=2e-3)
+
+
+def losses_of(n, flags, outputs):
+    """The validation losses of 6 steps of the trainer, in float32 as it is."""
+    train = [
+        "scripts/train.py",
+        "--model.n-layer",
+        "2",
+        "--train.no-tf32",
+        "--train.steps",
+        "6",
+        "--optimizer.warmup",
+        "2",
+    ]
+    train += ["--train.global-batch", "12", "--log.eval-every", "2", "--log.eval-batches", "2", "--log.no-plots"]
+    torchrun(n, [*train, *flags.split()], outputs)
+    return json.loads((Path(outputs) / "train" / "latest" / "metrics.json").read_text())["exact"]["val_losses"]
+
+
+@pytest.mark.parametrize("flags", ["", "--train.micro-batch 3", "--train.compile", "--model.tie --model.qkv-bias"])
+def test_steps_that_are_played_back_learn_what_others_do(gpus, flags, tmp_path):
+    n = 1 if gpus < 4 else 4
+    played = losses_of(n, flags, tmp_path / "a")
+    assert played == pytest.approx(losses_of(n, f"{flags} --train.no-cuda-graphs", tmp_path / "b"), abs=2e-5)
+    assert played["6"] < played["0"] - 0.1
+
+
+def test_experts_in_one_product_learn_what_experts_in_turn_do(gpus, tmp_path):
+    """bf16 takes a grouped product, float32 one expert after the other."""
+    flags = "--model.experts 4 --model.shared-experts 1"
+    exact = losses_of(1, flags, tmp_path / "a")
+    assert losses_of(1, f"{flags} --train.precision bf16", tmp_path / "b") == pytest.approx(exact, abs=2e-2)

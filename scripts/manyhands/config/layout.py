@@ -33,7 +33,7 @@ class LayoutError(OptionError):
 
 COMPILED = ("ddp", "zero1", "fsdp")  # strategies that compile unasked
 STEPS_TO_COMPILE = 100  # shorter runs end before the compiler has paid
-LOGITS_AT_ONCE = 2**27  # half a GiB in float32
+LOGITS_AT_ONCE = 2**28  # 1 GiB in float32
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,12 @@ def chunked_loss(x_BD, weight_VD, bias_V, targets_B, tokens, rows, share=None):
 
 def chunk_share(logits_bV, targets_b, tokens):
     """Return the sum of a chunk's losses, and its gradient by the logits, in their precision."""
-    logits = logits_bV[:, :tokens].to(torch.promote_types(logits_bV.dtype, torch.float32))
+    place_V = torch.arange(logits_bV.shape[1], device=logits_bV.device)
+    logits = logits_bV.to(torch.promote_types(logits_bV.dtype, torch.float32))
+    if tokens < len(place_V):
+        logits = logits.masked_fill(place_V >= tokens, -torch.inf)
     log_p = logits.log_softmax(1)
-    chosen = torch.arange(tokens, device=logits.device) == targets_b[:, None]
-    gradient = F.pad(log_p.exp() - chosen.to(log_p.dtype), (0, logits_bV.shape[1] - tokens))
+    gradient = log_p.exp() - (place_V == targets_b[:, None]).to(log_p.dtype)
     return -log_p.gather(1, targets_b[:, None]).sum(), gradient.to(logits_bV.dtype)
 
 
@@ -43,7 +45,7 @@ class _ChunkedLoss(torch.autograd.Function):
         x, weight, bias = x_BD.to(low), weight_VD.to(low), None if bias_V is None else bias_V.to(low)
         loss = torch.zeros((), dtype=torch.promote_types(low, torch.float32), device=x.device)
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)
-        dbias = dweight.new_zeros(len(weight))
+        dbias = None if bias is None else dweight.new_zeros(len(weight))
         for begin in range(0, len(x), rows):
             chunk = slice(begin, begin + rows)
             logits = F.linear(x[chunk], weight, bias)
@@ -52,9 +54,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if learns:
                 dx[chunk] = dlogits @ weight
                 dweight += dlogits.T @ x[chunk]
-                dbias += dlogits.sum(0, dtype=dbias.dtype)
+                if dbias is not None:
+                    dbias += dlogits.sum(0, dtype=dbias.dtype)
         if learns:
-            ctx.save_for_backward(dx, dweight, None if bias is None else dbias)
+            ctx.save_for_backward(dx, dweight, dbias)
             ctx.dtype, ctx.count = x_BD.dtype, len(x)
         return loss / len(x)
 
