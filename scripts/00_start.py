@@ -67,7 +67,7 @@ batch = 64  # samples per rank and step, at least 1
 # %% [markdown]
 # The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
 # them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded.
-# (A login node gives you two processes, without MPI: on a hub, start your server on a compute node.)
+# (On a cluster's login node you get two processes, without MPI: start your server on a compute node.)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -422,8 +422,8 @@ parts, start_s, losses, dt, dtf, dtb = train()  # all ranks
 table(losses, dt, dtf, dtb)
 
 # %% [markdown]
-# The ranks saw different data. If averaging works, all made the same updates and hold *one* model, equal to the last
-# bit. Comparing fingerprints proves it without sending a model.
+# The table shows rank 0's own loss and times. The ranks saw different data. If averaging works, all made the same updates
+# and hold *one* model, equal to the last bit. Comparing fingerprints proves it without sending a model.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -738,9 +738,9 @@ if rank == 0:
     say(f"with 2 threads per rank it takes {median(ms[2]) / median(ms[1]):.1f} times as long")
 
 # %% [markdown]
-# With more threads than cores the arithmetic is not what costs. The two halves of a product wait for each other, and
-# they wait *spinning*: the thread that is done keeps its core busy asking "ready?", while the other half queues for
-# that very core. The rule: ranks x threads per rank = cores. Launchers can also bind each rank to cores of its own:
+# With more threads than cores, arithmetic is no longer the bottleneck. The two halves of a product wait for each other,
+# and they *spin* while they wait: the thread that is done keeps its core busy asking "ready?", while the other half queues
+# for that same core. The rule: ranks x threads per rank = cores. Launchers can also bind each rank to cores of its own:
 # `mpiexec -bind-to core` (Hydra), `--cpu-bind depth` (PALS), `srun --cpu-bind=cores`.
 
 # %% [markdown]
@@ -764,7 +764,9 @@ if rank == 0:
 # everything.
 #
 # **On GPUs**, `join()` puts each rank on its GPU, and the group becomes `cpu:gloo,cuda:nccl`. Scripts in bare PyTorch
-# do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`.
+# do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`. (With its argument `device_id` NCCL
+# connects at once. `join()` leaves it out: then a later group of gloo alone may
+# [hang](https://github.com/pytorch/pytorch/issues/145376).)
 #
 # **What to look for:** the first lines, with ranks, hosts, devices and launcher. "1 rank" four times is the mistake of
 # this lesson. "on cpu because ..." on a GPU node means fewer GPUs than ranks, or a module that is not loaded.

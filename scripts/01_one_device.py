@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 01 One device: what fills its memory, and what fills its time
 #
-# **40 minutes** for the sections marked CORE, 90 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 106 with those marked MORE.
 #
 # A model has 3.3 MB of parameters. One training step of it takes 28 MB. In this lesson you find every byte. You write
 # a ledger that predicts the peak of any GPT, and you make that peak smaller.

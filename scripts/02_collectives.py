@@ -120,14 +120,13 @@ def all_reduce_by_rank_0(x_N):
 messages.bars(all_reduce_by_rank_0, ranks)
 
 # %% [markdown]
-# Rank 0 sends three times as much as anybody else. **Predict.** How many MB does it send with 100 ranks? Replace the blank
-# by a number, and run both cells.
+# Rank 0 sends three times as much as anybody else. **Predict.** How many MB does it send with 100 ranks? Fill the blank.
 
 # %%
 # %%ranks
 guess = ____  # your turn: MB that rank 0 sends with 100 ranks
 
-# %% tags=["nbval-check-output"]
+# %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
 compare("rank 0 with 100 ranks", guess, 99 * 40, "MB")
 
@@ -149,7 +148,7 @@ compare("rank 0 with 100 ranks", guess, 99 * 40, "MB")
 #
 # Replace each `____` by one of `all_gather`, `all_reduce`, `all_to_all_single`, `broadcast`, `gather`,
 # `reduce`, `reduce_scatter`, `scatter`. `x` is this rank's one number, `parts` its parts; `whole` and `part`
-# receive. The check shows what each rank holds after your call; compare it with the picture.
+# receive. The check shows what each rank holds after your call.
 
 
 # %%
@@ -214,8 +213,8 @@ checks.pictures(named, ranks)
 # ![Reduce-scatter on the ring: at each of three hops every rank receives one chunk and adds it; then rank k holds the finished
 # sum of chunk k+1.](../assets/02_ring_reduce_scatter.svg)
 #
-# Follow chunk 0. It starts at rank 0. Rank 1 adds its own numbers to it, then rank 2, then rank 3: after three hops
-# rank 3 holds the finished sum. In the second half the finished chunks go around once more. They are copied, not added.
+# Follow chunk 0. Rank 1 adds its own numbers to it, then rank 2, then rank 3: after three hops rank 3 holds the finished
+# sum. In the second half the finished chunks go around once more. They are copied, not added.
 #
 # ![All-gather on the ring: at each of three hops every rank receives one finished chunk; then all have all
 # four.](../assets/02_ring_all_gather.svg)
@@ -226,15 +225,14 @@ checks.pictures(named, ranks)
 # %%ranks
 guess = ____  # your turn: MB that each rank of a ring sends with 100 ranks
 
-# %% tags=["nbval-check-output"]
+# %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
 compare("each rank of a ring of 100", guess, 2 * 99 * 40 / 100, "MB")
 
 # %% [markdown]
 # 2(n-1) hops, each of 40/n MB: 60 MB on 4 ranks, 79.2 MB on 100.
 #
-# In one hop a rank sends a tensor to the right while it receives one from the left. `exchange` starts both together and
-# then waits for both:
+# In one hop a rank sends to the right while it receives from the left. `exchange` starts both together, then waits:
 
 
 # %%
@@ -420,8 +418,8 @@ catch_up(globals(), "exchange")
 hops = messages.time_hops(exchange, ranks, largest_mib, repeats)
 
 # %% [markdown]
-# Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. The
-# lower panel shows measured time divided by your line: 1 is perfect.
+# Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. Below is
+# measured time divided by your line.
 
 # %%
 # %%ranks
@@ -431,8 +429,7 @@ messages.draw_line(hops, alpha, beta, ranks)
 # %% [markdown]
 # ### Build E: the time of a ring
 #
-# A hop of b bytes takes alpha + b / beta seconds. How many hops does a whole ring all-reduce make, and how many bytes
-# does each carry?
+# How many hops does a whole ring all-reduce make, and how many bytes does each carry?
 
 
 # %%
@@ -469,7 +466,7 @@ guess = ____  # your turn: times as long
 # %%ranks
 catch_up(globals(), "ring_seconds")
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 forty_s = 40 * ring_seconds(100e3, 4, *hops.fitted)
 one_s = ring_seconds(4e6, 4, *hops.fitted)
@@ -480,8 +477,7 @@ compare("forty small all-reduces against one large", guess, round(forty_s / one_
 # ([lesson 03](03_data_parallel.ipynb)).
 #
 # And on real machines? The next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves
-# are published measurements of NCCL; the [handbook](../assets/handbook/02_collectives.md) names their sources. All curves
-# have the same shape: α rules on the left, β on the right.
+# are published ([sources](../assets/handbook/02_collectives.md#published-curves)).
 
 # %%
 # %%ranks
@@ -513,9 +509,8 @@ if rank != world_size - 1:
 dist.barrier()
 
 # %% [markdown]
-# The error says that a message did not come. It does not say who is missing: rank 0 waits for its neighbour, which
-# waits for its own. To **find the missing rank**, take a roll call: every rank reports to rank 0, and rank 0 says who did
-# not. Then throw the broken groups away:
+# The error does not say who is missing. To **find the missing rank**, take a roll call: every rank reports to rank 0, and
+# rank 0 says who did not. Then throw the broken groups away:
 
 # %%
 # %%ranks
@@ -528,8 +523,6 @@ for broken in (impatient, roll_call):
     dist.destroy_process_group(broken)
 
 # %% [markdown]
-# On NCCL a time-out ends the process by default, so the roll call uses gloo.
-#
 # Ranks can also wait forever when nobody is missing. Here everybody first sends to the right, then receives:
 #
 # ![Four ranks that all send before they receive: each send waits for a receive that never
@@ -593,8 +586,8 @@ checks.pass_right(pass_right, ranks)
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# This ring was the *reference solution* of a well-known course (rewritten here, with the same mistake). Its sums are
-# right, and so is the number of its messages. **Measure before you read it.**
+# This ring was the *reference solution* of a well-known course (rewritten here). Its sums are right, and so is the number
+# of its messages. **Measure before you read it.**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -624,7 +617,7 @@ messages.count({"your ring": ring_all_reduce, "suspicious": suspicious_ring}, ra
 # <details><summary>What is wrong?</summary>
 #
 # It ships **whole tensors**: n times the bytes. Neither the sum nor the number of messages shows that, only the bytes
-# do. On 64 ranks it is sixty-four times slower than it should be. It happened in
+# do. It happened in
 # [ARENA_3.0#407](https://github.com/callummcdougall/ARENA_3.0/pull/407). Exercise 4 mends it.
 #
 # </details>
@@ -654,8 +647,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step. Below is the lab;
-# tables, MPI's names and links are in the [handbook](../assets/handbook/02_collectives.md).
+# Next: [lesson 03](03_data_parallel.ipynb) puts this all-reduce into a training step. Below is the lab.
 
 # %% [markdown]
 # ## Lab: the collectives in code (MORE, 10 min)
@@ -698,7 +690,8 @@ say(f"the sum is {total.item()}")
 # ![Scatter: rank 0 holds the parts 0, 1, 2 and 3; afterwards rank k holds part k and nothing else.](../assets/02_scatter.svg)
 #
 # [Broadcast](../assets/glossary.md#broadcast) is how ranks start with the same weights.
-# [Scatter](../assets/glossary.md#scatter) deals out different parts. Its output has the shape of *one part*.
+# [Scatter](../assets/glossary.md#scatter) deals out rank 0's parts; those of the other ranks do not matter. Its output has
+# the shape of *one part*.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -1608,7 +1601,7 @@ checks.mended_ring(mended_ring, ranks)
 #
 # ```bash
 # srun --nodes 2 --ntasks-per-node 4 python scripts/02_collectives.py --largest-mib 256      # Slurm
-# mpiexec -n 8 --ppn 4 python scripts/02_collectives.py --largest-mib 256                    # PBS, PALS
+# mpiexec -n 8 -ppn 4 python scripts/02_collectives.py --largest-mib 256                     # PBS, PALS
 # ```
 #
 # `join()` puts each rank on its GPU, and NCCL carries the messages. α and β are different there. What to expect of a

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 04 Your first job
 #
-# **30 minutes** for the sections marked CORE, 60 with those marked MORE.
+# **30 minutes** for the sections marked CORE, 65 with those marked MORE.
 #
 # On a cluster you do not start programs. **You ask for nodes, and say what to run on them.** You will do that in two
 # minutes, and then ask your job questions while it waits and runs.
@@ -412,7 +412,7 @@ compare("the exit status after SIGKILL", guess_status, 128 + 9)
 
 # %% [markdown]
 # *Cancelled*? Nobody cancelled anything. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
-# their connection, and the launcher stops the rest. Look for the beginning, in all files.
+# their connection, and the launcher stops the rest.
 #
 # ### Build C: find the first error, and its rank
 #
@@ -455,7 +455,7 @@ if rank == 0:
     say("\n".join([*(line for line in node2 if line.startswith("[rank3]")), log[-1]]))
 
 # %% [markdown]
-# Our launcher agrees, in the last line of the job's own log. With NCCL there may be no echo: the other ranks wait until a
+# The launcher's last line agrees. With NCCL there may be no echo: the other ranks wait until a
 # time-out ends them, after ten minutes by [default](https://docs.pytorch.org/docs/stable/distributed.html).
 
 # %% [markdown]
@@ -548,7 +548,7 @@ metrics.exact(by_hand=by_hand)
 # Real schedulers order by a *priority* instead: how long a job has waited, its size, what its project has used lately.
 
 # %% [markdown]
-# ## How long to ask for (MORE, 5 min)
+# ## How long to ask for (MORE, 10 min)
 #
 # **Why.** You must name the walltime before you know it. Too little, and the job is ended when it was nearly done. Too much, and
 # it waits longer than it must (the next section shows it). The way out: run a few steps, and draw the line.
@@ -559,7 +559,6 @@ metrics.exact(by_hand=by_hand)
 
 # %%
 # %%ranks
-import math
 import time
 
 import torch
@@ -620,17 +619,40 @@ metrics.close(final_loss=losses[-1])
 metrics.measured(step_s=step_s, predicted_over_measured=1 / ratio)
 
 # %% [markdown]
-# So ask for more than the line says, but not for a day:
+# So ask for more than the line says, but not for a day.
+#
+# ### Exercise 2: a walltime to ask for
+#
+# A run should take `seconds`. Write `ask_for(seconds)`: half as much again, and two minutes for the start, rounded up to
+# whole minutes, as the text `HH:MM:SS`. (A run of 30 hours asks for more than 24.)
 
 
 # %%
 # %%ranks
 def ask_for(seconds):
-    """A walltime: half as much again, two minutes for the start, in whole minutes."""
-    minutes = math.ceil(1.5 * seconds / 60) + 2
-    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+    """The walltime to ask for, as HH:MM:SS."""
+    raise NotImplementedError  # your turn
 
 
+checks.ask_for(ask_for, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# import math
+#
+#
+# def ask_for(seconds):
+#     """The walltime to ask for, as HH:MM:SS."""
+#     minutes = math.ceil(1.5 * seconds / 60) + 2
+#     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+# ```
+#
+# </details>
+
+# %%
+# %%ranks
 if rank == 0:
     say(f"10,000 such steps: {10_000 * step_s:.0f} s, so ask for {ask_for(10_000 * step_s)}")
     say(f"a margin of one half {'covers' if ratio <= 1.5 else 'does not cover'} what happened here")
@@ -783,7 +805,7 @@ if rank == 0:
 #     return notebook.stat().st_mtime > script.stat().st_mtime      # saved later, so it must be newer
 # ```
 #
-# ### Exercise 2: a guard that tells the truth
+# ### Exercise 3: a guard that tells the truth
 #
 # That guard is wrong in both directions. It stops jobs whose notebook was only *saved* again. And after `git clone` or a copy, all
 # files carry the time of the copy, in any order, so it lets yesterday's code run. Write `stale(notebook, script)`, given two
@@ -801,7 +823,7 @@ if rank == 0:
     checks.yesterdays_code(stale)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution 2</summary>
+# <details><summary>Solution 3</summary>
 #
 # ```python
 # def stale(notebook, script):
@@ -829,15 +851,12 @@ if rank == 0:
 # qsub jobs/ddp_shakespeare.pbs           # PBS: Polaris, Aurora
 # ```
 #
-# **What changes on GPUs.** One rank per GPU (`make jobs` sets it), NCCL instead of gloo. Compute nodes often have no internet: data
-# and packages must be on the file system before.
+# **What changes on GPUs.** One rank per GPU (`make jobs` sets it), NCCL instead of gloo.
 #
 # **What to look for.** As many ranks as nodes times GPUs, on as many hosts as you asked for. A first loss near ln 65 = 4.17.
 
 # %% [markdown]
 # ## Recap
-#
-# The card to take home:
 
 # %%
 # %%ranks
@@ -857,10 +876,7 @@ card(
 # - Slurm's [quick start](https://slurm.schedmd.com/quickstart.html), and its
 #   [list of reasons](https://slurm.schedmd.com/job_reason_codes.html) for which a job waits.
 # - The Altair [PBS user's guide](https://help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf), chapters 2 and 10.
-# - Running jobs on [Polaris](https://docs.alcf.anl.gov/polaris/running-jobs/),
-#   [Aurora](https://docs.alcf.anl.gov/aurora/running-jobs-aurora/),
-#   [Perlmutter](https://docs.nersc.gov/systems/perlmutter/running-jobs/),
-#   [Frontier](https://docs.olcf.ornl.gov/systems/frontier_user_guide.html#running-jobs).
+# - Pages of sites are in [the handbook](../assets/handbook/04_first_job.md#further-reading).
 
 # %%
 # %%ranks

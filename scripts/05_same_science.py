@@ -65,8 +65,8 @@ repeats = 5  # samples of each timing, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts the ranks. The folded one makes a **small ShakespeareGPT** (two layers, width 64, 32 characters at a
-# time) that we can train many times. Where you leave a build as it is, the check puts the lesson's own lines in its place.
+# The first cell starts the ranks. The folded one makes a **small ShakespeareGPT** (32 characters at a time) that we can train
+# many times. Where you leave a build as it is, the check puts the lesson's own lines in its place.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -281,7 +281,7 @@ if rank == 0:
 
 # %% [markdown]
 # PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on every rank
-# before each epoch: if you forget, every epoch has the same order, and nothing fails (exercise 1 finds it).
+# before each epoch, or every epoch has the same order (exercise 1 finds it).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: splitting</summary>
@@ -297,8 +297,7 @@ if rank == 0:
 # ![Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, the mean of the four numbers is
 # 3](../assets/05_token_mean.svg)
 #
-# Sentences differ in length, so ranks have different numbers of tokens. Rank 0 has 3 tokens with a mean loss of 2. Rank 1 has one
-# token with a loss of 10.
+# Ranks have different numbers of tokens. Rank 0 has 3 tokens with a mean loss of 2. Rank 1 has one token with a loss of 10.
 #
 # **Predict.** What is the mean loss of the four tokens?
 
@@ -391,8 +390,8 @@ metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)
 
 # %% [markdown]
-# The mean of means is no noise that would average out. It is a *bias*: in every step the tokens of short sequences weigh more. The
-# same happens *in time*, when you accumulate micro-batches with different counts. Large libraries mended that in October 2024
+# This is a *bias*: in every step the tokens of short sequences weigh more. The same happens *in time*, when you accumulate
+# micro-batches with different counts. Large libraries mended that in October 2024
 # ([transformers#34191](https://github.com/huggingface/transformers/pull/34191),
 # [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875)).
 
@@ -461,8 +460,8 @@ if rank == 0:
         say(f"n={n}: {steps} losses, equal to those of one rank to 1e-10")
 
 # %% [markdown]
-# They are not equal to the last bit, because sums are taken in another order. What looks like rounding, and what like a bug? Below,
-# each training on all ranks is compared with one rank in the same precision.
+# What looks like rounding, and what like a bug? Below, each training on all ranks is compared with one rank in the same
+# precision.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -481,9 +480,8 @@ if rank == 0 and world_size > 1:
     show(figure, "trajectories", alt)
 
 # %% [markdown]
-# In float64 a mistake stands far above rounding; float32 leaves less room. Your code must pass this test before you trust it with a
-# thousand GPU hours. What still depends on n: BatchNorm's statistics, dropout's masks, and clipping by anything but the norm of the
-# averaged gradient.
+# In float64 a mistake stands far above rounding; float32 leaves less room. What still depends on n: BatchNorm's statistics,
+# dropout's masks, and clipping by anything but the norm of the averaged gradient.
 
 # %% [markdown]
 # ## How large a batch is useful? (CORE, 8 min)
@@ -623,9 +621,8 @@ if rank == 0:
 metrics.close(tolerance=0.1, sweep=[float(np.mean(losses)) for losses in found.values()])
 
 # %% [markdown]
-# The noise scale of this young model is small, so its large batch gains little, and the linear rule destroys the run. Nor does any
-# rate make up for an eighth of the updates. The noise scale grows as the loss falls. So real trainings begin with a small batch and
-# let it grow, a **batch-size warm-up**:
+# The noise scale of this young model is small, so its large batch gains little, and the linear rule destroys the run. The
+# noise scale grows as the loss falls. So real trainings begin with a small batch and let it grow, a **batch-size warm-up**:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -635,8 +632,8 @@ if rank == 0:
     show(figure, "batch_growth", "noise scale of our model and batch of BLOOM-176B, in tokens, by tokens read")
 
 # %% [markdown]
-# A rule carries a rate over to another batch, not to another *model*. Wider models want smaller rates; muP (Yang et al. 2022) scales
-# them so that a rate tuned on a small model holds. MORE has both rules on a grid of rates.
+# A rule carries a rate over to another batch, not to another *model*. Wider models want smaller rates; muP (Yang et al. 2022)
+# scales them so that a rate tuned on a small model holds.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: useful batches</summary>
@@ -650,8 +647,8 @@ if rank == 0:
 # ## A bug from the zoo (CORE, 3 min)
 #
 # Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per update on every
-# rank, so an update on n ranks should read n times as many. Here are the relevant lines in our words; in the original they lie a
-# page apart. It runs, the loss falls. **Look at the reported speed-up. What is wrong, and what do you measure to find out?**
+# rank, so an update on n ranks should read n times as many. **Look at the reported speed-up. What is wrong, and what do you
+# measure to find out?**
 
 
 # %%
@@ -702,9 +699,8 @@ for n, (_, read) in updates.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. That keeps the global
-# batch constant, which is a good idea. But whoever believes that they asked for 8 per rank gets a scaling curve of updates that
-# shrink. On 3 ranks 8 // 3 = 2 loses a quarter, on 16 nothing is left. It is
+# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. If you believe that you
+# asked for 8 per rank, you get a scaling curve of updates that shrink. It is
 # [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it comes out even).
 #
 # </details>
@@ -737,8 +733,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 06](06_zero_fsdp.ipynb) shards what all ranks hold. Below is the lab, to pick from; rules, samplers and further
-# reading are in the [handbook](../assets/handbook/05_same_science.md).
+# Next: [lesson 06](06_zero_fsdp.ipynb) shards what all ranks hold. Below is the lab, to pick from.
 
 # %% [markdown]
 # ## The library's sampler, and the two ways to split (MORE, 4 min)

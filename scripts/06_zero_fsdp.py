@@ -19,8 +19,7 @@
 # **50 minutes** for the sections marked CORE, 110 with those marked MORE.
 #
 # A model does not fit into the memory of your GPU. You have 64 of them, but under data parallelism that changes
-# nothing. In this lesson you make the model fit in three rungs: first you shard the optimizer, then the gradients,
-# then the parameters.
+# nothing. You make it fit in three rungs: shard the optimizer, then the gradients, then the parameters.
 #
 # After this lesson **you can**
 # - say which numbers are sharded, when they are whole, and what that costs in messages;
@@ -237,8 +236,7 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 
 # %% [markdown]
 # Nothing is saved. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's two
-# moments. More ranks make training faster, but the largest model that fits stays the same. All ranks hold *the same
-# numbers*. Must they?
+# moments. All ranks hold *the same numbers*. Must they?
 
 # %% [markdown]
 # ## Who needs what, and when? (CORE, 2 min)
@@ -256,8 +254,7 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 # ![Three bars per rank for no sharding and the three stages of ZeRO: stage 1 cuts the optimizer's part, stage 2 the gradients
 # too, stage 3 everything](../assets/06_stages.svg)
 #
-# The figure shows 7.5 billion parameters in mixed precision, also 16 bytes each. Only stage 3 keeps falling with the
-# number of ranks.
+# (7.5 billion parameters in mixed precision, also 16 bytes each.) Only stage 3 keeps falling with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
@@ -272,9 +269,9 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 # ## Rung 1: shard the optimizer (CORE, 13 min)
 #
 # AdamW looks at one weight, its gradient and its moments, and at nothing else. So a rank can update a *piece* of the
-# model without the rest, and needs moments for that piece only. Lay all parameters in one row, `row_P`, and cut it
-# into n equal pieces. Each rank owns one piece: its [**shard**](../assets/glossary.md#shard), or share, `share_p`.
-# (Capital letters in a name stand for the whole, small ones for this rank's part.)
+# model, and needs moments for that piece only. Lay all parameters in one row, `row_P`, and cut it into n equal pieces.
+# Each rank owns one: its [**shard**](../assets/glossary.md#shard), or share, `share_p`. (Capital letters in a name stand
+# for the whole, small ones for this rank's part.)
 #
 # ![A network of 38 weights on two ranks: under DDP both hold all 38, under FSDP the first holds 19 and the
 # second the other 19; an all-gather makes them whole for the moment](../assets/06_two_halves.svg)
@@ -416,8 +413,8 @@ checks.all_gather(all_gather, ranks)
 # </details>
 
 # %% [markdown]
-# That is ZeRO-1. `ShardedOptimizer` (also folded above) does in a step what you would write: `reduce_scatter(unit)`,
-# an ordinary AdamW on `unit.share_p`, `all_gather(unit)`. The whole model is one unit:
+# That is ZeRO-1. A step of `ShardedOptimizer` (also folded above) is `reduce_scatter(unit)`, an ordinary AdamW on
+# `unit.share_p`, `all_gather(unit)`. The whole model is one unit:
 
 
 # %%
@@ -444,9 +441,9 @@ climb("ZeRO-1", zero_1)
 # %% [markdown]
 # ## Rung 2: shard the gradients (CORE, 6 min)
 #
-# Until the step, each rank still holds all of its gradients. But backward finishes one block after the other. As soon
-# as a block's gradients are complete, they can be reduced, and each rank keeps its piece. So each block becomes a unit
-# of its own; embeddings, final norm and head are one more unit, the **root**.
+# Each rank still holds all of its gradients. But backward finishes one block after the other. As soon as a block's
+# gradients are complete, they can be reduced. So each block becomes a unit of its own; embeddings, final norm and head are
+# one more unit, the **root**.
 #
 # ### Build C: reduce during backward
 #
@@ -624,8 +621,7 @@ def zero_3(model, wrapping="block"):
 climb("ZeRO-3", zero_3)
 
 # %% [markdown]
-# It fits, and it computes what one process computes. (While a block computes, that block and the root are whole as
-# well. "Memory over a step", in MORE, draws it.)
+# It fits, and it computes what one process computes. (While a block computes, that block and the root are whole as well.)
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -698,15 +694,13 @@ if rank == 0:
         say(f"{curve['name']}: {kept}")
 
 # %% [markdown]
-# A laptop cannot show this: gloo's reduce-scatter is an all-reduce of which each rank keeps its piece. So this lesson
-# times nothing.
+# A laptop cannot show this: gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
 
 # %% [markdown]
 # ## The library (CORE, 2 min)
 #
 # What you have built is, in its main lines, PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data
-# parallel. Its function `fully_shard` is called on each unit, and then on the whole model, whose remaining parameters
-# become the root:
+# parallel. `fully_shard` is called on each unit, and then on the model, whose remaining parameters become the root:
 
 # %%
 # %%ranks
@@ -844,8 +838,7 @@ for name, make in optimizers.items():
 #
 # DTensors know their matrix. Muon on them is one process's Muon, apart from its bf16 rounding. The Adafactor of torch 2.13
 # raises an error there. One cure is to bring each matrix together for the update
-# ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)), another is to all-reduce the sums of rows and
-# columns ([pytorch#109581](https://github.com/pytorch/pytorch/issues/109581), on FSDP's flat parameters and Adafactor).
+# ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)); the handbook has another.
 #
 # </details>
 #
@@ -1766,14 +1759,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.wrapping block_group:2
 # ```
 #
-# This lesson, as a script, runs the same way: `mpiexec -n 4 python scripts/06_zero_fsdp.py --wrapping block_group:2`.
-#
-# **What changes on GPUs.** NCCL has a reduce-scatter of its own, and gathers run in a stream of their own. Gather in
-# bf16. A float8 all-gather halves the bytes again, and `torch.compile` speeds up what is between the gathers. Activations
-# are not sharded by anything here; `--parallel.activation-checkpointing block` is the remedy (lesson 01).
-#
-# **What to look for**: `torch.cuda.max_memory_allocated` against the dry run's total plus activations; the same losses
-# as DDP for the same global batch; tokens per second by wrapping, measured on as many nodes as you will use.
+# What changes on GPUs, and what to look for, is in [the handbook](../assets/handbook/06_zero_fsdp.md#on-a-cluster).
 
 # %% [markdown]
 # ## Recap
@@ -1795,13 +1781,8 @@ card(
 # %% [markdown]
 # ## Further reading
 #
-# - Rajbhandari et al. 2020, [ZeRO: memory optimizations toward training trillion parameter models](https://arxiv.org/abs/1910.02054): the
-#   stages, figure 1, and section 7 on volumes.
-# - Zhao et al. 2023, [PyTorch FSDP: experiences on scaling fully sharded data parallel](https://arxiv.org/abs/2304.11277): units, prefetch,
-#   hybrid sharding, by those who wrote it.
-# - PyTorch, [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html): the reference of today's form.
-# - [The handbook of this lesson](../assets/handbook/06_zero_fsdp.md): FSDP1's names, volumes with micro-batches, how to
-#   wrap, which optimizers can be sharded.
+# In [the handbook](../assets/handbook/06_zero_fsdp.md#further-reading), with FSDP1's names, volumes with micro-batches, how to
+# wrap, and which optimizers can be sharded.
 
 # %%
 # %%ranks

@@ -22,8 +22,7 @@
 # MLP that is cut like that. Its output is right, and its gradients are wrong. You find out why, and mend it.
 #
 # After this lesson **you can**
-# - cut linear layers by columns and by rows, and attention by heads;
-# - say what each cut sends forward and backward;
+# - cut linear layers by columns and by rows, and attention by heads, and say what each cut sends;
 # - add sequence parallelism, and sum the gradients that it leaves unfinished;
 # - write the same as a plan for PyTorch;
 # - say why a tensor-parallel group stays within a fast domain.
@@ -67,9 +66,8 @@ steps = 8  # steps of training in which the zoo's bug shows, at least 2
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. Together they are one **tensor-parallel group** of t = 4 ranks, `group`. The folded
-# cell makes lesson 03's **ShakespeareGPT**. All ranks of the group read the *same* sequences: they share the work of a
-# layer, not the batch.
+# The first cell starts four ranks, one **tensor-parallel group** of t = 4, `group`. The folded cell makes lesson 03's
+# **ShakespeareGPT**. All ranks of the group read the *same* sequences: they share a layer, not the batch.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -167,17 +165,16 @@ def held_against_one_process(mlp):
 # **By columns**, each rank gets some columns of the result. **By rows**, each rank gets a matrix of full size that is one
 # term of a sum: a [**partial sum**](../assets/glossary.md#partial-sum).
 #
-# An MLP has two products, with a GELU in between. Cut the first by columns. GELU works number by number, so each rank
-# applies it to its own hidden units. These meet exactly the rows of the second matrix that this rank has. Nothing is sent
-# in between:
+# An MLP has two products, with a GELU in between. Cut the first by columns. Each rank applies GELU to its own hidden
+# units. These meet exactly the rows of the second matrix that this rank has. Nothing is sent in between:
 #
 # ![Two ranks compute an MLP: X is on both; f; each multiplies by its columns of A, applies GELU, multiplies by its rows of B;
 # g adds the two partial sums up to Y](../assets/07_f_and_g.svg)
 #
 # An all-reduce adds up the partial sums. Autograd does not see inside `dist.all_reduce`, so two helpers are given
 # (folded). `all_reduced(x, group)` returns the sum over the group. `Move.apply(x, there, back)` does `there(x)` in
-# forward and `back(gradient)` in backward. The first try adds up in both directions. (Letters at the end of a name are
-# its shape: `B` rows, `D` wide, `m` hidden units of this rank. torch keeps weights as [outputs, inputs].)
+# forward and `back(gradient)` in backward. The first try adds up in both directions. (`B` rows, `D` wide, `m` hidden units
+# of this rank. torch keeps weights as [outputs, inputs].)
 
 
 # %% jupyter={"source_hidden": true}
@@ -213,8 +210,8 @@ def first_try(x_BD, up_mD, down_Dm):
 held_against_one_process(first_try)
 
 # %% [markdown]
-# The output is right, so the loss is right too, and no error is raised. But the weights' gradients are too large by
-# the number of ranks. The gradient of x, which goes on to the layers below, is wrong on each rank in another way.
+# The output is right, so the loss is right too. But the weights' gradients are too large by the number of ranks. The
+# gradient of x, which goes on to the layers below, is wrong on each rank in another way.
 #
 # **Predict.** Take a smaller case. Four ranks multiply the same number x by 3, 5, 7 and 11, and the same `Move` adds up:
 # y = 26 x. The derivative is 26. What does rank 0 find?
@@ -228,8 +225,8 @@ guess_slope = ____  # your turn: type a number
 compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 
 # %% [markdown]
-# The gradient of y is 1 on each rank. The all-reduce makes it 4, and rank 0 multiplies by its own factor, 3. So
-# backward does have an all-reduce, but it stands in the wrong place.
+# The gradient of y is 1 on each rank. The all-reduce makes it 4, and rank 0 multiplies by its own factor, 3. So the
+# all-reduce of backward stands in the wrong place.
 
 # %% [markdown]
 # ## f and g: mend it (CORE, 8 min)
@@ -242,9 +239,8 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 #
 # ### Build A: f and g
 #
-# Each blank is the tensor itself, or the sum over the group: `all_reduced(x, group)`, `all_reduced(gradient, group)`. The
-# check looks at forward and backward, and counts the calls.
-# (If you skip a build, the check runs the lesson's own lines.)
+# Each blank is the tensor itself, or the sum over the group: `all_reduced(x, group)`, `all_reduced(gradient, group)`. (If
+# you skip a build, the check runs the lesson's own lines.)
 
 
 # %%
@@ -314,8 +310,7 @@ held_against_one_process(mended)
 #
 # ### Build B: two linear layers
 #
-# `enter` and `leave` are functions of one tensor; here they are f and g for our group. The check counts bytes in both
-# directions.
+# `enter` and `leave` are functions of one tensor; here they are f and g for our group.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -351,10 +346,8 @@ checks.linears((column_linear, row_linear), ranks)
 # </details>
 
 # %% [markdown]
-# The folded classes `Column` and `Row` make modules of them. Each rank cuts its share out of the same full weights.
-#
-# Attention is cut in the same way. Heads do not look at each other until the output projection, so each rank gets whole
-# heads: the projection to q, k and v by columns, the output projection by rows.
+# The folded classes `Column` and `Row` make modules of them. Attention is cut in the same way. Each rank gets whole heads:
+# the projection to q, k and v by columns, the output projection by rows.
 #
 # ![The rows of the qkv weight lie head by head; ranks 0 and 1 hold two heads each; the output projection is cut along its inputs;
 # the partial sums are added up by g](../assets/07_heads.svg)
@@ -428,8 +421,7 @@ if rank == 0:
 assert numbers == [B * T * D] * 4 * layers
 
 # %% [markdown]
-# Attention and MLP, forward and backward. Each all-reduce has B·T·D numbers, the size of the stream between layers. It
-# grows with the batch, and not with the weights.
+# Attention and MLP, forward and backward. Each all-reduce has B·T·D numbers: it grows with the batch, not with the weights.
 
 # %% [markdown]
 # ## Sequence parallelism: cut what is left (CORE, 9 min)
@@ -442,9 +434,9 @@ assert numbers == [B * T * D] * 4 * layers
 # ![A layer on two ranks: under tensor parallelism the norms see all positions on both ranks; with sequence parallelism each rank
 # has half of the positions there, an all-gather leads into attention and MLP, a reduce-scatter out of them](../assets/07_sequence.svg)
 #
-# The all-reduce is cut into its two halves, so the volume stays the same. The folded cell has both halves along the
-# positions: `all_gathered(x, group)` and `reduce_scattered(x, group)`. It also cuts the stream before the first layer, and
-# joins it after the last norm.
+# The all-reduce is cut into its two halves, so the volume stays the same. The folded cell has both along the positions,
+# `all_gathered(x, group)` and `reduce_scattered(x, group)`. It also cuts the stream before the first layer, and joins it
+# after the last norm.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -494,8 +486,7 @@ def split_stream(model, group):
 # %% [markdown]
 # ### Build C: into the columns, and out of the rows
 #
-# `gathered` takes the place of f, `scattered` that of g. Ask the same question of each gradient. The check counts one
-# collective in each direction, and its bytes.
+# `gathered` takes the place of f, `scattered` that of g. Ask the same question of each gradient.
 
 
 # %%
@@ -532,8 +523,7 @@ checks.gathered_and_scattered((gathered, scattered), ranks)
 #
 # ### Build D: finish the norms' gradients
 #
-# Afterwards each `p.grad` is the sum over the group. There are many small gradients, so all of them travel in *one*
-# all-reduce. The check counts.
+# Afterwards each `p.grad` is the sum over the group. There are many small gradients, so all travel in *one* all-reduce.
 
 
 # %%
@@ -601,8 +591,8 @@ assert found == [4 * layers + 2, 4 * layers, 0]
 # ## The library: a plan (CORE, 3 min)
 #
 # In PyTorch a *plan* names modules and says how each is split. A **placement** says what ranks hold: `Shard(1)` (own
-# positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). It is the question of this lesson as a
-# type. Collectives and their backward follow from it. Seven lines split a layer:
+# positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). Collectives and their backward follow from
+# it. Seven lines split a layer:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -695,8 +685,7 @@ metrics.exact(library_calls=len(seen.calls))
 metrics.close(float64_loss=loss_1.detach())
 
 # %% [markdown]
-# The plan makes the same calls as your lines. It also knows by type which gradients are partial sums. (The trainer's
-# `manyhands.parallel.tensor_parallel` is such a plan, with the embedding and the head.)
+# The plan makes the same calls as your lines. It also knows by type which gradients are partial sums.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -766,12 +755,12 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# Two domains take as long as four, because the slowest link sets the pace of the ring. On the right is a real machine: a 3 B model on nodes of 8 GPUs, from the
-# [Ultra-Scale Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html).
+# Two domains take as long as four, because the slowest link sets the pace of the ring. On the right is a 3 B model on nodes
+# of 8 GPUs ([Ultra-Scale Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
 # Each GPU loses a little up to 8, and almost half from 8 to 16, where the group leaves its node.
 #
-# **So a tensor-parallel group stays within a fast domain.** Inside it, part of the communication can hide: cut a product
-# in pieces, and send one piece while the next computes. "Lab: hide the communication" does that.
+# **So a tensor-parallel group stays within a fast domain.** Inside it, part of the communication can hide ("Lab: hide the
+# communication").
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the fast domain</summary>
@@ -798,8 +787,8 @@ def partial_sums(model, sequence_parallel=False):
 
 
 # %% [markdown]
-# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** Write down your
-# suspicion, then run the cell. It compares what is whole on every rank: these numbers must be *the same* on every rank.
+# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** The cell compares what
+# is whole on every rank: these numbers must be *the same* on every rank.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -868,9 +857,7 @@ say_drift("theirs", model, with_head_norm(new_model()))
 # sum, with or without sequence parallelism. So each rank updates its copy differently. The mend is to add up these
 # gradients always, as the next cell does.
 #
-# The case is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452). There the gradient of
-# `out_norm`, the norm at the output of its GatedDeltaNet, was summed only with sequence parallelism. In the report's
-# small example the two copies were 0.0039 apart after 20 steps of Adam.
+# It is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452).
 #
 # </details>
 
@@ -886,8 +873,7 @@ train(model, also_in_heads)
 say_drift("mended", model, with_head_norm(new_model()))
 
 # %% [markdown]
-# The rule to take home: **what is whole on all ranks must stay equal on all ranks.** Compare it after a few steps. The
-# loss does not show it.
+# **What is whole on all ranks must stay equal on all ranks.** Compare it after a few steps. The loss does not show it.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1343,8 +1329,7 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # %% [markdown]
 # ## On the cluster
 #
-# The trainer knows all of this lesson as flags. Ask first what would run, then try it here, then submit the job of
-# [lesson 04](04_first_job.ipynb) with the same flags:
+# The trainer knows all of this lesson as flags. Ask first what would run, then try it here, then submit the same flags:
 #
 # ```bash
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 4 --parallel.sequence-parallel
@@ -1352,14 +1337,7 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.tensor 2
 # ```
 #
-# This lesson, as a script, runs the same way: `mpiexec -n 4 python scripts/07_tensor_parallel.py`.
-#
-# **What changes on GPUs.** The group must be ranks of one fast domain. A launcher that numbers ranks round-robin over
-# nodes breaks that silently. Small matrices run at a lower rate, so t times as many GPUs are less than t times as fast
-# even without messages.
-#
-# **What to look for**: the same losses as without tensor parallelism; tokens per second *per GPU* as you raise t. Stop
-# when it drops, and use more data parallelism instead.
+# What changes on GPUs, and what to look for, is in [the handbook](../assets/handbook/07_tensor_parallel.md#on-a-cluster).
 
 # %% [markdown]
 # ## Recap

@@ -16,10 +16,10 @@
 # %% [markdown]
 # # 08 Pipeline parallel: split the depth
 #
-# **50 minutes** for the sections marked CORE, 76 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 87 with those marked MORE.
 #
-# Your model is too deep for one GPU. So you give each GPU some of its layers, and three of four GPUs wait. You write
-# the order in which they work, and watch the idle time shrink.
+# Your model is too deep for one GPU. So you give each GPU some of its layers, and three of four GPUs wait. You write the
+# order in which they work, and the idle time shrinks.
 #
 # After this lesson **you can**
 # - say who waits for whom in a pipeline, and draw the schedules GPipe and 1F1B;
@@ -67,7 +67,7 @@ rows = 2  # sequences in a micro-batch, at least 1
 # ## Start (CORE, 1 min)
 #
 # The first cell starts four ranks. Rank `s` is **stage** `s` of `p`: it has some consecutive layers of one model. The
-# folded cell makes the model and its data. Each section needs the cells of this one, and then only its own.
+# folded cell makes the model and its data.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -181,14 +181,14 @@ compare("idle on eight ranks, one batch in one piece", guess_idle, 100 * 7 / 8, 
 # %% [markdown]
 # ## Who waits for whom? (CORE, 6 min)
 #
-# To draw a schedule you need no GPU. You need to know what each action waits for. An action is `("F", s, i)`, the
-# forward of micro-batch i on stage s, or `("B", s, i)`, its backward.
+# What does each action wait for? An action is `("F", s, i)`, the forward of micro-batch i on stage s, or `("B", s, i)`, its
+# backward.
 #
 # ### Build A: what must be done before
 #
 # Write `needs(action, p)`: the list of the actions that must be *done* before this one can begin. Leave out what
 # follows from the order in which a stage does its own work, and what is implied by another action in the list. The
-# check draws two micro-batches on four stages by your rules; actions with wrong ones are framed in red.
+# check draws two micro-batches on four stages; actions with wrong rules are framed in red.
 
 
 # %%
@@ -219,8 +219,7 @@ checks.needs(needs, ranks)
 # </details>
 
 # %% [markdown]
-# A backward takes twice as long as a forward, because it multiplies twice as many matrices. Messages take no time
-# here. Two micro-batches already leave less idle than one.
+# A backward takes twice as long as a forward, because it multiplies twice as many matrices. Messages take no time here.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who waits for whom</summary>
@@ -239,8 +238,7 @@ checks.needs(needs, ranks)
 #
 # ### Build B: GPipe's order
 #
-# Write the list of all actions of stage s. Micro-batches are numbered from 0. The check draws your order with eight of
-# them.
+# Write the list of all actions of stage s. Micro-batches are numbered from 0.
 
 
 # %%
@@ -280,9 +278,8 @@ for n in (1, 2, 4, 8, 16, 58):
         say(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
 
 # %% [markdown]
-# The formula *is* the schedule: nothing was fitted. Less than 5 % takes 58 micro-batches. And the chart shows the
-# price: at the end of the forwards each rank **holds** the activations of all m. These micro-batches are
-# [**in flight**](../assets/glossary.md#in-flight).
+# The formula *is* the schedule. Less than 5 % takes 58 micro-batches. The price: at the end of the forwards each rank
+# **holds** the activations of all m. These micro-batches are [**in flight**](../assets/glossary.md#in-flight).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the bubble</summary>
@@ -295,9 +292,9 @@ for n in (1, 2, 4, 8, 16, 58):
 # %% [markdown]
 # ## 1F1B: a backward as soon as there is one (CORE, 9 min)
 #
-# The last stage could do the backward of micro-batch 0 as soon as its forward is done. Under GPipe it first does m - 1
-# other forwards. [**1F1B**](../assets/glossary.md#1f1b), one forward, one backward (Narayanan et al. 2021), starts
-# backwards as early as possible: a stage begins with some forwards, and from then on alternates.
+# Under GPipe the last stage does m - 1 other forwards before the backward of micro-batch 0.
+# [**1F1B**](../assets/glossary.md#1f1b), one forward, one backward (Narayanan et al. 2021), starts backwards as early as
+# possible: a stage begins with some forwards, and from then on alternates.
 #
 # **Predict.** GPipe is idle for 27 % of the time on four stages with eight micro-batches. How much is 1F1B?
 
@@ -333,7 +330,7 @@ checks.ahead(ahead, ranks)
 
 # %% [markdown]
 # **C2.** From then on a stage alternates: a backward, then the next forward, until the forwards run out. Micro-batches
-# go in order. The check draws your chart; the first action of each rank that is out of place gets a red frame.
+# go in order. The first action of each rank that is out of place gets a red frame.
 
 
 # %%
@@ -373,7 +370,7 @@ if rank == 0:
 
 # %% [markdown]
 # **The same bubble**, with less memory. 1F1B holds min(m, p - s) micro-batches on stage s: that depends on the number
-# of *stages*, not of micro-batches. So m can grow until the bubble is small. The first stage holds most.
+# of *stages*, not of micro-batches. So m can grow until the bubble is small.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: 1F1B</summary>
@@ -388,9 +385,8 @@ if rank == 0:
 # ## Under a real clock (CORE, 4 min)
 #
 # The formula knows no messages, and no ranks that share cores. So cut one batch into more and more micro-batches, and
-# run both schedules for real, as in the first cell. Points are measured, the dashed line is the formula. On the right
-# are 32 A100s with the memory that each GPU took, as [others have
-# published](https://openreview.net/forum?id=tuzTN0eIO5) (Qi et al. 2024, table 4).
+# run both schedules for real, as in the first cell. The dashed line is the formula. On the right are 32 A100s and the
+# memory of each GPU ([Qi et al. 2024](https://openreview.net/forum?id=tuzTN0eIO5), table 4).
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -415,11 +411,11 @@ metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 
 # %% [markdown]
 # Left, the points leave the line, and the more micro-batches the further. Each action pays for a message and for a
-# sleep that ends late. On a laptop ranks also wait for a core. This price is per micro-batch, so it grows with m, while
-# the bubble shrinks. The shortest step is often somewhere in between.
+# sleep that ends late; on a laptop ranks also wait for a core. This price grows with m, while the bubble shrinks. The
+# shortest step is often somewhere in between.
 #
-# Right, the dashed line is the formula of 1F1B with p = 32, fixed at its last point. It is within 2 % of what the GPUs
-# did. The other curves are schedules with a smaller bubble; "Smaller bubbles", in MORE, draws them.
+# Right, the formula of 1F1B with p = 32, fixed at its last point, is within 2 % of what the GPUs did. "Smaller bubbles", in
+# MORE, draws the schedules of the other curves.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the real clock</summary>
@@ -433,7 +429,7 @@ metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 # ## Train with your order (CORE, 10 min)
 #
 # Now the GPT, in float64. Autograd ends at the cut, on both sides: the graph of a stage begins at `x`, which arrived,
-# and ends at `y`, which is sent. ("The chain rule over ranks", in MORE, does it with one number per layer.)
+# and ends at `y`, which is sent.
 #
 # ### Build D in two rungs: across the cut
 #
@@ -499,8 +495,7 @@ checks.forward_of(forward_of, ranks)
 # %% [markdown]
 # The folded cells do the rest. `train_step` walks through an order: it sends what the last action made, receives what
 # the next one needs, and keeps `(x, y)` from forward to backward. `library_step` does the same with torch's
-# `Schedule1F1B` and `ScheduleGPipe`. Each rank compares the gradients of its weights with those of one process that
-# never heard of pipelines:
+# `Schedule1F1B` and `ScheduleGPipe`. Each rank compares its gradients with those of one process:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -610,8 +605,8 @@ metrics.exact(in_flight=kept, messages=seen.messages, bytes=seen.sent_bytes)
 # %% [markdown]
 # ## Uneven layers (CORE, 5 min)
 #
-# The slowest stage sets the pace: everybody waits for it, once per micro-batch. And layers are not equal. An embedding
-# is cheap; a head for a large vocabulary costs as much as several blocks.
+# The slowest stage sets the pace. And layers are not equal: an embedding is cheap, a head for a large vocabulary costs as
+# much as several blocks.
 #
 # ### Build E: balance the stages
 #
@@ -661,8 +656,8 @@ for sizes in ([3, 3], balance(costs, 2)) if rank == 0 else ():
 # ## With FSDP (CORE, 2 min)
 #
 # Large runs do both: 64 ranks are 4 stages x 16 shards. [FSDP](../assets/glossary.md#fsdp) gathers a block before it
-# computes and frees it afterwards (lesson 06). But now a block computes once per *micro-batch*. The library frees
-# weights after a forward, and after the last backward of the step.
+# computes (lesson 06). But now a block computes once per *micro-batch*. The library frees weights after a forward, and
+# after the last backward of the step.
 #
 # **Predict.** Stage 0 of four does 1F1B with eight micro-batches. How often does it gather each block in a step?
 
@@ -699,15 +694,14 @@ compare("gathers of a block, 1F1B with 8 micro-batches", guess_gathers, 9)
 
 # %% [markdown]
 # Every action that finds the weights freed gathers them: m + 1 times in all. The other choice is to hold the stage
-# *whole*, with one gather. OLMo's 6.7 billion weights in bf16 are 13.4 GB, so a stage of four then takes up to 3.4 GB
-# more (`--parallel.sharding grad_op` of the trainer).
+# *whole*, with one gather: of OLMo's 13.4 GB in bf16 a stage of four then takes up to 3.4 GB more.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
 # A trainer runs a pipeline. Its memory allows one batch at a time, so it *accumulates*: two calls of `step`, then one
-# update. The lines below do that with torch's schedule and its defaults. They run, on all ranks, and the loss falls.
-# **What is wrong, and which measurement shows it?** Write down your suspicion before you open the answer.
+# update. The lines below do that with torch's schedule and its defaults, and the loss falls. **What is wrong, and which
+# measurement shows it?** Write down your suspicion before you open the answer.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -761,17 +755,14 @@ say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, cur
 # <details><summary>Answer</summary>
 #
 # `scale_grads=True` divides by m at the end of *each* step, and it divides all that is in `grad`: the second call divides
-# the first batch's gradient once more. Of k batches the first counts m^(k-1) times less than the last. So it happened
-# in a trainer for large models: [torchtitan#1733](https://github.com/pytorch/torchtitan/issues/1733). The cure is the
-# one above: `scale_grads=False`, and divide the *loss*.
+# the first batch's gradient once more ([torchtitan#1733](https://github.com/pytorch/torchtitan/issues/1733)). The cure:
+# `scale_grads=False`, and divide the *loss*.
 #
-# AdamW divides by the gradient's size, so it hides the factor, and a loss that falls proves nothing. The loss that is
-# *printed* was right all along.
+# AdamW divides by the gradient's size, so it hides the factor. The loss that is *printed* was right all along.
 #
 # </details>
 #
-# **Compare the gradient, or its norm, with one process, for the same global batch.** Do it once for every new
-# combination of micro-batches, accumulation and stages.
+# **Compare the gradient, or its norm, with one process, for the same global batch.**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1120,7 +1111,7 @@ for kind, name, v in (
 # </details>
 
 # %% [markdown]
-# ## Exercises (MORE, 6 min)
+# ## Exercises (MORE, 17 min)
 #
 # ### Exercise 1: a schedule for less memory
 #
@@ -1157,11 +1148,83 @@ checks.fitting(fitting, ranks)
 # </details>
 
 # %% [markdown]
+# ### Exercise 2: how many micro-batches?
+#
+# Each micro-batch pays for its messages, so take as few as the bubble allows. A global batch of `sequences` is cut into m
+# equal micro-batches. Write `fewest(p, sequences, most_idle)`: the smallest m for which GPipe or 1F1B on p stages is idle for
+# at most `most_idle` of the time, a number from 0 to 1. Return None if no m will do: the batch is too small for so many
+# stages.
+
+
+# %%
+# %%ranks
+def fewest(p, sequences, most_idle):
+    """The fewest equal micro-batches of `sequences` with which p stages are idle for at most `most_idle`."""
+    raise NotImplementedError  # your turn
+
+
+checks.fewest(fewest, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 2</summary>
+#
+# ```python
+# def fewest(p, sequences, most_idle):
+#     """The fewest equal micro-batches of `sequences` with which p stages are idle for at most `most_idle`."""
+#     for m in range(1, sequences + 1):
+#         if sequences % m == 0 and (p - 1) / (m + p - 1) <= most_idle:
+#             return m
+#     return None
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Exercise 3: what does an order hold?
+#
+# An order is all you need to know a rank's memory. A stage holds the activations of a micro-batch from its `F` to its `B`. Where
+# the backward is split, it holds them to its `W`: an `I` frees nothing. Write `held(order)`: the most that this rank holds at
+# a time. A rank may have several stages, and each pair (stage, micro-batch) counts once.
+
+
+# %%
+# %%ranks
+def held(order):
+    """The most (stage, micro-batch) pairs whose activations a rank holds at a time."""
+    raise NotImplementedError  # your turn
+
+
+checks.held(held, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def held(order):
+#     """The most (stage, micro-batch) pairs whose activations a rank holds at a time."""
+#     now, most = set(), 0
+#     for kind, stage, i in order:
+#         if kind == "F":
+#             now.add((stage, i))
+#         elif kind in "BW":
+#             now.remove((stage, i))
+#         most = max(most, len(now))
+#     return most
+# ```
+#
+# </details>
+
+# %%
+# %%ranks
+if rank == 0:
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"):
+        orders = orders_of(name, 4, 8, 2 if name == "Interleaved1F1B" else 1)
+        say(f"{name:22} ranks 0 to 3 hold {[held(order) for order in orders]}")
+
+# %% [markdown]
 # ## Recap
 #
-# The trainer knows these schedules as `--parallel.schedule`. What changes on a cluster is in the
-# [handbook](../assets/handbook/08_pipeline_parallel.md); the lab is the sections marked MORE, above. The card to take
-# home:
+# The trainer knows these schedules as `--parallel.schedule`. The lab is the sections marked MORE, above.
 
 # %%
 # %%ranks
@@ -1178,12 +1241,12 @@ card(
 # %% [markdown]
 # ## On the cluster
 #
-# The command stands in the card. What changes on GPUs, and what to look for, is in the
+# The command stands in the card. What to look for is in the
 # [handbook](../assets/handbook/08_pipeline_parallel.md#on-a-cluster).
 #
 # ## Further reading
 #
-# Papers of the schedules are in the [handbook](../assets/handbook/08_pipeline_parallel.md#further-reading).
+# In the [handbook](../assets/handbook/08_pipeline_parallel.md#further-reading).
 
 # %%
 # %%ranks

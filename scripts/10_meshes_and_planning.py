@@ -66,7 +66,7 @@ gpus = 1024  # ranks of the largest world that is simulated, a multiple of 8, at
 # ## Start (CORE, 1 min)
 #
 # The first cell starts eight ranks. One machine plays two nodes: ranks 0 to 3 are node 0, ranks 4 to 7 node 1. The
-# folded cell describes the job of this lesson. Each section needs the cells of this one, and then only its own.
+# folded cell describes the job of this lesson.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -213,7 +213,7 @@ checks.coordinates(coordinates, ranks)
 #
 # Ranks that differ in *one* coordinate form a group of this axis: they exchange messages of one kind. Write all groups
 # of axis number `axis`, each in the order of that coordinate. Two ranks belong together if their coordinates without
-# this one are equal. The check prints your groups of the cube above.
+# this one are equal.
 
 
 # %%
@@ -479,8 +479,8 @@ metrics.exact(waited_ms={" x ".join(order): round(sum(waited_ms(order).values())
 # [`--use-tp-pp-dp-mapping`](https://github.com/NVIDIA/Megatron-LM/blob/307dcf37f03d44da131ba21999278abe4112d2ad/megatron/training/arguments.py).
 # Both keep tensor inside.
 #
-# Between the other two, count seconds for *your* job. With one sequence per micro-batch the backward is 8 times shorter,
-# the gradients stick out, and the pipeline belongs outside:
+# Count seconds for *your* job. With one sequence per micro-batch the backward is 8 times shorter, the gradients stick out,
+# and the pipeline belongs outside:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -504,9 +504,8 @@ if rank == 0:
 # %% [markdown]
 # ## All axes at once (CORE, 3 min)
 #
-# The product of all axes must still compute what one process computes. Bugs live here: a gradient that is averaged over
-# tensor ranks, a loss that is divided twice. The folded cells train data 2 x pipeline 2 x tensor 2 with `parallelize`,
-# which `train.py` uses, and compare the loss and *every* gradient with one process, in float64.
+# The product of all axes must still compute what one process computes. The folded cells train data 2 x pipeline 2 x tensor
+# 2 with `parallelize`, which `train.py` uses, and compare the loss and *every* gradient with one process, in float64.
 #
 # **Predict.** How many different batches do the eight ranks read?
 
@@ -566,8 +565,7 @@ for product in PRODUCTS:
 compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 
 # %% [markdown]
-# Only `data` reads other sequences. Tensor ranks compute parts of the same layer, stages parts of the same depth. (The
-# name starts with the pipeline: `train.py` numbers its ranks in Megatron-LM's default order.)
+# Only `data` reads other sequences. Tensor ranks compute parts of the same layer, stages parts of the same depth.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
@@ -631,8 +629,7 @@ checks.recommend(recommend, ranks)
 # </details>
 
 # %% [markdown]
-# The course's planner, `scripts/plan.py`, answers by this rule. The first model is planned for `train.py`, the others for a
-# program like Megatron-LM:
+# The course's planner, `scripts/plan.py`, answers by this rule:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -656,7 +653,7 @@ for name, n_gpus, batch in (("olmo-7b", 64, 512), ("llama3-70b", 64, 512), ("lla
 # The 7B model needs data parallelism alone. For the 405B the first row is the layout that Meta trained it with, at 41 % MFU
 # ([table 4](https://arxiv.org/abs/2407.21783)).
 #
-# How far can you trust this? The team that trained BLOOM (176B) first timed [five
+# Can you trust this? The team that trained BLOOM (176B) first timed [five
 # layouts](https://github.com/bigscience-workshop/bigscience/blob/9dcfdde07e059202cad97179f82567aa107dc3b5/train/tr11-176B-ml/chronicles-prequel.md)
 # of one model on the same 384 A100s. Our planner has not seen them.
 #
@@ -687,9 +684,8 @@ compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 # %% [markdown]
 # It finds the slow layouts, and cannot tell the fast ones apart: one that was measured twice differs by 3 % from itself. So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
 #
-# **Bytes** are another matter. What a GPU holds between two steps (weights, gradients, optimizer) is right to 1 or 2 %:
-# "What ranks hold", in MORE, measures it. That is not so for activations and buffers, which are formulas of a small
-# model here. Leave a reserve: a plan with 76 of 80 GB is a plan to measure first.
+# **Bytes** at rest (weights, gradients, optimizer) are right to 1 or 2 %: "What ranks hold", in MORE, measures them. That is
+# not so for activations and buffers. Leave a reserve: a plan with 76 of 80 GB is a plan to measure first.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: choosing</summary>
@@ -917,7 +913,7 @@ if rank == 0:  # nothing communicates in there
         assert abs(held / planned - 1) < 0.02
 
 # %% [markdown]
-# What you get: bytes at rest, and every refusal that torch has in store, days before the machine has time for you. What you do
+# What you get: bytes at rest, and every error that torch would raise, days before the machine has time for you. What you do
 # not get: time, and what a forward keeps.
 
 # %% [markdown] tags=["notes"]
@@ -1162,8 +1158,7 @@ if rank == 0:
 # %% [markdown]
 # ## Recap
 #
-# What changes on a cluster is in the [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster); the lab is the
-# sections marked MORE, above. The card to take home:
+# The lab is the sections marked MORE, above.
 
 # %%
 # %%ranks
@@ -1180,12 +1175,12 @@ card(
 # %% [markdown]
 # ## On the cluster
 #
-# Ask the planner before you ask for GPUs: the card has the command. The job's flags, and the launcher that puts your
-# tensor groups on the network, are in the [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
+# The card has the command. The job's flags, and the launcher that puts your tensor groups on the network, are in the
+# [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
 #
 # ## Further reading
 #
-# Papers and guides are in the [handbook](../assets/handbook/10_meshes_and_planning.md#further-reading).
+# In the [handbook](../assets/handbook/10_meshes_and_planning.md#further-reading).
 
 # %%
 # %%ranks

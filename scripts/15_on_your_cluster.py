@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 15 On your cluster
 #
-# **40 minutes** for the sections marked CORE, 65 with those marked MORE.
+# **40 minutes** for the sections marked CORE, 71 with those marked MORE.
 #
 # A job runs without an error, and trains at half the speed of your neighbour's. The file is the same. What differs is
 # what the job got, and nobody tells you unless you ask.
@@ -706,7 +706,7 @@ if rank == 0:
 # both on the nodes that you will use.
 
 # %% [markdown]
-# ## Exercises (MORE, 12 min)
+# ## Exercises (MORE, 18 min)
 #
 # ![Six tasks and six rows: shifted by one, the first row is never taken and the last task has none; counted from one, each task has
 # its row](../assets/15_sweep.svg)
@@ -770,6 +770,36 @@ checks.directives(directives, ranks)
 #     asked = {"nodes": nodes, "ntasks-per-node": 1, "cpus-per-task": cores, "gpus-per-node": gpus}
 #     asked["time"] = f"{minutes // 60:02d}:{minutes % 60:02d}:00"
 #     return [f"#SBATCH --{option}={value}" for option, value in asked.items()]
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### Exercise 3: leave out the slow node
+#
+# You have timed `all_reduce_perf` on pairs of the nodes that you got. A pair is as slow as the slower of the two, so one slow
+# pair does not say which node it is. `measured` has GB/s for each pair: `{("node03", "node17"): 45.1, ...}`. Write
+# `to_exclude(measured, least)`: the names, sorted, of the nodes of which *no* pair reaches `least` GB/s.
+
+
+# %%
+# %%ranks
+def to_exclude(measured, least):
+    """The nodes to leave out (`sbatch --exclude`): a sorted list."""
+    raise NotImplementedError  # your turn
+
+
+checks.to_exclude(to_exclude, ranks)
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution 3</summary>
+#
+# ```python
+# def to_exclude(measured, least):
+#     """The nodes to leave out (`sbatch --exclude`): a sorted list."""
+#     nodes = {node for pair in measured for node in pair}
+#     fine = {node for pair, speed in measured.items() if speed >= least for node in pair}
+#     return sorted(nodes - fine)
 # ```
 #
 # </details>

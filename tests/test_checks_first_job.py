@@ -81,6 +81,15 @@ REJECTED = {
         (WORDS, "does not split", "names 12 and 8; yours says does not split"),
         (WORDS, "128 does not split", "names 12 and 8; yours says 128 does not split"),
     ],
+    "ask_for": [
+        ("math.ceil", "int", "that cuts off the minute that has begun"),
+        (" + 2", "", "without the two minutes for the start"),
+        ("1.5 * ", "", "that is the run and two minutes"),
+        ("1.5 * seconds / 60) + 2", "1.5 * (seconds / 60 + 2))", "the two minutes are added after"),
+        ("{minutes // 60:02d}", "{minutes // 60 % 24:02d}", "hours do not begin anew after a day"),
+        ("{minutes // 60:02d}:{minutes % 60:02d}:00", "{minutes // 60}:{minutes % 60}:00", "the walltime for"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes", "the walltime for"),
+    ],
     "yesterdays_code": [
         (CELLS, "set(ours) != set(theirs)", "a cell less than the script"),
         (CELLS, "sorted(ours) != sorted(theirs)", "in another order"),
@@ -109,6 +118,7 @@ class TestAnswers(Answers):
             (WORDS, "{global_batch}%{n}!=0"),
             (WORDS, "{n}ranks, {global_batch}sequences"),
         ],
+        "ask_for": [("math.ceil(1.5 * seconds / 60) + 2", "-int(-1.5 * seconds // 60) + 2")],
         "yesterdays_code": [(CELLS, "int(ours != theirs)"), (CELLS, "not ours == theirs")],
     }
 

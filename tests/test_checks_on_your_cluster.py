@@ -65,6 +65,15 @@ REJECTED = {
         ('asked["time"] =', "_ =", "a line with --time is missing"),
         ('"nodes": nodes', '"nodes": f"{nodes}-{nodes}"', "is no number"),
     ],
+    "to_exclude": [
+        ("sorted(nodes - fine)", "sorted({node for pair, s in measured.items() if s < least for node in pair})",
+         "a slow node makes its partner look slow"),
+        ("return sorted(nodes - fine)", "return sorted(fine)", "those are the nodes to keep"),
+        ("return sorted(nodes - fine)", "return sorted(nodes - fine)[::-1]", "are not sorted"),
+        ("return sorted(nodes - fine)", "return nodes - fine", "return a list of names"),
+        (">= least", "> least", "those to leave out should be []"),
+        ("sorted(nodes - fine)", "sorted(nodes - fine)[:1]", "those to leave out should be"),
+    ],
     "flags_of": [
         ('f"--{name}", value', '{"0": "--optimizer.lr"}.get(str(names.index(name)), "--train.global-batch"), value',
          "the flags of task 1 should be"),
@@ -107,6 +116,10 @@ class TestAnswers(Answers):
             ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"0-{minutes // 60}:{minutes % 60}"'),
         ],
         "flags_of": [("[word for", "list(word for", 'f"--{name}", value)]', 'f"--{name}", value))')],
+        "to_exclude": [
+            ("sorted(nodes - fine)", "sorted(node for node in nodes if node not in fine)"),
+            ("sorted(nodes - fine)", "tuple(sorted(nodes - fine))"),
+        ],
     }
 
 
@@ -122,7 +135,7 @@ A_TOKEN = """rank, n, x = dist.get_rank(), dist.get_world_size(), torch.ones(1)
 
 class TestCopies(AnswersOfRanks):
     lesson, checks, in_a_folder = LESSON, checks, {"stage"}
-    elsewhere = ("cores_beside", "network", "directives", "flags_of")
+    elsewhere = ("cores_beside", "network", "directives", "flags_of", "to_exclude")
     rejected = {
         "stage": [
             (WHO, WHO.replace("local_rank", "dist.get_rank()"), "local rank 0 is one per node"),

@@ -118,6 +118,24 @@ REJECTED = {
         (AHEAD, "min(m, p - s, room + 1)", "micro-batches at most, and there is room for"),
         ("return orders", "return orders[::-1]", "stage 0 cannot do F of micro-batch 0 on stage 3"),
     ],
+    "fewest": [
+        ("sequences % m == 0 and ", "", "that many do not split the sequences equally"),
+        ("(m + p - 1)", "m", "(p - 1)/m is the bubble by the work"),
+        ("return m\n", "return sequences // m\n", "that is the number of sequences in a micro-batch"),
+        ("range(1, sequences + 1)", "range(sequences, 0, -1)", "that is enough, and fewer are"),
+        ("return None", "return sequences", "even one sequence in each micro-batch leaves too large a bubble"),
+        ("range(1, sequences + 1)", "range(1, sequences)", "what you return should be"),
+        ("range(1, sequences + 1)", "range(p, sequences + 1)", "what you return should be"),
+    ],
+    "held": [
+        ('"BW"', '"BI"', "now.remove", "now.discard", "an I frees nothing, the W does"),
+        ('elif kind in "BW"', 'elif kind == "B"', "what rank 0 holds at most should be"),
+        ("        most = max", "        if kind != 'F':\n            break\n        most = max",
+         "an I frees nothing, the W does"),
+        ("(stage, i)", "i", "now.remove", "now.discard", "Interleaved1F1B, p = 4, m = 8: what rank 0"),
+        ("return most", "return len({i for _, _, i in order})", "those are all micro-batches"),
+        ("return most", "return len(now)", "should be 11, not 0"),
+    ],
     "balance": [
         ("return max(sum(costs[a:b])", "return sum(sum(costs[a:b]) ** 2", "that is the least variance; only"),
         ("return max(sum(costs[a:b])", "return -min(sum(costs[a:b])", "the slowest stage takes"),
@@ -158,6 +176,14 @@ RIGHT = {
     "fitting": [
         ("return orders", "return tuple(orders)"),
         ("ahead = min(m, p - s, room)", "ahead = sorted([m, p - s, room])[0]"),
+    ],
+    "fewest": [
+        ("    return None", "    pass"),
+        ("(p - 1) / (m + p - 1) <= most_idle", "1 - m / (m + p - 1) <= most_idle + 1e-12"),
+    ],
+    "held": [
+        ("max(most, len(now))", "len(now) if len(now) > most else most"),
+        ("for kind, stage, i in order:", "for kind, *pair in order:\n        stage, i = pair"),
     ],
     "balance": [
         ("key=slowest", "key=lambda cuts: (slowest(cuts), [-cut for cut in cuts])"),

@@ -43,9 +43,7 @@ def _nodes():
 
 def _launchers():
     figure, axes = card(82, 32, "From a launcher to a group")
-    for row, (name, variables) in enumerate(
-        [("torchrun", "RANK  WORLD_SIZE"), ("mpiexec", "PMI_RANK  PMI_SIZE"), ("srun", "SLURM_PROCID  ...")]
-    ):
+    for row, (name, variables) in enumerate([("torchrun", "RANK"), ("mpiexec", "PMI_RANK"), ("srun", "SLURM_PROCID")]):
         y = 8 + 7.5 * row
         _place(axes, 2.5, y, 11, 5, name, weight="bold")
         arrow(axes, (13.7, y + 2.5), (18.4, y + 2.5))

@@ -1,9 +1,11 @@
-"""Checks of lesson 04: a scheduler's one line, shares of a batch, why jobs wait, the first error of a log, stale pairs.
+"""Checks of lesson 04: a scheduler's one line, shares of a batch, why jobs wait, the first error of a log, walltimes,
+stale pairs.
 
 They judge reading as much as code, and need no messages: all of them also work with `ranks` None.
 """
 
 import itertools
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -124,7 +126,29 @@ def first_error(answer, ranks=None):
         raise Wrong(f"rank {rank} did not raise the {FAILED_ERROR}: look at the label in front of that line")
 
 
-@exercise(2, "yesterday's code")
+@exercise(2, "a walltime to ask for")
+def ask_for(answer, ranks=None):
+    """`answer(seconds)`: the walltime for so long a run, with half as much again and two minutes, as HH:MM:SS."""
+    draw = luck(2)
+    drawn = [40 * draw.randint(0, 60) + draw.randint(3, 37) for _ in range(4)]  # 1.5 times that: no whole minutes
+    for seconds in in_turn([10, 610, 2530, 108_050, *drawn]):
+        whole, begun = math.floor(1.5 * seconds / 60), math.ceil(1.5 * seconds / 60)
+        slips = {
+            "that cuts off the minute that has begun; round up": whole + 2,
+            "that is half as much again, without the two minutes for the start": begun,
+            "that is the run and two minutes; ask for half as much again": math.ceil(seconds / 60) + 2,
+            "the two minutes are added after the half as much again": math.ceil(1.5 * (seconds / 60 + 2)),
+        }
+        slips = {why: _walltime(minutes) for why, minutes in slips.items()}
+        slips["hours do not begin anew after a day"] = _walltime((begun + 2) % (24 * 60))
+        expect_equal(answer(seconds), _walltime(begun + 2), f"the walltime for {seconds:,} s", slips)
+
+
+def _walltime(minutes):
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"
+
+
+@exercise(3, "yesterday's code")
 def yesterdays_code(answer, ranks=None):
     """`answer(notebook, script)`, two paths of a pair: True if a job would not run what the notebook shows."""
     with tempfile.TemporaryDirectory() as folder:

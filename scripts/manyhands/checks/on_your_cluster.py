@@ -1,8 +1,10 @@
-"""Checks of lesson 15: the cores beside a GPU, a NCCL log, one copy per node, the rows of a sweep, a job's directives.
+"""Checks of lesson 15: the cores beside a GPU, a NCCL log, one copy per node, the rows of a sweep, a job's directives,
+the nodes to leave out.
 
 Only the copies need messages, and a folder that all ranks see: the nodes are made up, some ranks each.
 """
 
+import itertools
 import re
 import string
 import time
@@ -318,3 +320,30 @@ def _flags(answer, lines, task, rows):
         raise Wrong(
             f"{count(rows, 'task')} for {count(rows, 'row')} should do: {cause}; yours was {said(error)}"
         ) from None
+
+
+@exercise(3, "leave out the slow node")
+def to_exclude(answer, ranks=None):
+    """`answer(measured, least)`, {(node, node): GB/s}: the nodes of which no pair reaches `least`, sorted."""
+    draw = luck(6)
+    for num_slow in (1, 0, 2):
+        nodes = [f"node{number:03d}" for number in draw.sample(range(1, 400), num_slow + draw.randint(3, 4))]
+        slow, least = set(nodes[:num_slow]), draw.randint(30, 40)
+        pairs = [tuple(draw.sample(pair, 2)) for pair in itertools.combinations(nodes, 2)]
+        draw.shuffle(pairs)
+        measured = {pair: least + draw.uniform(*((-20, -5) if slow & {*pair} else (0.5, 8))) for pair in pairs}
+        if not slow:
+            measured = dict.fromkeys(pairs, float(least))  # that reaches it
+        partners = {node for pair, speed in measured.items() if speed < least for node in pair}
+        slips = {
+            "those are all that were in a slow pair; a slow node makes its partner look slow": partners,
+            "those are the nodes to keep": {*nodes} - slow,
+        }
+        slips = {why: sorted(found) for why, found in slips.items() if found}
+        found = answer(dict(measured), least)
+        case = f"of {len(nodes)} nodes, {num_slow} of them slow, those to leave out"
+        if not isinstance(found, (list, tuple)):
+            raise Wrong(f"return a list of names, not {shown(found)}")
+        if list(found) != sorted(found):
+            raise Wrong(f"{case} are not sorted: {listed(found)}")
+        expect_equal(list(found), sorted(slow), case, slips)

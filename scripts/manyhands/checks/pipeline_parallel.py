@@ -1,4 +1,5 @@
-"""Checks of lesson 08: who waits for whom, orders of stages, forward and backward across a cut, balanced stages.
+"""Checks of lesson 08: who waits for whom, orders of stages and what they hold, forward and backward across a cut,
+balanced stages, numbers of micro-batches.
 
 Orders are judged by simulation (`predict.pipeline_schedules`): every action once, nobody waits in a circle, no more
 micro-batches in flight and no more idle time than is needed. Any order that keeps these is right, however it was made.
@@ -310,6 +311,58 @@ def fitting(answer, ranks=None):
                 raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, and there is room for {room}")
         best = simulate([_capped(s, p, m, room) for s in range(p)]).bubble
         _judge_bubble(orders, best, case)
+
+
+@exercise(2, "how many micro-batches")
+def fewest(answer, ranks=None):
+    """`answer(p, sequences, most_idle)`: the fewest equal micro-batches whose bubble is small enough, or None."""
+    draw = luck(8)
+    drawn = [(draw.randint(2, 8), draw.randint(12, 60), draw.choice((0.11, 0.19, 0.29))) for _ in range(12)]
+    given = [(4, 24, 0.29), (4, 8, 0.28), (4, 36, 0.12), (4, 30, 0.19), (4, 12, 0.61), (4, 16, 0.05)]
+    for p, sequences, most_idle in [*given, *drawn]:  # no bubble is equal to one of these
+        equal = [m for m in range(1, sequences + 1) if sequences % m == 0]
+        right = next((m for m in equal if (p - 1) / (m + p - 1) <= most_idle), None)
+        case = f"for {sequences} sequences on {p} stages, idle at most {100 * most_idle:g} %, what you return"
+        if right is None:
+            slips = {"even one sequence in each micro-batch leaves too large a bubble": sequences}
+        else:
+            enough = next(m for m in range(1, sequences + 1) if (p - 1) / (m + p - 1) <= most_idle)
+            slips = {
+                "that many do not split the sequences equally": enough,
+                "(p - 1)/m is the bubble by the work; its share of the time is (p - 1)/(m + p - 1)": next(
+                    (m for m in equal if (p - 1) / m <= most_idle), None
+                ),
+                "that is the number of sequences in a micro-batch": sequences // right,
+                "that is enough, and fewer are": sequences,
+            }
+        expect_equal(answer(p, sequences, most_idle), right, case, _unlike(slips, right))
+
+
+def _unlike(slips, right):
+    """The slips whose value is neither right nor another slip's: a sentence names a fault only if it is that one."""
+    values = [*slips.values(), right]
+    return {why: value for why, value in slips.items() if values.count(value) == 1}
+
+
+@exercise(3, "what an order holds")
+def held(answer, ranks=None):
+    """`answer(order)`: the most (stage, micro-batch) pairs that a rank holds from F to B, or to W."""
+    draw = luck(9)
+    schedules = [("Interleaved1F1B", 4, 8, 2), ("InterleavedZeroBubble", 4, 8, 1)]
+    schedules += [("1F1B", 4, 8, 1), ("GPipe", 4, 8, 1)]
+    schedules += [(name, p, p * draw.randint(1, 4), v) for name, p, _, v in schedules]
+    for name, p, m, v in schedules:
+        for rank, order in enumerate(orders_of(name, p, m, v)):
+            plainly = [tuple(action) for action in order]
+            to_input = max(accumulate({"F": 1, "W": 0}.get(kind, -1) for kind, *_ in plainly))
+            right = in_flight(order)
+            slips = {
+                "an I frees nothing, the W does": to_input,
+                "those are all micro-batches": m,
+                "those are all forwards": m * v,
+            }
+            case = f"{name}, p = {p}, m = {m}: what rank {rank} holds at most"
+            expect_equal(answer(plainly), right, case, _unlike(slips, right))
 
 
 def _read_order(given, s, m, case):

@@ -31,7 +31,8 @@ def training(losses, looks, vocab_size, title):
     losses: [steps]; looks: [(step, validation loss, text)]; vocab_size: how many tokens there are to guess from.
     """
     figure, (axes, beside) = style.new_figure(10, 4, 1, 2, width_ratios=[1, 1.1])
-    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **style.VALIDATION, label="validation")
+    validation = style.VALIDATION | {"ls": "none", "zorder": 3}  # a line through four points would hide the curve
+    axes.plot([step for step, _, _ in looks], [loss for _, loss, _ in looks], **validation, label="validation")
     axes.plot(range(len(losses)), losses, **style.TRAINING, label="training, mean over the ranks")
     guess = math.log(vocab_size)
     axes.axhline(guess, **style.PREDICTED)
