@@ -1,11 +1,13 @@
 """The bench: a real round, the arithmetic on made-up samples, and what fails is said."""
 
 import json
+from dataclasses import asdict
 
 import fake_course
 import psutil
 import pytest
 import torch
+from manyhands.config.options import read_options
 from manyhands.course.lessons import find_lessons
 from manyhands.serve import load_test
 from manyhands.tools import bench
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 
 def row_of(name):
-    return next(row for row in all_rows() if row.name == name)
+    return next(row for row in [*all_rows(), *bench.switch_rows("cpu")] if row.name == name)
 
 
 def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeypatch, capsys):
@@ -76,6 +78,18 @@ def test_a_compiled_row_is_compared_with_the_compiled_loop(monkeypatch, tmp_path
     reports = {PLAIN: [100.0], f"{PLAIN}, compiled": [125.0], "2 ranks": [130.0], "2 ranks, compiled": [150.0]}
     *_, two, compiled = bench.measure(tmp_path, 1, 100, reporting(monkeypatch, reports))
     assert two.ratio == [1.3] and compiled.ratio == [1.2]
+
+
+def test_each_switch_is_held_against_all_of_them_on(monkeypatch, tmp_path):
+    reports = {bench.PLAIN_SWITCHES: [400.0, 500], "not compiled": [200.0, 400]}
+    on, off = bench.measure(tmp_path, 2, 100, reporting(monkeypatch, reports))
+    assert on.ratio == [] and off.ratio == [0.5, 0.8]
+    for kind, model in (("cuda", "gpt2"), ("cpu", "nano")):
+        first, *others = (read_options(list(row.flags)) for row in bench.switch_rows(kind))
+        assert first.preset == model and first.train.device == kind
+        changed = [[n for n, v in asdict(one.train).items() if v != getattr(first.train, n)] for one in others]
+        assert all(len(names) == 1 for names in changed), "each row has one switch of its own"
+        assert len({names[0] for names in changed}) == len(bench.SWITCHES)
 
 
 def test_a_row_that_fails_has_no_more_turns_and_what_is_compared_with_it_is_missing(monkeypatch, tmp_path):

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from manyhands.course.folders import ROOT, SCRIPTS, make_private, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
+from manyhands.launch.devices import gpus_here
 from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
 from manyhands.launch.run_folder import outputs_folder
@@ -42,6 +43,17 @@ LESSON_S, RUN_S = 600, 300  # when a lesson, or a run of the trainer, is stopped
 PLAIN = "plain loop"
 APART = "2 that never communicate"
 COMPILED = ", compiled"
+PLAIN_SWITCHES = "as it is"
+SWITCHES = {
+    "not compiled": ("--train.no-compile",),
+    "without CUDA graphs": ("--train.no-cuda-graphs",),
+    "all logits at once": ("--train.no-chunk-loss",),
+    "a stream of 32 bits": ("--train.no-low-stream",),
+    "vocabulary not padded": ("--train.no-pad-vocab",),
+    "micro-batches of 4": ("--train.micro-batch=4",),
+    "garbage as Python likes": ("--train.no-hold-garbage",),
+}
+SWITCHES_LEGEND = "Medians of the rounds; a ratio is taken to the first row's run of the same round."
 LEGEND = (
     "Medians of the rounds; a ratio is taken to the plain loop's run of the same round. Scaling: to as many processes\n"
     "that never communicate. Ranks have one thread each, one process has all.\n"
@@ -72,7 +84,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Returns the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
-    add("--only", choices=("lessons", "trainer", "serving"), help="one part (default: all)")
+    parts = ("lessons", "trainer", "serving", "switches")
+    add("--only", choices=parts, help="one part (default: all but switches, which want a GPU)")
     add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
@@ -96,11 +109,14 @@ def main(argv=None, description=None, root=ROOT) -> int:
         if options.only in (None, "trainer"):
             rows = measure(output / "runs" / "trainer", options.rounds, options.steps)
             numbers += trainer_numbers(rows)
+        if options.only == "switches":
+            rows = measure(output / "runs" / "switches", options.rounds, options.steps, switch_rows(gpus_here()[0]))
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}
     make_private(output)
     write_whole(output / "bench.json", json.dumps(content, indent=1) + "\n")
-    tables = [trainer_table(rows), LEGEND] * bool(rows) + [number_table(numbers)]
+    legend = SWITCHES_LEGEND if options.only == "switches" else LEGEND
+    tables = [trainer_table(rows), legend] * bool(rows) + [number_table(numbers)]
     kept = Console(file=io.StringIO(), width=120)
     for console in (Console(), kept):
         for table in tables:
@@ -197,6 +213,13 @@ def all_rows() -> list[Row]:
     return rows + [Row(f"2 ranks, {s}", 2, flags=(f"--parallel.strategy={s}",)) for s in ("zero1", "fsdp", "tp", "pp")]
 
 
+def switch_rows(kind) -> list[Row]:
+    """What makes a step faster, and the same with each switch off: GPT-2 on a GPU, where `kind` is one, else MODEL."""
+    gpt2 = ("--preset=gpt2", "--train.global-batch=64", f"--train.device={kind}", "--train.compile")
+    base = ("--train.device=cpu",) if kind == "cpu" else gpt2
+    return [Row(PLAIN_SWITCHES, flags=base)] + [Row(name, flags=(*base, *flags)) for name, flags in SWITCHES.items()]
+
+
 def measure(folder, rounds, steps, rows=None) -> list[Row]:
     """The rows (None: all of them) with their samples; `folder` takes what their processes write."""
     rows = rows or all_rows()
@@ -233,7 +256,8 @@ def run_world(row, folder, steps) -> list[dict]:
         code = f"from manyhands.tools import bench; bench.plain_loop({steps}, {bool(row.flags)}, {LINE_STEPS})"
         command = [sys.executable, "-c", code]
     else:
-        model = [f"--model.{name.replace('_', '-')}={value}" for name, value in MODEL.items()]
+        preset = any(flag.startswith("--preset") for flag in row.flags)
+        model = [] if preset else [f"--model.{name.replace('_', '-')}={value}" for name, value in MODEL.items()]
         command = [
             sys.executable, str(SCRIPTS / "launch.py"), f"--nproc={row.ranks}", "--", f"--train.steps={steps}",
             f"--train.global-batch={SEQUENCES * row.ranks}", "--train.device=cpu", f"--log.every={LINE_STEPS}",
@@ -256,7 +280,7 @@ def compared(rows) -> list[Row]:
     of = {row.name: row for row in rows}
     for row in rows:
         suffix = COMPILED * row.name.endswith(COMPILED)
-        plain, apart = of.get(PLAIN + suffix), of.get(APART + suffix)
+        plain, apart = of.get(PLAIN + suffix) or of.get(PLAIN_SWITCHES), of.get(APART + suffix)
         if plain and row is not plain:
             row.ratio = [mine / theirs for mine, theirs in zip(row.tokens_per_s, plain.tokens_per_s, strict=False)]
         if apart and row.ranks == apart.worlds:

@@ -404,7 +404,7 @@ def compiler(environ=os.environ, which=shutil.which):
 
     found = {name: compiler_for(kind, environ, which) for kind, name in (("cuda", "C"), ("cpu", "C++"))}
     if missing := [name for name, path in found.items() if path is None]:
-        says = f"no {' and no '.join(missing)} compiler: train.py refuses --train.compile"
+        says = f"no {' and no '.join(missing)} compiler: train.py refuses --train.compile, and on GPUs runs without"
         raise warning(says, "load the site's compiler module, or install gcc and g++; nothing else needs them")
     return ", ".join(found.values())
 
