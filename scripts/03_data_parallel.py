@@ -175,13 +175,12 @@ x, y = rank + 1, [3, 4, 7, 6][rank % 4]
 say(f"x = {x}, y = {y}: my gradient is {w.grad.item():.0f}")
 
 # %% [markdown]
-# A single process that sees all rows gets the mean of these gradients. Every rank needs that mean before it may change w. Which
-# collective of lesson 02 gives every rank the sum?
+# A single process that sees all rows gets the mean of these gradients. Which collective of lesson 02 gives every rank the
+# sum?
 #
 # ### Build A: average the gradients
 #
-# Fill in the blanks so that each `p.grad` becomes its mean over the ranks, in place. The check below tells you what
-# is wrong.
+# Fill in the blanks so that each `p.grad` becomes its mean over the ranks, in place.
 
 
 # %%
@@ -218,8 +217,8 @@ torch.optim.SGD([w], lr=0.01).step()
 say(f"averaged gradient {w.grad.item():.0f}; w is now {w.item():.2f}; the replicas are {spread([w])} apart")
 
 # %% [markdown]
-# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was ever sent**. That is all of data
-# parallel training. The rest of this lesson makes one line of it, the all-reduce, cheap.
+# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was ever sent**. The rest of this lesson
+# makes one line of it, the all-reduce, cheap.
 
 # %% [markdown]
 # ## The same start (CORE, 7 min)
@@ -301,8 +300,7 @@ averaged_steps(model, 2 * repeats)
 say(f"after a broadcast and more averaged steps the replicas are {spread(model.parameters())} apart")
 
 # %% [markdown]
-# The optimizer has state, too. In a new run it is empty on every rank; when you resume a run, every rank must load the same
-# (lesson 11).
+# The optimizer has state, too. When you resume a run, every rank must load the same (lesson 11).
 
 # %% [markdown]
 # ## Fifty calls (CORE, 2 min)
@@ -335,9 +333,8 @@ say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f}
 # ![The parameters from the last to the first fill four buckets; when a bucket is full, one all-reduce
 # starts](../assets/03_buckets.svg)
 #
-# **Hooks.** Backward runs from the loss to the input. When it has passed a layer, that layer's gradient is final and can
-# travel while the layers below are still being computed. `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that
-# moment.
+# **Hooks.** When backward has passed a layer, that layer's gradient is final and can travel while the layers below are still
+# being computed. `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment.
 #
 # ![Forward runs from the embedding to the head, backward from the head to the embedding; each layer's gradient is ready when
 # backward has passed it, and its hook fires](../assets/03_hooks.svg)
@@ -530,8 +527,7 @@ metrics.exact(float64_gradient=fingerprint([found["ours"][0]]), float64_losses=f
 metrics.close(float64_losses_close=found["ours"][2])
 
 # %% [markdown]
-# You have built the heart of DDP. The library also rebuilds its buckets in the order of the first backward, handles parameters
-# that a rank did not use, and needs no `finish()`: see the [handbook](../assets/handbook/03_data_parallel.md).
+# You have built the heart of DDP. The [handbook](../assets/handbook/03_data_parallel.md) says what the library does besides.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -617,7 +613,7 @@ look(steps)
 
 # %% [markdown]
 # A model that has learned nothing gives each of the 65 tokens the same probability: loss ln 65 = 4.17. The curve falls
-# steeply while the model learns which letters are common, then slowly while it learns which follow which.
+# steeply while the model learns which letters are common, then slowly.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -812,7 +808,7 @@ checks.gradient_hook(average_by_hooks, ranks)
 # </details>
 
 # %% [markdown]
-# The rule to take home: **measure the spread of the gradients after backward.** It must be 0.0. The loss will not tell you.
+# **Measure the spread of the gradients after backward.** It must be 0.0. The loss will not tell you.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -838,8 +834,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from. What DDP does besides, other
-# libraries, costs and further reading are in the [handbook](../assets/handbook/03_data_parallel.md).
+# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from. Other libraries, costs and
+# further reading are in the [handbook](../assets/handbook/03_data_parallel.md).
 
 # %% [markdown]
 # ## Lab: what a step sends, counted twice (MORE, 2 min)

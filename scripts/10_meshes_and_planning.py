@@ -566,6 +566,7 @@ compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 
 # %% [markdown]
 # Only `data` reads other sequences. Tensor ranks compute parts of the same layer, stages parts of the same depth.
+# (`train.py` numbers ranks in Megatron-LM's default order: the pipeline comes first.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
@@ -682,7 +683,8 @@ if rank == 0:
 compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 
 # %% [markdown]
-# It finds the slow layouts, and cannot tell the fast ones apart: one that was measured twice differs by 3 % from itself. So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
+# It finds the slow layouts, and cannot tell the fast ones apart: one that was measured twice differs by 3 % from itself. So
+# **let the planner name three candidates, run each for 20 steps, keep the fastest.**
 #
 # **Bytes** at rest (weights, gradients, optimizer) are right to 1 or 2 %: "What ranks hold", in MORE, measures them. That is
 # not so for activations and buffers. Leave a reserve: a plan with 76 of 80 GB is a plan to measure first.
