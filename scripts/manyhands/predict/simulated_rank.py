@@ -27,6 +27,7 @@ from manyhands.gpt.model import GPT
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.settings import environment, for_python
 from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.parallel.experts import expert_mesh, spread_experts
 from manyhands.parallel.fsdp import shard
 from manyhands.parallel.pipeline import Stage
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
@@ -80,6 +81,8 @@ def _held(config, layout, options):
     for part in parts:
         if layout.tensor > 1:
             apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
+        if layout.expert > 1:
+            spread_experts(part, expert_mesh("cpu", layout.world_size, layout.expert), torch.device("meta"))
         if layout.dp_mode(options) == "fsdp":
             shard(part, mesh, options)
     model = torch.nn.ModuleList(parts)
