@@ -113,7 +113,7 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 	  train --train.steps 40 --checkpoint.resume must --parallel.strategy fsdp; \
 	  $(RUN) scripts/sample.py "$$where" --length 200
 
-serve: environment  ## chat with a model of yours (MODEL=outputs/mine; none: the aligned one of lesson 13; ARGS="--port 8123")
+serve: environment  ## chat with a model of yours (MODEL=outputs/mine; none: lesson 13's, else assets/models/plays; ARGS="--port 8123")
 	@$(RUN) scripts/serve.py $(if $(MODEL),"$(MODEL)") $(ARGS)
 
 lint: environment  ## format, habits, import rules, types: ruff, import-linter, mypy

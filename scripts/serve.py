@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Serve a trained GPT, as OpenAI's clients expect it: text and chat, streamed, many at a time.
 
-    python scripts/serve.py                                         # what lesson 13 or scripts/align.py made last
+    python scripts/serve.py       # what lesson 13 or scripts/align.py made last; before that, assets/models/plays
     python scripts/serve.py outputs/mine --step newest --port 8123  # a run's checkpoints; or a .safetensors file
     python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones, if they are not worse
 
@@ -38,17 +38,14 @@ from manyhands.serve.schema import Limits
 from pydantic import Field
 
 ALIGNED = ("align/latest/checkpoints", "13_llm_alignment/latest/aligned.safetensors")  # among the outputs
-TO_ALIGN = """there is no aligned model yet. Run lesson 13, or, in two minutes on two cores:
-    python scripts/launch.py --nproc 2 -- --checkpoint.folder outputs/base
-    python scripts/launch.py --nproc 2 scripts/align.py -- sft --from outputs/base --checkpoint.folder outputs/sft
-    python scripts/launch.py --nproc 2 scripts/align.py -- grpo --from outputs/sft
-Or name another run's checkpoints."""
+PLAYS = Path(__file__).parents[1] / "assets" / "models" / "plays.safetensors"  # the model that the course ships
 SMALL = 20e6  # parameters
 
 
 @dataclass(frozen=True)
 class Options:
-    # a folder of checkpoints, a run's, one step's, or a .safetensors file; none: what lesson 13 or align.py made last
+    # a folder of checkpoints, a run's, one step's, or a .safetensors file; none: what lesson 13 or align.py made last,
+    # or the shipped assets/models/plays.safetensors
     source: tyro.conf.Positional[Path | None] = None
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     name: Annotated[str, Field(min_length=1)] = "manyhands"  # what clients call the model
@@ -63,17 +60,21 @@ class Options:
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
 
 
-def aligned():
-    """What lesson 13 or align.py has made last. Raises ValueError, with the commands that make it."""
+def default_source():
+    """Return what lesson 13 or align.py has made last; before that, the model of 36 plays. Says which in one line."""
     from manyhands.checkpoint.manifest import steps_in
     from manyhands.launch.run_folder import outputs_folder
 
     places = [outputs_folder() / name for name in ALIGNED]
     # a run that has just begun has a folder, and no checkpoint in it
     there = [path for path in places if path.is_file() or steps_in(path)]
-    if not there:
-        raise ValueError(TO_ALIGN)
-    return max(there, key=lambda path: path.stat().st_mtime)
+    if there:
+        source = max(there, key=lambda path: path.stat().st_mtime)
+        print(f"no model named: {source}, the aligned model that was made last", flush=True)
+        return source
+    name = PLAYS.relative_to(PLAYS.parents[2])
+    print(f"no model named, and none aligned yet: {name} continues your text in Shakespeare's style", flush=True)
+    return PLAYS
 
 
 def make_service(options, load, token):
@@ -138,7 +139,7 @@ def serve(options):
 def main(argv=None):
     try:
         options = parsed(Options, sys.argv[1:] if argv is None else argv, "serve.py", __doc__)
-        serve(replace(options, source=options.source or aligned()))
+        serve(replace(options, source=options.source or default_source()))
         return 0
     except (ValueError, OSError) as error:
         print(f"serve.py: {error}", file=sys.stderr)

@@ -49,7 +49,7 @@ def start(root, exported, folder, *flags, stdout=None, **environ):
         "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1", **environ,
     }  # fmt: skip
     program = str(root / "scripts" / "serve.py")
-    command = [sys.executable, program, str(file), "--gate-text", str(text), *flags]
+    command = [sys.executable, program, *([str(file)] if file else []), "--gate-text", str(text), *flags]
     log = open(folder / "log", "wb")  # noqa: SIM115 - it belongs to the process
     process = subprocess.Popen(command, stdout=stdout or log, stderr=log, env=environ, cwd=folder)
     deadline = time.monotonic() + 100
@@ -163,24 +163,38 @@ def test_what_cannot_be_served_is_one_sentence_and_status_2(
     assert sentence in told.err
 
 
-def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_or_the_commands_that_make_one(
-    program, exported, tmp_path, monkeypatch, capfd
+def test_without_a_name_the_model_is_what_lesson_13_or_align_made_last_and_before_that_the_shipped_one(
+    program, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
-    assert program.main([]) == 2
-    told = capfd.readouterr().err
-    assert told.startswith("serve.py: there is no aligned model yet") and "align.py -- grpo --from" in told
+    assert program.default_source() == program.PLAYS
+    assert capfd.readouterr().out.startswith("no model named, and none aligned yet: assets/models/plays.safetensors ")
     run, lesson = (tmp_path / name for name in program.ALIGNED)
     lesson.parent.mkdir(parents=True)
     lesson.touch()
     run.mkdir(parents=True)
     os.utime(lesson, (1, 1))
-    assert program.aligned() == lesson, "a run without a checkpoint has made nothing yet"
+    assert program.default_source() == lesson, "a run without a checkpoint has made nothing yet"
     (run / "step-00000003").mkdir()
     for earlier, later in ((lesson, run), (run, lesson)):
         os.utime(earlier, (1, 1))
         os.utime(later, (2, 2))
-        assert program.aligned() == later
+        assert program.default_source() == later
+        assert str(later) in capfd.readouterr().out.splitlines()[-1]
+
+
+def test_the_shipped_model_is_served_on_a_machine_that_has_trained_nothing(root, exported, tmp_path):
+    process, address_file = start(root, (None, exported[1]), tmp_path, "--port", "0")
+    try:
+        client = Client.from_file(address_file)
+        text = client.complete("ROMEO:", max_tokens=200, seed=1)
+        chat = "".join(client.chat([{"role": "user", "content": "my lord"}], max_tokens=20, seed=1))
+        log = (tmp_path / "log").read_text()
+        assert len(text) == 200 and len(chat) == 20, (text, chat)
+        assert "assets/models/plays.safetensors: step 13000" in log and "4,044,353 parameters, context 256" in log
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 def test_whoever_finds_the_address_file_finds_all_of_it_and_nobody_else_can_read_it(tmp_path):
