@@ -58,7 +58,6 @@
 
 # %% tags=["parameters"]
 n_ranks = 2  # processes; in a script the launcher decides
-steps = 100  # of training of the large model, and of the small one in MORE, 2 to 2000
 texts = 4  # texts that each rank writes for each number of draft tokens, at least 2
 draws = 3000  # tokens that are drawn to compare distributions, 500 to 100000
 
@@ -92,18 +91,18 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 
 # %% [markdown]
-# The folded cell trains ShakespeareGPT for a moment, by averaged gradients as in [lesson
-# 03](03_data_parallel.ipynb). It stays a poor writer. Nothing below depends on what it writes, only on what that costs.
-# Afterwards each rank holds a copy, in float64, so that "equal" can mean 1e-10.
+# The model to serve comes with the course: a GPT with 5 layers and width 256 that has read 36 of Shakespeare's plays
+# ([how it was trained](../assets/models/README.md)). It reads and writes characters. Each rank loads a copy, in float64,
+# so that "equal" can mean 1e-10. **Expect** lines of a play that Shakespeare never wrote.
 #
 # Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` new positions, `S` all positions so far, `E`
 # numbers per head, `V` tokens in the vocabulary.
 
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 300
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+# %%ranks
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
+from manyhands.data.corpus import load_corpus
 from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.launch import recorded_runs
 from manyhands.measure.timing import synchronise
@@ -111,39 +110,22 @@ from manyhands.serve.decoder import run
 from manyhands.serve.engine import Engine, generate
 
 corpus = load_corpus(ranks)
-V, T = len(corpus.vocab), 64
-global_batch = -(-24 // world_size) * world_size  # sequences: 24, or the next number that splits
-metrics = Metrics(ranks, corpus, {"steps": steps, "texts": texts, "draws": draws})
-
-
-def trained(name, n_layer, n_embd, lr):
-    """A GPT after `steps` steps of data-parallel AdamW, the same on all ranks, in float64."""
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(V, T, n_layer, 4, n_embd)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    with torch.enable_grad():
-        for step in range(steps):
-            optimizer.zero_grad()
-            ids_bT, targets_bT = get_batch(corpus.train_ids, step, global_batch, T, rank, world_size, seed=1)
-            model(ids_bT.to(device), targets_bT.to(device))[1].backward()
-            parameters = list(model.parameters())
-            row_P = torch.cat([p.grad.flatten() for p in parameters])
-            dist.all_reduce(row_P)
-            for p, part in zip(parameters, row_P.split([p.numel() for p in parameters]), strict=True):
-                p.grad = part.view_as(p) / world_size
-            optimizer.step()
-    model = model.double().eval()
-    loss = model(val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T))[1].item()
-    if rank == 0:
-        say(f"the {name} model: {model.num_params():,} parameters, validation loss {loss:.2f} nats per token")
-    metrics.close(tolerance=0.05, **{f"{name}_loss": loss})
-    return model
-
-
-torch.set_grad_enabled(False)  # but for `trained`, nothing is trained here
-val_ids = corpus.val_ids.to(device)
+torch.set_grad_enabled(False)  # nothing is trained here
+target, about = shipped_model("plays")
+target = target.to(device).double()
+config, tokenizer = target.config, tokenizer_of(about)
+V, N, H, D, T = config.vocab_size, config.n_layer, config.n_head, config.n_embd, 64  # T: of the windows we measure on
+metrics = Metrics(ranks, corpus, {"texts": texts, "draws": draws})
+held_out = "".join(c for c in corpus.text[-100_000:] if c in set(tokenizer.vocab))  # characters that the model knows
+val_ids = tokenizer.encode(held_out).to(device)
 BANDWIDTH, PEAK = 3.35e12, 989e12  # an H100: bytes/s, and FLOP/s in bf16 without sparsity
-target = trained("large", 4, 128, lr=1e-3)
+
+# %%
+# %%ranks
+prompt_BT = tokenizer.encode("ROMEO:\n")[None].to(device)
+written = tokenizer.decode(generate(target, prompt_BT, 200, Sampling(0.8), seed=1)[0])
+if rank == 0:
+    say(f"{target.num_params():,} parameters, up to {config.block_size} positions; it writes:\n{written}")
 
 # %% [markdown]
 # ## Every token, all positions again (CORE, 4 min)
@@ -176,7 +158,7 @@ def counted(model, write):
     return written, sum(positions), took_s
 
 
-begin = val_ids[:1].tolist()
+begin = tokenizer.encode("\n").tolist()
 greedy(target, begin, 2)  # warm
 plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
 if rank == 0:
@@ -371,7 +353,7 @@ def call_ms(T):
     return 1e3 * min(counted(target, lambda: forward(target, ids_BT, 0, partial(attend, {})))[2] for _ in range(5))
 
 
-begin = val_ids[:1].tolist()
+begin = tokenizer.encode("\n").tolist()
 continued(greedy_step(target, {}), begin, 2)  # warm
 plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
 found, positions, took_s = counted(target, lambda: continued(greedy_step(target, {}), begin, 63))
@@ -386,17 +368,20 @@ for piece in ids_BT.split([40, 1, 1, 22], dim=1):  # a prefill, two decodes, and
     pieces.append(forward(target, piece, sum(logits.shape[1] for logits in pieces), partial(attend, cache)))
 assert (torch.cat(pieces, dim=1) - target(ids_BT)[0]).abs().max() < 1e-10
 num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
-assert num_bytes == 2 * 4 * 3 * T * 128 * 8
+assert num_bytes == 2 * N * 3 * T * D * 8
 
 compare("times faster, measured", guess_faster, round(plain_s / took_s, 1))
 if rank == 0:
-    say(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10")
+    say(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10:")
+    say(tokenizer.decode(found))
     say("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
 
 # %% [markdown]
-# Why so little? Both ways make **63 calls**, and a call has a price of its own: here Python starts every
-# operation of every layer, whatever T is. The last line shows it. A call on 64 positions costs far less than 64 calls on one. On a GPU the
-# price of a call is another one: it reads all weights from memory. The rest of this lesson is about that price.
+# Why not 32? Both ways make **63 calls**, and a call has a price of its own: Python starts every operation of every
+# layer, and each reads its weights from memory, whatever T is. The last line shows it. A call on 64 positions costs far less than 64 calls
+# on one. On a GPU the weights are nearly the whole price. The rest of this lesson is about it.
+#
+# (The likeliest next token alone soon repeats itself. The text above was *drawn*; a lab below does that.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the cache</summary>
@@ -614,16 +599,17 @@ checks.hand_over(hand_over, ranks)
 src, dst = rank - rank % 2, rank - rank % 2 + 1
 paired = dst < world_size
 prompt, n, cache = val_ids[40 * src : 40 * src + 40].tolist(), 24, {}
+shape = (N, 2, 1, H, 40, D // H)
 step = greedy_step(target, cache)
 with wire.watch() as seen:
     if rank == src:
         text = continued(step, prompt, 1)  # prefill
         first = torch.tensor(text[-1:], device=device)
     if rank == src and paired:
-        hand_over(cache, (4, 2, 1, 4, 40, 32), src, dst)
+        hand_over(cache, shape, src, dst)
         dist.send(first, dst)
     if rank == dst:
-        cache = hand_over({}, (4, 2, 1, 4, 40, 32), src, dst)
+        cache = hand_over({}, shape, src, dst)
         dist.recv(first := torch.empty(1, dtype=torch.int64, device=device), src)
     if rank == dst or not paired:
         text = continued(greedy_step(target, cache), prompt + first.tolist(), n - 1, known=40)  # decode
@@ -631,7 +617,7 @@ with wire.watch() as seen:
 # %% jupyter={"source_hidden": true}
 # %%ranks
 assert text == greedy(target, prompt, len(text) - 40), "the pair writes another text"
-wanted = cache_bytes(4, 4, 4, 32, 40, size=8) + 8
+wanted = cache_bytes(N, H, H, D // H, 40, size=8) + 8
 assert seen.sent_bytes == (wanted if paired and rank == src else 0)
 if not paired:
     say("no partner: prefilled 40 positions and decoded 23 myself, nothing was sent")
@@ -639,6 +625,7 @@ elif rank == src:
     say(f"prefilled 40 positions, sent {seen.sent_bytes:,} bytes: your formula's {wanted - 8:,}, and 8 for a token")
 else:
     say(f"received, decoded {n - 1} positions: the same {n} tokens as one rank alone, {seen.sent_bytes} bytes sent")
+    say(f"    {tokenizer.decode(prompt)!r} goes on: {tokenizer.decode(text[40:])!r}")
 metrics.exact(hand_over_bytes=seen.sent_bytes)
 
 # %% [markdown]
@@ -767,8 +754,8 @@ def write_cached(model, prompt, numbers, **knobs):
 
 # %%
 # %%ranks
-prompt = val_ids[:20].tolist()
-logits_V = target(val_ids[:T][None])[0][0, -1]
+prompt = tokenizer.encode("JULIET:\nMy ").tolist()  # many words may follow
+logits_V = target(torch.tensor([prompt], device=device))[0][0, -1]
 for knobs in ({"temperature": 0.3}, {}, {"temperature": 1.5}, {"temperature": 1.5, "top_p": 0.6}):
     p_V = to_draw_from(logits_V, **knobs)
     if rank == 0:
@@ -845,8 +832,8 @@ for places in (4, 2):
 
 # %%
 # %%ranks
-engine = Engine(target, "lesson 14", num_blocks=24, block_size=8, max_running=4)
-common = corpus.encode(corpus.text[:40]).tolist()
+engine = Engine(target, "lesson 14", num_blocks=40, block_size=8, max_running=4)
+common = val_ids[-40:].tolist()
 asked = [common + val_ids[5 * i : 5 * i + 4].tolist() for i in range(8)]
 served = [engine.add(prompt, 4 + 2 * i, Sampling(0.8), seed=i) for i, prompt in enumerate(asked)]
 steps_taken = 0
@@ -908,8 +895,7 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # next four tokens in advance. So let a small model *draft* them, and let the large one judge all of them in one call:
 # [**speculative decoding**](../assets/glossary.md#speculative-decoding) (Leviathan et al. 2023; Chen et al. 2023).
 #
-# Our two models prove the *rule*, not the gain. After so few steps both know little more than which letter follows
-# which, so they agree more often than two real models would.
+# The draft model comes with the course, too: 4 layers and width 128, from the same 36 plays.
 #
 # ![A small model drafts four tokens; one call of the large model gives its probabilities at five places; the first two
 # draft tokens are kept, the third is replaced, the rest is thrown away](../assets/14_draft_tokens.svg)
@@ -936,8 +922,10 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "kept", "drawn", "to_draw_from", "remember", "attend", "forward")
-draft = trained("small", 1, 32, lr=3e-3)
-prompt = corpus.encode(corpus.text[:20]).tolist()
+draft = shipped_model("plays-draft")[0].to(device).double()
+prompt = val_ids[-20:].tolist()
+if rank == 0:
+    say(f"the large model has {target.num_params():,} parameters, the draft model {draft.num_params():,}")
 
 
 # %%
@@ -986,7 +974,7 @@ def limit(cells):
 
 # %%
 # %%ranks
-place_BT = val_ids[:T][None]
+place_BT = tokenizer.encode("JULIET:\nMy ")[None].to(device)  # many words may follow
 p_V, q_V = (torch.softmax(model(place_BT)[0][0, -1].cpu(), -1) for model in (target, draft))
 three = torch.tensor(uniforms(seed=100 + rank, n=3 * draws)).view(draws, 3).tolist()
 ways = {
@@ -1064,12 +1052,25 @@ def speculate(prompt, n, k, seed):
 both = [torch.softmax(model(val_ids[: 16 * T].view(16, T))[0], -1) for model in (target, draft)]
 alpha = torch.minimum(*both).sum(-1).mean().item()
 KS, n = (1, 2, 4, 8), 40
-mine = [[n / speculate(prompt, n, k, seed=1000 * rank + i)[1] for i in range(texts)] for k in KS]
+rates, seconds = {k: [] for k in (0, *KS)}, {k: [] for k in (0, *KS)}  # 0: without draft tokens
+held_made = torch.zeros(2, device=device)
+for i in range(texts):
+    for k in rates:
+        began_s = time.perf_counter()
+        _, calls, made, held = speculate(prompt, n, k, seed=1000 * rank + i)
+        seconds[k].append(time.perf_counter() - began_s)
+        rates[k].append(n / calls)
+        held_made += torch.tensor([held, made], device=device)
+mine = [rates[k] for k in KS]
+dist.all_reduce(held_made)
+kept_share = (held_made[0] / held_made[1]).item()
+assert kept_share > 0, "no draft token was kept"
 gathered = [None] * world_size
 dist.all_gather_object(gathered, mine)
 per_call = {k: [rate for rates in gathered for rate in rates[i]] for i, k in enumerate(KS)}
 predicted = {k: (1 - alpha ** (k + 1)) / (1 - alpha) for k in KS}
 metrics.exact(per_call=mine)
+metrics.measured(speculate_s={str(k): statistics.median(taken) for k, taken in seconds.items()})
 
 # %%
 # %%ranks
@@ -1085,12 +1086,15 @@ if rank == 0:
     odd = max(ratios, key=lambda k: abs(ratios[k] - 1))
     side = "more" if ratios[odd] > 1 else "fewer"
     say(f"furthest off at k={odd}: {abs(ratios[odd] - 1):.0%} {side} tokens per call than the formula says")
+    plain_s, *drafted_s = (statistics.median(taken) for taken in seconds.values())
+    gains = ", ".join(f"k={k} {plain_s / s:.2f}" for k, s in zip(KS, drafted_s, strict=True))
+    say(f"{kept_share:.0%} of the draft tokens were kept; times as fast as without them, here: {gains}")
 
 # %% [markdown]
 # The formula gives every draft token the same α. Real texts have easy stretches and hard places, and what our models write is not the
-# validation text; a few texts also scatter. α itself is high because both models are near-bigrams. To save *time*, k calls of
-# the small model and one call on k + 1 positions must cost less than the calls that they replace. Is there arithmetic left for
-# that in a full server? `call_s` knows:
+# validation text; a few texts also scatter. To save *time*, k calls of the small model and one call on k + 1 positions must cost less
+# than the calls that they replace. The last line says whether they did. Here one core does the arithmetic, so k + 1 positions cost more than one. Is there
+# arithmetic left for that in a full server? `call_s` knows:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1124,11 +1128,11 @@ for users, S in ((119, 4096), (1900, 256)):
 # %% jupyter={"source_hidden": true}
 # %%ranks
 catch_up(globals(), "drawn", "judged", "chi_square", "limit")
-draft = globals().get("draft") or trained("small", 1, 32, lr=3e-3)
+draft = shipped_model("plays-draft")[0].to(device).double()
 
 # %%
 # %%ranks
-place_BT = val_ids[:T][None]
+place_BT = tokenizer.encode("JULIET:\nMy ")[None].to(device)  # many words may follow
 p_V, q_V = (torch.softmax(model(place_BT)[0][0, -1].cpu(), -1) for model in (target, draft))
 likeliest = int(q_V.argmax())
 pairs = torch.tensor(uniforms(seed=200 + rank, n=2 * draws)).view(draws, 2).tolist()
@@ -1140,7 +1144,7 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
         share, wanted = tokens.count(likeliest) / draws, p_V[likeliest].item()
         say(
             f"{name}: chi-square {found:,.1f}, limit {limit(cells):.1f}; "
-            f"{corpus.vocab[likeliest]!r} drawn with {share:.3f}, p has {wanted:.3f}"
+            f"{tokenizer.vocab[likeliest]!r} drawn with {share:.3f}, p has {wanted:.3f}"
         )
 
 # %% [markdown]
@@ -1188,7 +1192,7 @@ with wire.watch() as seen:
     together, cache = write_cached(split_model, prompt, numbers)
 assert together == alone, "the ranks write another text"
 num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
-assert num_bytes == 2 * 4 * 31 * 128 * 8 // t
+assert num_bytes == 2 * N * 31 * D * 8 // t
 say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_reduce') / 12:g} all-reduces per token")
 
 # %% [markdown]
@@ -1211,7 +1215,7 @@ say(f"the same text; {num_bytes:,} bytes of cache per rank, {seen.count('all_red
 from manyhands.serve.decoder import quantize, weight_bytes
 
 small = quantize(copy.deepcopy(target))
-windows, answers = val_ids[: 32 * T].view(32, T), val_ids[1 : 32 * T + 1].view(32, T)
+windows, answers = val_ids[: 16 * T].view(16, T), val_ids[1 : 16 * T + 1].view(16, T)
 before, after = (model(windows, answers)[1].item() for model in (target, small))
 if rank == 0:
     say(f"weights: {weight_bytes(target):,} bytes in float64, {weight_bytes(small):,} with blocks in 8 bits")
@@ -1223,7 +1227,7 @@ if rank == 0:
 # `scripts/serve.py` puts all of this behind OpenAI's API. In a terminal:
 #
 # ```bash
-# make serve                             # lesson 13's model; prints the address of a chat page, token included
+# make serve                             # lesson 13's model, else this one; prints the address of a chat page
 # make serve MODEL=outputs/train/latest  # or a run of yours
 # python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
 # curl -H "Authorization: Bearer TOKEN" http://127.0.0.1:8000/metrics
@@ -1233,35 +1237,29 @@ if rank == 0:
 # `/user/YOU/proxy/8000/`, if the hub has jupyter-server-proxy. If not, chat in a notebook:
 # `Client.from_file("../outputs/serve/serving-8000.json").show_chat()`.
 #
-# The next cell starts that server on the large model, as a process of its own, and asks it the same question twice through the
-# notebook's `Client`. **Expect** the second time to find the prompt's first block of 16 in the cache, and the server to
+# The next cell starts that server on the large model, as a process of its own. The notebook's `Client` asks it twice to go on with
+# the same prompt. **Expect** the second time to find the prompt's first block of 16 in the cache, and the server to
 # refuse a prompt that is too long.
 
 # %%
 # %%ranks --timeout 150
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
-from manyhands.checkpoint.export import write_export
 from manyhands.serve.client import Client, ServerSaid
 from manyhands.serve.load_test import started
 
 if rank == 0:  # no other rank takes part
-    metadata = {"config": asdict(target.config), "corpus": {"alphabet": corpus.vocab}, "step": steps}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.safetensors"
-        write_export({name: p.float().cpu() for name, p in target.named_parameters()}, metadata, file)
-        with started(file, Path(folder)) as address_file:
-            client = Client.from_file(address_file)
-            for seed in (1, 2):
-                reply = "".join(client.chat([{"role": "user", "content": "my lord"}], max_tokens=24, seed=seed))
-                found = client.metrics()['manyhands_tokens_total{kind="reused"}']
-                say(f"{len(reply)} characters, {found:.0f} positions of prompts found so far")
-            try:
-                client.complete("a" * 100)
-            except ServerSaid as refusal:
-                say(str(refusal))
+    with tempfile.TemporaryDirectory() as folder, started(about["source"], Path(folder)) as address_file:
+        client = Client.from_file(address_file)
+        for seed in (1, 2):
+            reply = client.complete("ROMEO:\nWhat light is this", max_tokens=80, temperature=0.8, seed=seed)
+            found = client.metrics()['manyhands_tokens_total{kind="reused"}']
+            say(f"{reply!r}\n{found:.0f} positions of prompts found so far")
+        try:
+            client.complete("a" * 2 * config.block_size)
+        except ServerSaid as refusal:
+            say(str(refusal))
 
 # %% [markdown]
 # A server must do what a loop need not: **refuse** requests that are too long, too many or too late, with a status (400, 413, 429, 504);
@@ -1276,15 +1274,14 @@ from manyhands.serve import gate
 from manyhands.serve.decoder import quantize
 
 live = copy.deepcopy(target).cpu()  # the model that serves
-metadata = {"config": asdict(live.config), "corpus": {"alphabet": corpus.vocab}, "step": steps}
 noisy = copy.deepcopy(live)
 torch.manual_seed(0)
 for p in noisy.parameters():
-    p += 0.05 * torch.randn_like(p)
+    p += 0.02 * torch.randn_like(p)
 candidates = {"the same in 8 bits": quantize(copy.deepcopy(live)), "noise on its weights": noisy}
 if rank == 0:  # no other rank takes part
     for name, candidate in candidates.items():
-        verdict = gate.judge(candidate, metadata, live, metadata, corpus.val_ids[:4096], tolerance=0.02)
+        verdict = gate.judge(candidate, about, live, about, val_ids[:2048].cpu(), tolerance=0.02)
         say(f"{name}: {'passes' if verdict.passed else 'is refused'}, {verdict.sentence}")
 
 # %% [markdown]
@@ -1294,15 +1291,15 @@ if rank == 0:  # no other rank takes part
 
 # %%
 # %%ranks
-engine = Engine(target, "drift", num_blocks=24, block_size=8)
-expected = gate.loss_on(target, val_ids[:4096])
+engine = Engine(target, "drift", num_blocks=40, block_size=8)
+expected = gate.loss_on(target, val_ids[:2048])
 for name, text in (
-    ("Shakespeare", corpus.decode(val_ids[:480])),
-    ("the alphabet", "".join(corpus.vocab[-26:]) * 19),
+    ("Shakespeare", tokenizer.decode(val_ids[:480])),
+    ("the alphabet", "".join(tokenizer.vocab[-26:]) * 19),
 ):
     before = engine.prompt_nats, engine.prompt_tokens
     for i in range(0, 480, 48):
-        engine.add(corpus.encode(text[i : i + 48]).tolist(), 1)
+        engine.add(tokenizer.encode(text[i : i + 48]).tolist(), 1)
     while not engine.idle():
         engine.step()
     nats = (engine.prompt_nats - before[0]) / (engine.prompt_tokens - before[1])

@@ -17,7 +17,7 @@ FLAGS = {
     "11_when_it_breaks": "--steps 16 --wait-s 0.5 --state-mib 1 --repeats 1 --failures none",
     "12_llm_pretraining": "--merges 16 --hashes 32 --live-flops 1e9 --zoo-steps 2 --lab-steps 2",
     "13_llm_alignment": "--base-steps 2 --sft-steps 2 --dpo-steps 2 --rl-steps 2 --seeds 1",
-    "14_llm_serving": "--steps 2 --texts 2 --draws 500",
+    "14_llm_serving": "--texts 2 --draws 500",
     "15_on_your_cluster": "--layers 2 --largest 64 --repeats 1 --wait-s 0",
 }
 

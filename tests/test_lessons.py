@@ -64,7 +64,7 @@ def test_1_8_12_16_and_32_ranks_are_refused_by_no_lesson(lesson, corpus, monkeyp
     must split, over all ranks or over a group of the first n.
     """
     begin, *_ = sections(lesson.script)
-    few = {"13": {"base_steps": 1}, "14": {"steps": 2}}.get(lesson.number, {})  # all else as it stands there
+    few = {"13": {"base_steps": 1}}.get(lesson.number, {})  # all else as it stands there
     batches = [
         [compile(ast.Expression(call.args[place]), lesson.name, "eval") for place in (2, 5)]
         for call in ast.walk(ast.parse(lesson.script.read_text()))
@@ -80,7 +80,7 @@ def test_1_8_12_16_and_32_ranks_are_refused_by_no_lesson(lesson, corpus, monkeyp
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             namespace = {"__file__": str(lesson.script), "__name__": "__main__"}
-            with torch.enable_grad():  # lesson 14 turns gradients off, once it has trained
+            with torch.enable_grad():  # lesson 14 turns gradients off
                 run(begin, namespace, lesson.script)
         finally:
             dist.destroy_process_group()

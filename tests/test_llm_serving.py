@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from definitions import taken_from
+from manyhands.checkpoint.export import shipped_model
 from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.launch import recorded_runs
 from manyhands.plots.serving import reads_and_published
@@ -64,6 +65,15 @@ def test_what_is_written_with_draft_tokens_follows_the_large_model(ours, k):
     found = [ours.speculate([1, 2], 2, k, seed)[0] for seed in range(400)]
     chi, cells = ours.chi_square([11 * a + b for a, b in found], pairs_VV.flatten())
     assert cells > 4 and chi < chi_square_limit(cells)
+
+
+def test_of_the_shipped_draft_models_tokens_most_are_kept_and_calls_of_the_large_one_saved():
+    """Of the 160 that an untrained draft model makes here, 5 are kept."""
+    models = {"target": shipped_model("plays")[0].double(), "draft": shipped_model("plays-draft")[0].double()}
+    with torch.no_grad():
+        shipped = taken_from(LESSON, *NAMES, device=torch.device("cpu"), **models)
+        text, calls, made, held = shipped.speculate([0], 60, 3, seed=1)
+    assert len(text) == 60 and held > made / 2 and calls < 40
 
 
 def test_calls_draft_tokens_and_tokens_add_up(ours):

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import whole_tensors
 from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
-from manyhands.course.folders import write_whole
+from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.schema import visible
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
 from manyhands.gpt.lora import A, folded
@@ -125,6 +125,11 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         why = visible(" ".join(str(error).split()), 300)  # torch lists every tensor
         raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
+
+
+def shipped_model(name: str) -> tuple[GPT, dict[str, Any]]:
+    """Return what `load_model` does, of a model that comes with the course: "plays" or "plays-draft"."""
+    return load_model(ASSETS / "models" / f"{name}.safetensors")
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:

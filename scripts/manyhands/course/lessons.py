@@ -25,7 +25,7 @@ SHORT = {
     "11_when_it_breaks": {"steps": 16, "wait_s": 2.0, "state_mib": 2, "repeats": 2, "failures": "none"},
     "12_llm_pretraining": {"merges": 48, "hashes": 64, "live_flops": 2e9, "zoo_steps": 10, "lab_steps": 10},
     "13_llm_alignment": {"base_steps": 2, "sft_steps": 2, "dpo_steps": 2, "rl_steps": 2, "seeds": 1},
-    "14_llm_serving": {"steps": 10, "texts": 2, "draws": 600},
+    "14_llm_serving": {"texts": 2, "draws": 600},
     "15_on_your_cluster": {"layers": 2, "largest": 64, "repeats": 2},
 }
 
