@@ -494,7 +494,7 @@ metrics.exact(all_reduce_bytes=payload)
 
 # %%
 # %%ranks
-from manyhands.launch.program import text_plot
+from manyhands.plots.terminal import text_plot
 
 if rank == 0:
     say(text_plot(losses, "loss", height=13))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from manyhands import say, show
 from manyhands.launch import ranks as ranks_module
-from manyhands.launch.program import text_plot
+from manyhands.plots.terminal import text_plot
 from rank_pool import ranks_of
 
 

@@ -8,8 +8,8 @@
 
 import math
 
-from manyhands.launch.program import step_ticks, text_curves
 from manyhands.plots.looks import TRAINING, VALIDATION
+from manyhands.plots.terminal import step_ticks, text_curves
 
 PLOT_WIDTH = 100  # at most, in characters
 
