@@ -685,6 +685,33 @@ if rank == 0:
 metrics.close(1e-2, live_loss=live["val_loss"])
 
 # %% [markdown]
+# Your model writes letters that often stand together, since so little was spent on it. The course ships
+# [a model](../assets/models/README.md) that the same trainer made on one GPU in four minutes. The folded cell draws its
+# recorded curve by FLOPs, with your point, and lets it write.
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
+from manyhands.gpt.sampling import Sampling
+from manyhands.predict.models import flops_per_token
+from manyhands.serve.engine import generate
+
+if rank == 0:  # no other rank takes part
+    plays, about = shipped_model("plays")
+    made, letters = recorded_runs.numbers("plays_models.json")["models"]["plays"], tokenizer_of(about)
+    flops_per_step = flops_per_token(plays.config) * 64 * plays.config.block_size  # 64 sequences in a step
+    curves = {
+        name: [(step * flops_per_step, loss) for step, loss in made[key]]
+        for name, key in (("train", "train_loss"), ("val", "val_losses"))
+    }
+    alt = "loss against FLOPs: training and validation loss of the shipped model fall; your point lies far to the left"
+    show(plots.longer_run(curves, live, f"{plays.num_params():,} parameters, 36 plays"), "longer_run", alt)
+    spent = made["kept_step"] * flops_per_step
+    say(f"the shipped model: {spent:.1e} FLOPs, {spent / live['flops']:,.0f} times yours; step {made['kept_step']:,}")
+    say(f"was kept, where its validation loss was lowest: {made['val_loss']:.3f}. It writes:")
+    say(letters.decode(generate(plays, letters.encode("KING:\n")[None], 200, Sampling(0.8), seed=2)[0]))
+
+# %% [markdown]
 # ### Build F: the lowest point of a valley
 #
 # A valley looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns its bend, slope and height:

@@ -27,7 +27,7 @@ from manyhands.data.tokenizer import byte_encoder
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
 from manyhands.measure import wire
-from manyhands.plots.pretraining import by_size
+from manyhands.plots.pretraining import by_size, longer_run
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
 from tokenizers import Tokenizer, models, trainers
@@ -353,6 +353,20 @@ def test_the_lessons_lowest_point_is_the_packages():
         best = isoflop.parabola(rows)
         found = ours.lowest([row["params"] for row in rows], [row["val_loss"] for row in rows])
         assert found == pytest.approx((best.params, best.loss))
+
+
+def test_the_shipped_models_recorded_curve_ends_lower_than_it_began_and_the_kept_step_is_its_lowest():
+    for made in recorded_runs.numbers("plays_models.json")["models"].values():
+        losses = dict(made["val_losses"])
+        assert losses[made["kept_step"]] == min(losses.values()) == pytest.approx(made["val_loss"], abs=1e-4)
+        assert made["train_loss"][-1][1] < made["train_loss"][0][1]
+
+
+def test_the_plot_of_a_longer_run_has_both_curves_and_the_point_trained_here():
+    curves = {"train": [(1e12, 2.0), (1e15, 1.0)], "val": [(1e12, 2.1), (1e15, 1.3)]}
+    (axes,) = longer_run(curves, {"flops": 6e10, "val_loss": 2.5}, "a model").axes
+    assert [list(map(tuple, line.get_xydata())) for line in axes.lines] == [*curves.values(), [(6e10, 2.5)]]
+    assert axes.get_xscale() == "log" and axes.get_xlim()[0] < 6e10
 
 
 def test_the_published_valleys_have_their_bottom_inside_and_20_tokens_per_parameter_within_a_factor_of_2():

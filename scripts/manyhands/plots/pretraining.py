@@ -69,6 +69,24 @@ def valleys(grids, lowest_of, live, published, lowest):
     return figure
 
 
+def longer_run(curves, live, title):
+    """Draw training and validation loss against FLOPs, and the point that was trained just now.
+
+    curves: {"train" and "val": [(FLOPs, loss), ...]}; live: a row of `train.isoflop.train_point`.
+    """
+    figure, axes = looks.new_figure(7, 3.6)
+    for (name, look), label in zip(
+        (("train", looks.PREDICTED), ("val", looks.MEASURED | {"ms": 3})), ("training", "validation"), strict=True
+    ):
+        axes.plot(*zip(*curves[name], strict=True), **look)
+        looks.note(axes, label, curves[name][-1], (6, -3), look["color"])
+    axes.plot(live["flops"], live["val_loss"], **{**looks.MEASURED, "marker": "x", "ms": 10, "mew": 2}, ls="none")
+    looks.note(axes, "trained here", (live["flops"], live["val_loss"]), (8, 6))
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="loss, nats per character", title=title)
+    axes.margins(x=0.2, y=0.15)
+    return figure
+
+
 def _valley(axes, points, best, budget, look):
     """Draw points (parameters, loss) of a budget, a line through them, and a star at the lowest point."""
     axes.plot(*zip(*points, strict=True), **look | {"ms": 5, "lw": 1})
