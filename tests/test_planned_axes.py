@@ -3,12 +3,14 @@
 import dataclasses
 
 import pytest
+from manyhands.config.layout import resolve_layout
+from manyhands.config.options import model_config, read_options
 from manyhands.predict.layouts import Question, families
 from manyhands.predict.machines import LINK_SHARE, Group, machine_named
 from manyhands.predict.memory import bytes_per_rank, state_of_rank
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan, unbalanced_s, weakest_assumption
-from manyhands.predict.report import as_text
+from manyhands.predict.report import as_text, train_flags
 from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
 H100 = machine_named("h100")
@@ -200,8 +202,25 @@ def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     assert "assumed of the experts: balanced routing" in text and "sbatch" not in text
 
 
-def test_a_gpt_with_experts_has_no_command_and_says_so():
-    model = dataclasses.replace(preset_model("olmo-1b"), name="olmo-1b with 4 experts", n_expert=4, top_k=1)
+@pytest.mark.parametrize("name", ["shakespeare-moe", "olmo-1b"])
+def test_a_gpt_with_experts_is_planned_over_data_ranks_and_its_commands_run(name):
+    model = preset_model(name)
+    if model.n_expert == 1:
+        model = dataclasses.replace(model, name="olmo-1b with 4 experts", n_expert=4, top_k=1)
+    ranked = plan(Question(model, H100, 8, 512)).ranked
+    assert {one.layout.expert for one in ranked} == {1, model.n_expert if model.n_expert < 8 else 8}
+    for one in ranked:
+        flags = train_flags(Question(model, H100, 8, 512), one)
+        options = read_options(flags)
+        assert options.model.experts == model.n_expert
+        resolved = resolve_layout(options, model_config(options, 65), 8)
+        assert (resolved.expert, resolved.shard, resolved.tensor, resolved.pipeline) == (
+            one.layout.expert, one.layout.shard, 1, 1
+        )  # fmt: skip
+
+
+def test_experts_that_drop_tokens_have_no_command_and_it_says_so():
+    model = dataclasses.replace(preset_model("olmo-1b"), name="olmo", n_expert=4, top_k=1, capacity=1.25)
     answer = plan(Question(model, H100, 8, 512))
     assert answer.best_trained is None
-    assert "expert ranks of other programs: there is no command for this model" in " ".join(as_text(answer).split())
+    assert "train.py drops no token: there is no command" in " ".join(as_text(answer).split())

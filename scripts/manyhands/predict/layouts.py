@@ -14,8 +14,8 @@ one from the back (zig-zag), so that all have as much attention to do under the 
 weights they are data ranks, and `replicate` and `shard` count them. Planned are kernels that hold no scores. `train.py`
 holds those of a block and may need more, so that it gets no command for such a plan.
 
-One axis is planned that `train.py` does not have: experts are spread over `expert` neighbours among these ranks, which
-keep the dense weights as they are. From the inside: tensor, context, shard, replicate, pipeline.
+Experts are spread over `expert` neighbours among these ranks, which keep the dense weights as they are; in `train.py`
+among data ranks alone. From the inside: tensor, context, shard, replicate, pipeline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -122,6 +122,8 @@ class Question:
         own = "dropout", "vocab_size", "experts", "top_k", "shared_experts", "router"
         options = from_preset(name if name in PRESETS else "nano")
         sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
+        if trains_experts(self):
+            sizes |= {"experts": self.model.n_expert, "top_k": self.model.top_k, "shared_experts": self.model.n_shared}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size
         return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
 
@@ -177,13 +179,13 @@ def families(
     question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
 ) -> Iterator[Family]:
     """Every Family that strategies do not refuse: by context ranks, tensor ranks and stages, the fewest first."""
-    per_node = question.per_node
+    per_node, alone = question.per_node, trains_experts(question)
     for context in question.contexts():
-        for tensor in divisors(question.gpus // context):
+        for tensor in [1] if alone else divisors(question.gpus // context):
             # a ring between nodes is for those who ask for it
             if per_node % tensor or (question.context is None and context > 1 and context * tensor > per_node):
                 continue
-            for pipeline in divisors(question.gpus // context // tensor):
+            for pipeline in [1] if alone else divisors(question.gpus // context // tensor):
                 group = question.gpus // tensor // pipeline  # data ranks, times context
                 for sharing in _sharings(question, context, tensor, pipeline, group):
                     how = SHARINGS[sharing]
@@ -195,6 +197,11 @@ def families(
                         if expert > 1:
                             split = Layout(*degrees, context=context, expert=expert)
                         yield _family(question, sharing, split, checkpointing, most_micro_batch)
+
+
+def trains_experts(question: Question) -> bool:
+    """Whether train.py is to train a mixture of experts, which it does on data ranks alone."""
+    return question.program is None and question.model.style == "gpt" and question.model.n_expert > 1
 
 
 def divisors(n: int) -> list[int]:
@@ -241,11 +248,16 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
     # more stages than layers are refused in any way
     for micro_batch, (schedule, stages), kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
         options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, stages, kind)
+        if trains_experts(question) and kind == "selective":
+            refused = refused or "train.py's experts do not go with selective activation checkpointing; use block"
+            continue
         try:
             layout = resolve_layout(options, share, question.gpus // split.context)
         except LayoutError as error:
             refused = refused or str(error)
             continue
+        if trains_experts(question) and split.expert > 1:
+            options = replace(options, parallel=replace(options.parallel, expert=split.expert))
         filled = {"micro_batches": layout.micro_batches, "stages_per_rank": layout.stages_per_rank}
         variants.append(Candidate(sharing, replace(split, **filled), options))
     return Family(name, tuple(variants), "" if variants else refused)

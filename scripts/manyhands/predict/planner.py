@@ -110,7 +110,7 @@ class Answer:
 
 def program_for(model: PlannedModel) -> Program | None:
     """What would train a model: train.py its own GPT (None), a program of Megatron-LM's kind all others."""
-    return None if model.style == "gpt" and model.n_expert == 1 else TODAY
+    return None if model.style == "gpt" and model.capacity is None else TODAY
 
 
 def not_trained(question: Question, candidate: Candidate) -> str:
@@ -119,10 +119,8 @@ def not_trained(question: Question, candidate: Candidate) -> str:
         return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
     if question.model.style != "gpt":
         return "train.py trains the course's GPT alone: there is no command for this model"
-    if question.model.n_expert > 1:
-        return (
-            "experts are planned with capacity and expert ranks of other programs: there is no command for this model"
-        )
+    if question.model.capacity is not None:
+        return "train.py drops no token: there is no command for experts with a capacity"
     if candidate.layout.context > 1:
         return "train.py's ring holds a block of scores, which is not planned: there is no command for this layout"
     return ""
