@@ -22,7 +22,6 @@ from rich.table import Table
 
 from manyhands.course.folders import ROOT, SCRIPTS, make_private, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
-from manyhands.launch.devices import gpus_here
 from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
 from manyhands.launch.run_folder import outputs_folder
@@ -110,6 +109,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
             rows = measure(output / "runs" / "trainer", options.rounds, options.steps)
             numbers += trainer_numbers(rows)
         if options.only == "switches":
+            from manyhands.launch.devices import gpus_here  # late: it brings torch
+
             rows = measure(output / "runs" / "switches", options.rounds, options.steps, switch_rows(gpus_here()[0]))
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}

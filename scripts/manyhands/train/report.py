@@ -439,7 +439,7 @@ def run_header(options, config, layout, device, corpus, folder):
     epochs = options.train.steps * options.train.global_batch * config.block_size / max(1, len(corpus.train_ids))
     lines = about_run(options, config, layout) | {
         "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
-        "arithmetic": f"{options.train.precision}{', compiled' * options.train.compile} on {device_name(device)};"
+        "arithmetic": f"{options.train.precision}{', compiled' * bool(options.train.compile)} on {device_name(device)};"
         f" {flops_per_token(config) / 1e6:,.1f} MFLOP per token",
         "files": str(folder),
     }
