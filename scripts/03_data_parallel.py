@@ -631,6 +631,21 @@ metrics.close(first_losses=losses[:6], first_validation=looks[0][1])
 metrics.close(tolerance=0.05, last_validation=looks[-1][1])
 metrics.measured(training_tok_per_s=tok_per_s(global_batch, 64, train_s / steps))
 
+# %% [markdown]
+# Your run ends here. The course's trainer went on: a larger model, 36 plays, 14,000 steps on one GPU, in four minutes
+# ([how it was made](../assets/models/README.md)). It writes like this:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
+from manyhands.gpt.sampling import Sampling
+from manyhands.serve.engine import generate
+
+if rank == 0:  # no other rank takes part
+    plays, about = shipped_model("plays")
+    letters = tokenizer_of(about)
+    say(letters.decode(generate(plays, letters.encode("\n")[None], 240, Sampling(0.8), seed=4)[0, 1:]))
+
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: training</summary>
 #

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 13 Alignment: two ranks draw answers, two learn from them
 #
-# **50 minutes** for the sections marked CORE, 96 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 101 with those marked MORE.
 #
 # You have 80 questions with their answers, and nobody writes more. But a program can tell a right answer from a wrong
 # one. So the model answers new questions itself, and learns from the verdicts. Half of the ranks draw answers, the
@@ -227,8 +227,25 @@ dist.all_reduce(base_loss)
 # %% [markdown]
 # ## A model that does not answer (CORE, 2 min)
 #
-# Pre-training has made a model that continues text. The task is to *sort four letters*. One word in eight is **held
-# out**: no stage learns from it, and accuracy is measured on those words only.
+# Pre-training makes a model that continues text. Here is what [a model that has read 36 plays](../assets/models/README.md)
+# makes of a question:
+
+# %% jupyter={"source_hidden": true}
+# %%ranks
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
+from manyhands.gpt.sampling import Sampling
+from manyhands.serve.engine import generate
+
+if rank == 0:  # no other rank takes part
+    reader, about = shipped_model("plays")
+    letters = tokenizer_of(about)
+    say(letters.decode(generate(reader, letters.encode("sort jbcg\n")[None], 90, Sampling(0.8), seed=1)[0]))
+    say(f"it has {reader.num_params():,} parameters, {reader.num_params() / P:.0f} times as many as the lesson's model")
+
+# %% [markdown]
+# Reinforcement learning draws thousands of answers. So the lesson's own model is small enough for two cores: 2 layers and
+# width 64. A lab below teaches a readable model. The task is to *sort four letters*. One word in eight is **held out**:
+# no stage learns from it, and accuracy is measured on those words only.
 
 # %%
 # %%ranks
@@ -917,7 +934,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 14](14_llm_serving.ipynb) serves the model that you have made. Below is the lab, to pick from; names and
+# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab, to pick from; names and
 # habits of large systems, LoRA, jailbreaks and further reading are in the
 # [handbook](../assets/handbook/13_llm_alignment.md).
 
@@ -943,6 +960,77 @@ dist.all_reduce(both)
 means = mine.mean()
 dist.all_reduce(means)
 once(f"{world_size} ranks: per token {both[0]:g} / {both[1]:g}; the mean of means {means / world_size:g}")
+
+# %% [markdown]
+# ## A readable model learns to take turns (MORE, 5 min)
+#
+# **Why.** Sorted letters can be judged by a program. A speech has to be read. So take the smaller of [the two models that
+# have read 36 plays](../assets/models/README.md), and teach it the chat template with your loss mask: the system says who it is,
+# the user says "Speak.", and the answer is one line of that person in the plays.
+#
+# The markers are new tokens. Each needs a row in the embedding, and one in the head. `with_room` starts them at the mean of
+# the other rows, so that no new token is much likelier than the rest.
+#
+# **Predict.** How many of four lines come to an end before training, and how many after?
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 300
+from dataclasses import replace
+
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
+
+catch_up(globals(), "loss_mask")
+WHO = ("ROMEO", "JULIET", "DUKE VINCENTIO", "First Murderer")
+
+
+# %%
+# %%ranks
+def with_room(model, size):
+    """Return a copy of the model with `size` tokens: each new row is the mean of those that it has."""
+    larger, state = GPT(replace(model.config, vocab_size=size, dropout=0.0)), dict(model.state_dict())
+    for name in ("tokens.weight", "head.weight", "head.bias"):
+        rows_V = state[name]
+        mean = rows_V.mean(0, keepdim=True)
+        state[name] = torch.cat([rows_V, mean.expand(size - len(rows_V), *mean.shape[1:])])
+    larger.load_state_dict(state)
+    return larger.to(device)
+
+
+def lines_of(model, words, longest=48):
+    """Return a line drawn for each of WHO, and whether it came to an end."""
+    prompts = [encode(speech_messages(who, "")[:2], words, reply=True) for who in WHO]
+    lengths, end = torch.tensor([len(ids) for ids, _ in prompts]), words.index(END)
+    numbers = torch.from_numpy(np.random.default_rng(7).random((len(WHO), longest)))
+    logits = lambda ids: model(ids)[0]  # noqa: E731
+    ids_BT, _ = complete(logits, rows(prompts)[0].to(device), lengths, longest, end, numbers, temperature=0.7)
+    written = [ids[n : n + longest] for ids, n in zip(ids_BT.tolist(), lengths.tolist(), strict=True)]
+    return [(who, answered(ids, words), end in ids) for who, ids in zip(WHO, written, strict=True)]
+
+
+# %%
+# %%ranks --timeout 300
+draft, about = shipped_model("plays-draft")
+words = with_markers(tokenizer_of(about).vocab)
+speaker = with_room(draft, len(words)).train()
+known = [(who, line) for who, line in speeches(corpus.text) if {*who, *line} <= {*words}]
+spoken_NT, _ = rows([encode(speech_messages(who, line), words) for who, line in known])
+before, optimizer, chat_steps = lines_of(speaker, words), adam(speaker), max(1, sft_steps // 2)
+for step in range(chat_steps):
+    ids_BT = spoken_NT[np.random.default_rng([0, step]).integers(0, len(spoken_NT), 32)]
+    mask_BT = loss_mask(ids_BT, words.index("<|assistant|>"), words.index(END))
+    loss = -(log_probs(speaker, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
+    update(speaker, optimizer, loss, falling(step, chat_steps, 2e-3))
+
+# %%
+# %%ranks
+for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(speaker, words))):
+    once(f"{name}: {sum(ends for *_, ends in told)} of {len(told)} lines end")
+    for who, line, _ in told:
+        once(f"    {who}: {line!r}")
+
+# %% [markdown]
+# Both write English. The first never stops, since no marker was in the plays: 48 characters are cut off somewhere. SFT has taught it the
+# *format* in a few seconds: one line, then the end marker. What it knows of Romeo it knew before.
 
 # %% [markdown]
 # ## Preferences: DPO, with a sharded reference (MORE, 22 min)

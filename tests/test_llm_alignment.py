@@ -14,6 +14,7 @@ from definitions import taken_from
 from manyhands.align.chat import END, LetterTask, encode, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms
+from manyhands.checkpoint.export import shipped_model, tokenizer_of
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.plots.alignment import answers_seen, staleness, token_weights
@@ -140,6 +141,18 @@ def test_the_lessons_losses_are_the_packages_and_its_reference_rests_in_shares(p
         assert seen["dpo"] < EXACT and seen["rl"] < EXACT
         assert seen["at rest"] == seen["after"] == 0, "whole only while it reads"
         assert P / n <= seen["held"] <= P / n + units
+
+
+def test_room_for_markers_changes_no_logit_of_the_shipped_model_and_gives_them_the_mean_row():
+    draft, about = shipped_model("plays-draft")
+    larger = taken_from(LESSON, "with_room", device=torch.device("cpu")).with_room(draft, 69).eval()
+    ids = tokenizer_of(about).encode("ROMEO:\nMy ")[None]
+    with torch.no_grad():
+        before, after = draft(ids)[0], larger(ids)[0]
+    torch.testing.assert_close(after[..., :65], before)
+    torch.testing.assert_close(after[..., 65:], before.mean(-1, keepdim=True).expand(-1, -1, 4), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(larger.tokens.weight[68], draft.tokens.weight.mean(0))
+    assert with_markers(tokenizer_of(about).vocab)[:65] == tokenizer_of(about).vocab
 
 
 def test_the_zoos_mask_never_counts_an_end():
