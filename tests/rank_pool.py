@@ -34,6 +34,7 @@ _server.set_forkserver_preload(
 
 
 TIMEOUT_S = 120  # a hang is told after this time, and on a busy machine after as much more as it is busier
+MOST_THREADS = 24  # of a rank of a pool: with a group and its axes it has 13
 PATIENCE_S = 0.5  # how long a pool listens for an earlier failure than the one it has heard of
 
 
@@ -100,10 +101,12 @@ class RankPool:
         try:
             for rank in range(n):
                 self.workers[rank][1].send(call)
-            return self._answers(n, timeout_s)
+            answers = self._answers(n, timeout_s)
         except BaseException:
             self._stop(n)
             raise
+        self._retire()
+        return answers
 
     def close(self):
         for _, pipe in self.workers.values():
@@ -136,6 +139,20 @@ class RankPool:
             process.kill()
         for process, _ in ended:
             process.join()
+
+    def _retire(self):
+        """End the ranks that have grown too many threads; the next call gets others.
+
+        DTensor keeps some groups of a call for ever, and each of gloo's groups has threads that look for work a hundred
+        times a second: with four hundred of them the two cores did little else.
+        """
+        for rank, (process, pipe) in list(self.workers.items()):
+            with contextlib.suppress(OSError):  # elsewhere than on Linux nobody counts
+                if len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS:
+                    del self.workers[rank]
+                    pipe.close()
+                    process.kill()
+                    process.join()
 
     def _answers(self, n, timeout_s):
         waiting = {self.workers[rank][1]: rank for rank in range(n)}

@@ -12,6 +12,7 @@
 `fsdp.Sharded` has the same interface for shards, and `NoParallel` for a model that one rank has for itself.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manyhands.parallel.experts import spread_weights
 from manyhands.parallel.optimizer import ensure_state
+
+# torch 2.13 has another name for it, and warns of the old one
+SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
 
 
 class NoParallel:
@@ -45,7 +53,8 @@ class Replicas(NoParallel):
         # the gradients are views of the buckets that are sent: nothing is held or copied twice
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread_weights(model)))
         # the only buffers are the experts' biases, which all ranks move alike
-        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False))
+        own_buffers = {SYNC_BUFFERS: False}
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, **own_buffers))
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         # what DDP.no_sync() sets, but before the forward too: around the backward alone it would do nothing
