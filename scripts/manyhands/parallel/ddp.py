@@ -53,7 +53,7 @@ class Replicas(NoParallel):
         # the gradients are views of the buckets that are sent: nothing is held or copied twice
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread_weights(model)))
         # the only buffers are the experts' biases, which all ranks move alike
-        own_buffers = {SYNC_BUFFERS: False}
+        own_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
         super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, **own_buffers))
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
