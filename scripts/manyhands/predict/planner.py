@@ -15,14 +15,13 @@ axes in `traffic.OF_AXIS`; `step_time` turns them into seconds, one field of Ste
 
 from dataclasses import dataclass, replace
 
-from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.config.layout import SPLIT_BACKWARD, Layout
 from manyhands.predict import megatron_layouts
 from manyhands.predict.layouts import (
     CHECKPOINTING,
     SCHEDULES,
     SHARINGS,
     Candidate,
-    Layout,
     Question,
     divisors,
     families,
