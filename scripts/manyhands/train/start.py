@@ -83,16 +83,17 @@ def decided(options, config, layout, ranks):
 
     Returns them and a sentence about what could not be had, or None.
     """
-    room = torch.tensor(memory_of_a_rank(ranks.device.type, ranks.local_world_size), dtype=torch.float64)
+    room = memory_of_a_rank(ranks.device.type, ranks.local_world_size)
     compiler = compiler_for(ranks.device.type, environment()) is not None
     least = torch.tensor([room, compiler], dtype=torch.float64)
     dist.all_reduce(least, dist.ReduceOp.MIN)
-    options = with_micro_batch(options, config, ranks.world_size, ranks.local_world_size, least[0].item())
+    room, compiler = least.tolist()
+    options = with_micro_batch(options, config, ranks.world_size, ranks.local_world_size, room)
     wanted, sentence = compiles(layout, options) and ranks.device.type == "cuda", None
     if options.train.compile is None:
-        if wanted and not least[1]:
+        if wanted and not compiler:
             sentence = "not compiled: a host has no C compiler (CC, gcc or clang); scripts/doctor.py says more"
-        train = dataclasses.replace(options.train, compile=bool(wanted and least[1]))
+        train = dataclasses.replace(options.train, compile=bool(wanted and compiler))
         options = dataclasses.replace(options, train=train)
     return options, sentence
 
