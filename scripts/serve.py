@@ -13,10 +13,8 @@ can be set by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because ever
 
 Prompt and answer together fit into the model's context (block_size of its training): a chat leaves out its oldest turns
 and says so; what is longer still is refused with the numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for
-Prometheus, /healthz needs no token. All requests without it get --cap.strangers (50) answers a second between them;
-what is more gets 429 unread and a closed connection, and the log has a line a minute for each status of theirs. So a
-probe that is to be answered in a flood shows the token, too. Ctrl-C or SIGTERM: what was asked for is finished, for up
-to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to serve, it cannot start, or a
+Prometheus, /healthz needs no token. Ctrl-C or SIGTERM: what was asked for is finished, for up to --drain-s; a
+second Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to serve, it cannot start, or a
 value makes no sense, with the cure. 130: a second Ctrl-C.
 """
 
@@ -131,7 +129,7 @@ def serve(options):
         path = outputs_folder() / "serve" / f"serving-{bound.getsockname()[1]}.json"
         tell = partial(tell_address, options, address, token, path)  # not before a signal ends it as it should
         try:
-            http.Server(app, options.cap, options.drain_s, tell).run_until_signal(bound)
+            http.Server(app, options.drain_s, tell).run_until_signal(bound)
         finally:
             path.unlink(missing_ok=True)
 

@@ -64,10 +64,10 @@ class Live:
         self.service = Service(
             self.model, metadata or metadata_of(), TOKEN, ids if held_out_ids is None else held_out_ids,
             lambda step: self.loads[step], tolerance=tolerance,
-            limits=Limits(**{"block_size": 8, "strangers": 10**6} | limits),
+            limits=Limits(**{"block_size": 8} | limits),
         )  # fmt: skip
         self.app = make_app(self.service)
-        self.server = Server(self.app, self.service.limits, drain_s)
+        self.server = Server(self.app, drain_s)
         self.ended = False
 
     def __enter__(self):

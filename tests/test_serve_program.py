@@ -249,7 +249,7 @@ def test_a_server_that_cannot_start_says_so_ends_with_status_2_and_leaves_no_add
 
     monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
     monkeypatch.setattr(Service, "start", broken)
-    for name in ("manyhands.serve", "manyhands.serve.strangers", "uvicorn.error"):  # as they are now, for later tests
+    for name in ("manyhands.serve", "uvicorn.error"):  # as they are now, for later tests
         for of_a_logger in ("handlers", "filters", "propagate", "level"):
             logger = logging.getLogger(name)
             monkeypatch.setattr(logger, of_a_logger, getattr(logger, of_a_logger))

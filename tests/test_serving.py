@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import random
-import resource
 import threading
 import time
 from unittest.mock import Mock
@@ -36,9 +35,8 @@ from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import gate, load_test
 from manyhands.serve.client import Client, ServerSaid
-from manyhands.serve.connections import OnceAMinute, allowed
 from manyhands.serve.engine import generate
-from manyhands.serve.http import Server, watch
+from manyhands.serve.http import watch
 from manyhands.serve.schema import CompletionRequest
 from manyhands.serve.service import Metrics
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
@@ -298,21 +296,6 @@ def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
     assert many.status_code == 413
 
 
-def test_only_the_time_in_which_the_client_is_waited_for_counts_for_a_body():
-    """The loop stands still for twice as long as a body may take, in the middle of one that comes in time."""
-    with Live(body_s=1) as live:
-        content = json.dumps({"prompt": "A" * 900_000}).encode()  # more than the loop reads at once
-
-        async def in_two_parts():
-            reader, writer = await begin(live, TEXT, content[:9], length=len(content))
-            await asyncio.sleep(0.3)
-            live.loop.call_soon_threadsafe(time.sleep, 2)
-            writer.write(content[9:])
-            return await asyncio.wait_for(reader.read(), 30)
-
-        assert asyncio.run(in_two_parts()).startswith(b"HTTP/1.1 400 "), "it is read, and is too long"
-
-
 def test_thirty_megabytes_and_many_long_prompts_at_once_get_a_status_and_no_reset():
     with Live(running=8, queue=300) as live:
 
@@ -339,13 +322,13 @@ def test_of_any_number_of_unknown_fields_one_is_told():
 # ---------------------------------------------------------------- sockets without a request
 
 
-def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed():
-    """More than there may be connections, and clients that go on asking meanwhile."""
-    with Live(running=8, queue=300, connections=60, head_s=3, body_s=3) as live:
+def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(monkeypatch):
+    monkeypatch.setattr("manyhands.serve.http.HEAD_S", 1)
+    with Live(running=8, queue=300, body_s=3) as live:
         asked = mixed_requests(30, seed=6)
 
         async def slow(reader, writer):  # a head that never ends
-            writer.write(b"GET / HTTP/1.1\r\n")
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\nGET / HTTP/1.1\r\n")  # one answer, then slowly
             while not reader.at_eof():
                 writer.write(b"X-Slow: 1\r\n")
                 with contextlib.suppress(TimeoutError):
@@ -368,40 +351,6 @@ def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed():
             assert (status, text_of(body)) == (200, written(live.model, *request))
         assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in halves), "who has the token is told"
         live.wait_until(lambda: not live.server.server_state.connections)
-
-
-def test_when_every_connection_has_asked_for_something_the_next_is_told_in_openais_words():
-    with Live(quiet(make_model()), connections=3) as live:
-        go = hold_engine(live)
-
-        async def one_too_many():
-            tasks = [asyncio.ensure_future(complete(live, "HO", 5, i)) for i in range(3)]
-            while len(live.service.engine.scheduler.waiting) + len(live.service.changes) < 3:
-                await asyncio.sleep(0.01)
-            told = await ask(live, "/healthz", None, method="GET")
-            go.set()
-            return told, await asyncio.gather(*tasks)
-
-        told, good = asyncio.run(one_too_many())
-        assert refused(told) == (503, "all connections are in use; try again later", "connections_full", None)
-        assert [text_of(body) for _, body in good] == [written(live.model, "HO", 5, i) for i in range(3)]
-
-
-def test_what_strangers_can_bring_about_is_one_line_a_minute(caplog, monkeypatch):
-    errors = logging.getLogger("uvicorn.error")
-    monkeypatch.setattr(errors, "filters", [OnceAMinute()])
-    server = Server(None)
-    loop = Mock()
-    for _ in range(50):
-        server.note(loop, {"message": "socket.accept() out of system resource", "exception": OSError(24, "no files")})
-        errors.warning("Invalid HTTP request received.")
-    assert len(caplog.records) == 2 and "no connection can be accepted: [Errno 24] no files" in caplog.text
-    server.note(loop, {"message": "something else"})
-    assert loop.default_exception_handler.call_count == 1
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    errors.warning("Invalid HTTP request received.")
-    assert len(caplog.records) == 3
 
 
 # ---------------------------------------------------------------- the token
@@ -434,38 +383,6 @@ def test_the_page_and_the_health_need_no_token_and_hold_no_secret(live):
     assert status == 200 and TOKEN.encode() not in page
     assert b"http://" not in page and b"https://" not in page, "nothing from elsewhere"
     assert one(live, "/healthz", None, token=None, method="GET") == (200, b'{"status":"ok"}')
-
-
-def test_a_flood_without_the_token_gets_few_answers_and_lines_and_who_has_the_token_all_of_theirs(caplog, monkeypatch):
-    """In one second of a clock that is moved by hand: 5 answers, whatever is asked for."""
-    now, strangers = [100.0], logging.getLogger("manyhands.serve.strangers")
-    monkeypatch.setattr("manyhands.serve.http.time", Mock(monotonic=lambda: now[0]))
-    monkeypatch.setattr(strangers, "filters", [OnceAMinute()])
-    with Live(quiet(make_model()), strangers=5) as live, caplog.at_level(logging.INFO, logger="manyhands.serve"):
-        asked = [("GET", "/"), ("GET", "/healthz"), ("POST", TEXT), ("POST", "/nowhere")]
-        answered = [one(live, path, None, token=None, method=method) for method, path in (*asked, asked[0])]
-        assert [status for status, _ in answered] == [200, 200, 401, 401, 200]
-
-        async def flood():
-            bad = [ask(live, path, None, token="wrong", method=method) for method, path in asked * 6]
-            good = [complete(live, "HO", 5, i) for i in range(6)]
-            health = ask(live, "/healthz", None, method="GET")
-            found = await asyncio.gather(*bad, *good, health)
-            reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\n" * 3)
-            return found[:24], found[24:], await reader.read()
-
-        bad, good, cut = asyncio.run(flood())
-        assert {refused(answer)[::2] for answer in bad} == {(429, "too_many_strangers")}
-        assert [text_of(body) for _, body in good[:6]] == [written(live.model, "HO", 5, i) for i in range(6)]
-        assert good[6] == (200, b'{"status":"ok"}')
-        assert cut.count(b"HTTP/1.1 429 ") == 1 and b"connection: close" in cut, "a connection has one refusal"
-        now[0] += 1
-        assert one(live, "/healthz", None, token=None, method="GET")[0] == 200
-        told = Client(live.address, TOKEN).metrics()
-        assert told['manyhands_requests_total{route="another path",status="429"}'] == 25, "all are counted"
-    lines = sorted(record.msg.split()[2] for record in caplog.records if record.name == strangers.name)
-    assert lines == ["200", "401", "429"], "one of each in a minute"
 
 
 # ---------------------------------------------------------------- many at once
@@ -867,21 +784,10 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
         one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
         one(live, TEXT, b"{" + TOKEN.encode())
         deadline = time.monotonic() + 20  # a line is written when its answer has gone
-        while len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) < 5:
+        while len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) < 4:  # none without the token
             assert time.monotonic() < deadline, caplog.text
             time.sleep(0.01)
     metrics = live.service.metrics.content().decode()
     for text in (caplog.text, metrics):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")
     assert 'route="another path",status="404"' in metrics
-
-
-def test_there_are_fewer_connections_than_files_may_be_open(monkeypatch):
-    limits = {"now": (64, 300)}
-    monkeypatch.setattr(resource, "getrlimit", lambda which: limits["now"])
-    monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.update(now=values))
-    assert allowed(1024) == 300 - 128 and limits["now"] == (300, 300)
-    limits["now"] = (1024, resource.RLIM_INFINITY)
-    assert allowed(1024) == 1024 and limits["now"] == (1152, resource.RLIM_INFINITY)
-    limits["now"] = (resource.RLIM_INFINITY,) * 2
-    assert allowed(5000) == 5000

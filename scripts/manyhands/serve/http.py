@@ -15,7 +15,8 @@
 
 All paths are relative to where the page lies, so that a proxy may put any prefix in front. SIGTERM: no new connections,
 what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second Ctrl-C does not wait. Loopback
-is shared with everybody on a login node: there is no server without a token, and `Door` bounds what others may ask.
+is shared with everybody on a login node: there is no server without a token, and a connection without a request is
+closed after `HEAD_S` seconds.
 """
 
 import asyncio
@@ -27,16 +28,15 @@ import json
 import logging
 import os
 import re
+import resource
 import secrets
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import psutil
 import uvicorn
@@ -46,25 +46,23 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from manyhands.checkpoint.export import newest_in
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.course.folders import write_whole
 from manyhands.serve import schema
-from manyhands.serve.connections import SPARE, Connection, OnceAMinute, allowed
 from manyhands.serve.schema import Answer, ChatRequest, CompletionRequest, Limits, Refusal, event
 from manyhands.serve.service import Service
 
 PORT = 8000
-BACKLOG = 1024  # connections that wait to be accepted
 VARIABLE = "MANYHANDS_SERVE_TOKEN"
 LEAST = 16  # characters of a token
-TICK_S = 0.1  # of the clock of a body
+HEAD_S = 10.0  # within which a connection must send the head of its next request
 LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
 NO_STORE = {"Cache-Control": "no-store"}
 PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 log = logging.getLogger("manyhands.serve")
-strangers_log = logging.getLogger("manyhands.serve.strangers")  # of requests without the token
 
 
 def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> "Door":
@@ -149,11 +147,10 @@ async def watch(service: Service, source: Path, every_s: float) -> None:
 
 
 class Door:
-    """What a request meets first: it may show the token, is let in or not, and leaves one line in the log.
+    """Checks the token of each request. Counts the request, and logs it if it has the token.
 
-    The line has route, status and seconds; never a query, a header, or what was written. All that show no token
-    together get `limits.strangers` answers a second, of the page, the health and 401; what is more gets 429 without a
-    look at it, and loses its connection. They leave one line a minute for each status; /metrics counts them all.
+    The log line has route, status and seconds; never a query, a header, or what was written. Requests without the token
+    are only counted, so that nobody can fill the disk with them.
     """
 
     OPEN = ("/", "/healthz")
@@ -161,27 +158,16 @@ class Door:
         401, "the token is missing or wrong; the server's terminal, or the file that it names there, has it",
         "invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
     ).response()  # fmt: skip
-    TOO_MANY = Refusal(
-        429, "too many requests without the token; show it, or try again later", "too_many_strangers",
-        headers={"Retry-After": "1", "Connection": "close"},
-    ).response()  # fmt: skip
 
     def __init__(self, app, service):
         self.app, self.service = app, service
-        self.second = self.strangers = 0  # the second of the clock, and how many have come in it
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        status, began_s, app = 0, time.monotonic(), self.app
-        if not (known := shows(Headers(scope=scope), self.service.token)):
-            if self.second != (second := int(began_s)):
-                self.second, self.strangers = second, 0
-            self.strangers += 1
-            if self.strangers > self.service.limits.strangers:
-                app = self.TOO_MANY
-            elif scope["path"] not in self.OPEN:
-                app = self.NO_TOKEN
+        status, began_s = 0, time.monotonic()
+        known = shows(Headers(scope=scope), self.service.token)
+        app = self.app if known or scope["path"] in self.OPEN else self.NO_TOKEN
 
         async def noting(message):
             nonlocal status
@@ -193,12 +179,8 @@ class Door:
         finally:
             route = scope["path"] if "endpoint" in scope else "another path"
             self.service.metrics.requests.labels(route, str(status)).inc()
-            seconds = time.monotonic() - began_s
             if known:
-                log.info("%s %s %d %.3f s", scope["method"], route, status, seconds)
-            else:  # the filter knows a line by its words, in which the status stands
-                line = f"%s %s {status} %.3f s, without the token; of further ones a line a minute"
-                strangers_log.info(line, scope["method"], route, seconds)
+                log.info("%s %s %d %.3f s", scope["method"], route, status, time.monotonic() - began_s)
 
 
 def shows(headers: Mapping[str, str], token: str) -> bool:
@@ -217,15 +199,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     What is too large is read to its end and thrown away: who is still sending would lose the answer.
     """
-    content, size, loop = bytearray(), 0, asyncio.get_running_loop()
-
-    def tick(left_s):  # a loop that is late is late for this clock too: only the client's time counts
-        nonlocal timer
-        timer = loop.call_later(TICK_S, tick, left_s - TICK_S) if left_s > 0 else clock.reschedule(loop.time())
-
+    content, size = bytearray(), 0
     try:
-        async with asyncio.timeout(None) as clock:
-            timer = loop.call_later(0, tick, limits.body_s)
+        async with asyncio.timeout(limits.body_s):
             async for part in request.stream():
                 size += len(part)
                 if size <= limits.body_bytes:
@@ -234,9 +210,6 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
     except ClientDisconnect:
         raise Refusal(499, "the client has gone", "gone") from None
-    finally:
-        if timer is not None:
-            timer.cancel()
     if size > limits.body_bytes:
         raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
     return bytes(content)
@@ -335,7 +308,7 @@ def listen(host: str, port: int | None = None) -> socket.socket:
     for candidate in (PORT, 0) if port is None else (port,):
         try:
             bound.bind((host, candidate))
-            bound.listen(BACKLOG)
+            bound.listen()
             return bound
         except OSError as error:
             why = error.strerror
@@ -362,43 +335,57 @@ def write_address(path: Path, address: str, token: str) -> None:
     write_whole(path, json.dumps(about), 0o600)
 
 
+class Connection(H11Protocol):
+    """Close a connection that sends no request for HEAD_S. uvicorn alone waits for ever for the first one.
+
+    A limit on the number of connections (uvicorn's `limit_concurrency`) would count idle ones too: anybody could use
+    it up.
+    """
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.loop.call_later(HEAD_S, self.end_unless_asked, None)
+
+    def on_response_complete(self):
+        answered = self.cycle  # the next request may be here already
+        super().on_response_complete()
+        self.loop.call_later(HEAD_S, self.end_unless_asked, answered)
+
+    def end_unless_asked(self, last_cycle):
+        if self.cycle is last_cycle:
+            self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """uvicorn on an app. `on_start()` is called when it listens, and a signal ends it as it should."""
 
-    def __init__(self, app, limits=Limits(), drain_s: int = 30, on_start: Callable[[], object] = lambda: None):  # noqa: B008
-        connection: Any = partial(Connection, idle={}, most=allowed(limits.connections), head_s=limits.head_s)
+    def __init__(self, app, drain_s: int = 30, on_start: Callable[[], object] = lambda: None):
         # uvicorn's own lines about requests, which hold their queries, are off
         super().__init__(uvicorn.Config(
             app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
-            http=connection, backlog=SPARE, timeout_keep_alive=5, timeout_graceful_shutdown=drain_s,
+            http=Connection, timeout_graceful_shutdown=drain_s,
         ))  # fmt: skip
         self.on_start = on_start
 
     async def startup(self, sockets=None):
-        asyncio.get_running_loop().set_exception_handler(self.note)
         await super().startup(sockets)
-        for bound in sockets or ():
-            bound.listen(BACKLOG)  # uvicorn's number is also how many asyncio accepts in one go
         if self.started:
             self.on_start()
-
-    def note(self, loop, context):
-        """What a callback of the loop has raised. No files left for a connection: a line, and not a traceback each."""
-        if "accept" not in context["message"]:
-            return loop.default_exception_handler(context)
-        logging.getLogger("uvicorn.error").error("no connection can be accepted: %s", context["exception"])
 
     def run_until_signal(self, bound: socket.socket) -> None:
         """Serve on the socket, with a line on stderr per event. A second signal: KeyboardInterrupt.
 
         Raises ValueError if it could not start.
         """
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(ValueError, OSError):  # each connection is an open file
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         # who does not wait gets no traceback for each request that is cut off
         handler.addFilter(lambda record: not self.force_exit)
-        logging.getLogger("uvicorn.error").filters, strangers_log.filters = [OnceAMinute()], [OnceAMinute()]
-        for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.WARNING)):
+        # no warnings of uvicorn: anybody could fill the disk with invalid requests
+        for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.ERROR)):
             logger = logging.getLogger(name)  # httpx and others, which show URLs, stay silent
             logger.handlers, logger.propagate = [handler], False
             logger.setLevel(level)

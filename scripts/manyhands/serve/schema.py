@@ -47,9 +47,6 @@ class Limits:
     running: Positive = 32  # requests that are computed at once
     queue: Positive = 256  # requests that wait for them; one more gets 429
     request_s: Seconds = 120.0  # seconds for a whole request, its wait included
-    connections: Positive = 1024  # open at once
-    strangers: Positive = 50  # answers a second to all requests without the token; what is more gets a bare 429
-    head_s: Seconds = 10.0  # seconds for a request's head, and how long nothing may be asked on a connection
     body_bytes: Positive = 1_000_000  # of a request's body
     body_s: Seconds = 10.0  # seconds that the server waits for a request's body
     blocks: Positive | None = None  # of the cache; none: for all that run, at full length
