@@ -214,11 +214,11 @@ def test_a_pipeline_has_no_columns_for_forward_and_backward(tmp_path, capsys):
 @pytest.mark.parametrize(
     "form, width, values",
     [
-        (report.seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
-        (report.gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
-        (report.loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
-        (report.rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
-        (report.share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
+        (report.format_seconds, 7, (1e-5, 0.00099, 0.0451, 0.99985, 0.99995, 1.0, 99.999, 998.9, 999.5, 86400.0)),
+        (report.format_gib, 7, (0.0, 0.42, 9.994, 9.996, 99.94, 99.96, 139.2, 2048.0)),
+        (report.format_loss, 6, (0.0, 1.2345, 9.99994, 9.99996, 10.8249, 99.9996, 4000.0, 1e8)),
+        (report.format_rate, 8, (0.1, 999.94, 999.96, 99999.4, 99999.6, 12_345_678.0, 4e9)),
+        (report.format_share, 5, (0.0004, 0.413, 0.9994, 0.9996, 1.05)),
     ],
 )
 def test_values_of_any_size_keep_to_their_columns_width(form, width, values):

@@ -143,7 +143,7 @@ class Report:
             return ""
         end = time.strftime("%a %d %b, %H:%M", time.localtime(time.time() + left * step_s))
         left_s = timedelta(minutes=round(left * step_s / 60))
-        return f"{left:,} steps are left at about {seconds(step_s)} each: {left_s}, until {end}"
+        return f"{left:,} steps are left at about {format_seconds(step_s)} each: {left_s}, until {end}"
 
     def _evaluated(self, step):
         every = self.options.log.eval_every
@@ -177,7 +177,7 @@ class Report:
             self.start_up_said = True
             self.bar.write(f"start-up: {row['start_up_s']:.1f} s from launch to the first step")
         if len(self.rows) % HEADER_EVERY == 0:
-            self.bar.write(header(self.columns))
+            self.bar.write(header_line(self.columns))
         self.rows.append(row)
         self.bar.write(" ".join(column.cell(row[column.key]) for column in self.columns))
         if self.log and not self._guarded(lambda: self.log.write(**row) or True):
@@ -225,14 +225,16 @@ class Report:
 
     def _summary(self, reason):
         elapsed = self.now() - self.began
-        lines = [f"{reason}: {elapsed:.1f} s, {share(self.in_steps_s / elapsed) if elapsed else '-'} of them in steps"]
+        lines = [
+            f"{reason}: {elapsed:.1f} s, {format_share(self.in_steps_s / elapsed) if elapsed else '-'} of them in steps"
+        ]
         measured = [row for row in self.rows if math.isfinite(row["val_loss"] or math.nan)]
         if measured:
             best = min(measured, key=lambda row: row["val_loss"])
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
         speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # the first one warms up
         if speeds:
-            lines.append(f"  median {rate(statistics.median(speeds))} tokens/s")
+            lines.append(f"  median {format_rate(statistics.median(speeds))} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])
 
     def _draw(self):
@@ -284,17 +286,18 @@ class Bar:
 
 @dataclass(frozen=True)
 class Column:
-    """`meaning` is its row in the legend; of columns that do not fit, the one with the highest `spare` goes first.
+    """One number of a report line, always `width` characters wide.
 
-    A value has the same width in every line, so that lines align.
+    `key`: its name in steps.jsonl; `meaning`: its row in the legend; `drop_order`: of columns that do not fit, the one
+    with the highest goes first, and one with 0 always stays.
     """
 
     key: str
     name: str
     width: int
     form: Callable[[float], str]
-    spare: int
     meaning: str
+    drop_order: int = 0
 
     def cell(self, value):
         if value is None:
@@ -306,30 +309,30 @@ class Column:
         return text.rjust(self.width)
 
 
-def seconds(value):
+def format_seconds(value):
     """Seven characters at most: 45.1ms, 12.35s."""
     if value < 0.9999:
         return f"{value * 1000:.1f}ms" if value >= 0.001 else f"{value * 1000:.3f}ms"
     return f"{value:.2f}s" if value < 999 else f"{value:.0f}s"
 
 
-def gib(value):
+def format_gib(value):
     return f"{value:.2f}GiB" if value < 9.995 else f"{value:.1f}GiB" if value < 99.95 else f"{value:.0f}GiB"
 
 
-def loss(value):
+def format_loss(value):
     digits = 4 if abs(value) < 9.99995 else 3 if abs(value) < 99.9995 else 1
     return f"{value:.{digits}f}" if abs(value) < 9999 else f"{value:.0e}"
 
 
-def rate(value):
+def format_rate(value):
     for unit, size in (("", 1), ("k", 1e3), ("M", 1e6), ("G", 1e9)):
         if value < 99999.5 * size or unit == "G":
             shown = value / size
             return f"{shown:.1f}{unit}" if shown < 999.95 else f"{shown:.0f}{unit}"
 
 
-def share(value):
+def format_share(value):
     return f"{value:.1%}" if value < 0.9995 else f"{value:.0%}"
 
 
@@ -352,48 +355,70 @@ def all_columns(options, config, layout, device, peak, peak_kind="bf16"):
             f" {peak / 1e12:,.1f} TFLOP/s, the dense {peak_kind} peak of {device_name(device)},"
             " whatever the precision of the run"
         )
-    rows = [
-        ("step", "step", max(4, len(str(options.train.steps))), str, 0, "optimizer steps done"),
-        ("loss", "loss", 6, loss, 0, "cross-entropy in nats per token: the mean over the global batch of this step"),
-        ("val_loss", "val_loss", 8, loss, 0, "the same on text that is never trained on; - where it was not measured"),
-        ("dt_s", "dt", 7, seconds, 0, "time of one step, on the slowest rank: mean of the steps since the line above"),
-        ("dt_min_s", "dt_min", 7, seconds, 5, "dt of the fastest rank"),
-        ("dt_mean_s", "dt_mean", 7, seconds, 5, "dt, mean over ranks"),
-        ("dtf_s", "dtf", 7, seconds, 2, "the part of dt in the forward pass (mean over ranks)"),
-        ("dtb_s", "dtb", 7, seconds, 2,
-         "the part of dt in the backward pass; what is left is the batch, clipping and the optimizer"),
-        ("samples_per_s", "samples/s", 9, rate, 1,
-         f"sequences per second of all ranks together: the global batch of {batch} / dt"),
-        ("samples_per_s_per_rank", f"samples/s/{unit}", 10 + len(unit), rate, 4,
-         f"samples/s divided by the number of {unit}s"),
-        ("tokens_per_s", "tokens/s", 8, rate, 0, f"samples/s x {config.block_size} tokens"),
-        ("tokens_per_s_per_rank", f"tokens/s/{unit}", 9 + len(unit), rate, 3,
-         f"tokens/s divided by the number of {unit}s"),
-        ("mfu", "MFU", 5, share, 1, f"model FLOPs utilisation: {mfu}"),
-        ("grad_norm", "grad_norm", 9, "{:.4g}".format, 0, "length of the gradient of the whole model, "
-         + (f"before it is clipped to {clip:g}" if clip else "(it is not clipped)")),
-        ("lr", "lr", 8, "{:.2e}".format, 0, "learning rate of this step"),
-        ("busiest", "busiest", 7, "{:.2f}".format, 3,
-         "tokens of the busiest expert over the mean of all experts, in the least even layer of this step"),
-        ("memory_gib", "memory", 7, gib, 0, f"the most memory {held} that any rank has held so far"),
-        ("memory_min_gib", "mem_min", 7, gib, 6, "memory of the rank with the least"),
-        ("memory_mean_gib", "mem_mean", 8, gib, 6, "memory, mean over ranks"),
+    clipping = f"before it is clipped to {clip:g}" if clip else "(it is not clipped)"
+    columns = [
+        Column("step", "step", max(4, len(str(options.train.steps))), str, "optimizer steps done"),
+        Column(
+            "loss", "loss", 6, format_loss,
+            "cross-entropy in nats per token: the mean over the global batch of this step",
+        ),
+        Column(
+            "val_loss", "val_loss", 8, format_loss,
+            "the same on text that is never trained on; - where it was not measured",
+        ),
+        Column(
+            "dt_s", "dt", 7, format_seconds,
+            "time of one step, on the slowest rank: mean of the steps since the line above",
+        ),
+        Column("dt_min_s", "dt_min", 7, format_seconds, "dt of the fastest rank", drop_order=5),
+        Column("dt_mean_s", "dt_mean", 7, format_seconds, "dt, mean over ranks", drop_order=5),
+        Column("dtf_s", "dtf", 7, format_seconds, "the part of dt in the forward pass (mean over ranks)", drop_order=2),
+        Column(
+            "dtb_s", "dtb", 7, format_seconds,
+            "the part of dt in the backward pass; what is left is the batch, clipping and the optimizer", drop_order=2,
+        ),
+        Column(
+            "samples_per_s", "samples/s", 9, format_rate,
+            f"sequences per second of all ranks together: the global batch of {batch} / dt", drop_order=1,
+        ),
+        Column(
+            "samples_per_s_per_rank", f"samples/s/{unit}", 10 + len(unit), format_rate,
+            f"samples/s divided by the number of {unit}s", drop_order=4,
+        ),
+        Column("tokens_per_s", "tokens/s", 8, format_rate, f"samples/s x {config.block_size} tokens"),
+        Column(
+            "tokens_per_s_per_rank", f"tokens/s/{unit}", 9 + len(unit), format_rate,
+            f"tokens/s divided by the number of {unit}s", drop_order=3,
+        ),
+        Column("mfu", "MFU", 5, format_share, f"model FLOPs utilisation: {mfu}", drop_order=1),
+        Column(
+            "grad_norm", "grad_norm", 9, "{:.4g}".format, f"length of the gradient of the whole model, {clipping}"
+        ),
+        Column("lr", "lr", 8, "{:.2e}".format, "learning rate of this step"),
+        Column(
+            "busiest", "busiest", 7, "{:.2f}".format,
+            "tokens of the busiest expert over the mean of all experts, in the least even layer of this step",
+            drop_order=3,
+        ),
+        Column("memory_gib", "memory", 7, format_gib, f"the most memory {held} that any rank has held so far"),
+        Column("memory_min_gib", "mem_min", 7, format_gib, "memory of the rank with the least", drop_order=6),
+        Column("memory_mean_gib", "mem_mean", 8, format_gib, "memory, mean over ranks", drop_order=6),
     ]  # fmt: skip
     absent = (OVER_RANKS if layout.world_size == 1 else set()) | (PHASES if layout.pipeline > 1 else set())
     absent |= {"busiest"} if config.experts == 1 else set()
-    return [Column(*row) for row in rows if row[0] not in absent]
+    return [column for column in columns if column.key not in absent]
 
 
 def fitting(columns, width):
-    """The columns that fit into `width` characters, most spare ones left out first."""
+    """The columns that fit into `width` characters; those with the highest `drop_order` are left out first."""
     columns = list(columns)
-    while len(header(columns)) > width and any(column.spare for column in columns):
-        most = max(column.spare for column in columns)
-        columns = [column for column in columns if column.spare != most]
+    while len(header_line(columns)) > width and any(column.drop_order for column in columns):
+        most = max(column.drop_order for column in columns)
+        columns = [column for column in columns if column.drop_order != most]
     return columns
 
 
-def header(columns):
+def header_line(columns):
     return " ".join(column.name.rjust(column.width) for column in columns)
 
 
