@@ -155,7 +155,7 @@ def _verdict(trial, witness, timeout_s, ranks):
         stated = witness.said_so(error)
         if isinstance(error, KeyboardInterrupt) and not stated:
             raise
-        if isinstance(error, NotImplementedError) and stated and not witness.forgot_to_return():
+        if isinstance(error, NotImplementedError) and stated and not witness.returned_none():
             return _EMPTY, NOT_ATTEMPTED
         if isinstance(error, RuntimeError) and not stated and _LOST.search(said(error)):
             who = f"Rank {ranks.rank}" if ranks else "A rank"
@@ -172,9 +172,9 @@ def _verdict(trial, witness, timeout_s, ranks):
 
 
 def _with_return(text, witness):
-    """A sentence that complains of None, with the likely cause if it is what the learner's function returned."""
+    """A sentence that complains of None, with the likely cause if the learner's function returned None."""
     hint = "not None (is a `return` missing?)"
-    return text if hint in text or not witness.forgot_to_return() else text.replace("not None", hint, 1)
+    return text if hint in text or not witness.returned_none() else text.replace("not None", hint, 1)
 
 
 def _sentence(text, names=()):

@@ -4,7 +4,6 @@ A check calls an answer many times, hooks of an answer run long after it has ret
 the check. So an error is told by its traceback: code that is neither the check's nor a library's is the learner's.
 """
 
-import dis
 import functools
 import inspect
 import itertools
@@ -46,7 +45,7 @@ class Witness:
         earlier: the witness of the first time, when this is the second."""
         self.body, self._in_place, self.in_flight, self._answer, self.group = body, in_place, in_flight, None, None
         self._earlier, self._came = earlier, []  # prints of the numbers that came back
-        self._called = self._returned = self._caller = self._raised = None
+        self._called = self._returned = self._raised = None
 
     def watched(self, answer):
         """`answer` as the check is to call it: a function, or a tuple with functions; anything else as it is.
@@ -63,8 +62,7 @@ class Witness:
 
         @functools.wraps(answer)
         def call(*args, **kwargs):
-            caller = sys._getframe(1)
-            self._called, self._caller, self._raised = answer, (caller.f_code, caller.f_lasti), None
+            self._called, self._raised = answer, None
             handed = (part for part in (*args, *kwargs.values()) if isinstance(part, dist.ProcessGroup))
             self.group = next(handed, self.group)
             args, kwargs = tuple(map(own_copy, args)), {k: own_copy(v) for k, v in kwargs.items()}
@@ -91,7 +89,7 @@ class Witness:
 
     def is_theirs(self, error):
         """Whether the learner's code raised it, or what that called."""
-        return error is self._raised or any(self._learners(code) for code, _ in _places(error))
+        return error is self._raised or any(map(self._learners, _places(error)))
 
     def where(self, error, text=" ({})"):
         """The learner's innermost line when `error` was raised, as " (line 3: x[9])"; "" where none is known.
@@ -108,10 +106,13 @@ class Witness:
         return text.format(f"line {at.tb_lineno}" + f": {source}" * bool(source))
 
     def said_so(self, error):
-        """Whether the learner's code (or the check's) raised it by a statement of its own, not a library below it."""
-        code, at = _places(error)[-1]
-        statement = any(s.offset == at and s.opname == "RAISE_VARARGS" for s in dis.get_instructions(code))
-        return statement and (not _is_library(code) or code.co_filename.startswith(_CHECKS))
+        """Whether a line with `raise` in the learner's code (or the check's) raised it, not a library below it."""
+        trace = error.__traceback__
+        while trace.tb_next is not None:
+            trace = trace.tb_next
+        path = trace.tb_frame.f_code.co_filename
+        ours = not _is_library(trace.tb_frame.f_code) or path.startswith(_CHECKS)
+        return ours and "raise" in linecache.getline(path, trace.tb_lineno)
 
     def is_running(self):
         """Whether the learner's code has called what runs now: itself, or through a library."""
@@ -138,29 +139,20 @@ class Witness:
         codes = [code for code in map(_code, answers) if code]
         return {name for code in codes for name in code.co_varnames[: code.co_argcount]} - {"a"}
 
-    def forgot_to_return(self):
-        """Whether None came back, where the check needs a value, from a function that returns no value anywhere."""
-        came_back = self._called is not None and self._raised is None
-        return came_back and self._returned is None and self._is_used() and not _returns_something(self._called)
+    def returned_none(self):
+        """Whether the last call of the learner's functions came back with None."""
+        return self._called is not None and self._raised is None and self._returned is None
 
     def what_came_back(self, error):
         """A sentence for `error`, which the check's own code raised because of what it was given."""
-        if self.forgot_to_return():
-            return "your function returned None: is a `return` missing?"
         if self._called is None:
             return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
-        if not self._is_used():
-            return f"the check cannot go on with what your code left behind ({said(error)})"
+        if self.returned_none():
+            return f"your function returned None: is a `return` missing? The check cannot go on ({said(error)})"
         return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
 
     def _learners(self, code):
         return code is not self.body.__code__ and not _is_library(code)
-
-    def _is_used(self):
-        """Whether the check does anything with what it got: a statement `answer(model)` drops it at once."""
-        code, at = self._caller
-        following = (step.opname for step in dis.get_instructions(code) if step.offset > at)
-        return next(following, "") != "POP_TOP"
 
 
 def _numbers(answer, args, kwargs):
@@ -216,10 +208,10 @@ def listed(values):
 
 
 def _places(error):
-    """[(code, offset of the instruction)] from where the error was caught to where it was raised."""
+    """The code objects from where the error was caught to where it was raised."""
     places, trace = [], error.__traceback__
     while trace is not None:
-        places.append((trace.tb_frame.f_code, trace.tb_lasti))
+        places.append(trace.tb_frame.f_code)
         trace = trace.tb_next
     return places
 
@@ -230,22 +222,11 @@ def _is_library(code):
 
 
 def _is_blank(function):
-    """Whether a function does nothing, as an exercise that is handed out as `...`."""
+    """Whether a function that returned None is as short as an empty one: an exercise that is handed out as `...`."""
     code = _code(function)
-    return code is not None and _steps(code) == _steps((lambda: None).__code__)
-
-
-def _returns_something(function):
-    """Whether a function has a `return` with a value, as far as one can see."""
-    steps = list(dis.get_instructions(_code(function))) if _code(function) else []
-    before_returns = [a for a, b in itertools.pairwise(steps) if b.opname == "RETURN_VALUE"]
-    return any(a.opname != "LOAD_CONST" or a.argval is not None for a in before_returns)
+    return code is not None and len(code.co_code) == len((lambda: None).__code__.co_code)
 
 
 def _code(function):
     """The code of a function, below its decorators; None where there is none in Python."""
     return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-
-
-def _steps(code):
-    return [step.opname for step in dis.get_instructions(code)]
