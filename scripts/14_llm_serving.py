@@ -845,7 +845,7 @@ for i, sequence in enumerate(served):
     assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
 if rank == 0:
     say(f"8 texts in {steps_taken} steps, each as if it were alone")
-    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.reused for s in served]}")
+    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.num_cached_tokens for s in served]}")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: batching</summary>

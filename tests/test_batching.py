@@ -63,15 +63,15 @@ def test_blocks_of_a_common_beginning_are_shared_and_outlive_their_sequence():
     ids = list(range(10))
     digests = chained_digests(ids, 4)
     assert len(digests) == 2, "only full blocks"
-    table = pool.match(digests) + pool.take(3)
+    table = pool.match(digests) + pool.allocate(3)
     for block, digest in zip(table, digests, strict=False):
         pool.seal(block, digest)
     assert pool.match(chained_digests([*ids[:8], 99, 98, 97, 96], 4)) == table[:2]
     assert pool.match(chained_digests([99, *ids[1:]], 4)) == [], "another first token, other keys"
-    pool.release(table)
-    pool.release(table[:2])
+    pool.deallocate(table)
+    pool.deallocate(table[:2])
     assert pool.available() == 6 and pool.match(digests) == table[:2]
-    assert pool.held() == 2 and pool.take(5) is None and pool.available() == 4
+    assert pool.held() == 2 and pool.allocate(5) is None and pool.available() == 4
     pool.forget_all()
     assert pool.match(digests) == [], "of another model"
 
@@ -110,7 +110,7 @@ def test_who_comes_first_is_admitted_first_and_the_youngest_gives_way():
     compute(scheduler, scheduler.plan())
     scheduler.plan()  # five tokens each need a third block: there is none
     assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
-    assert (second.preempted, second.table, second.drawn) == (1, [], [9, 9])
+    assert (second.num_preemptions, second.block_table, second.drawn) == (1, [], [9, 9])
 
 
 def test_while_new_ones_are_held_back_those_that_have_begun_are_finished():
@@ -122,7 +122,7 @@ def test_while_new_ones_are_held_back_those_that_have_begun_are_finished():
     engine.scheduler.hold_new = True
     for _ in range(200):
         engine.step()
-    assert [s.finish for s in begun] == ["length"] * 3 and sum(s.preempted for s in begun) > 0
+    assert [s.finish for s in begun] == ["length"] * 3 and sum(s.num_preemptions for s in begun) > 0
     assert later.finish is None and not engine.scheduler.unfinished()
 
 
@@ -145,8 +145,8 @@ def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(reuse, num_blo
     assert [s.ids for s in served] == [alone(*request) for request in asked]
     assert {s.finish for s in served} == {"length"} and most <= num_blocks
     assert engine.pool.held() == 0 and not engine.pool.holders
-    assert (sum(s.reused for s in served) > 0) == reuse
-    assert (sum(s.preempted for s in served) > 0) == (num_blocks == 16), "the small pool is there to run out"
+    assert (sum(s.num_cached_tokens for s in served) > 0) == reuse
+    assert (sum(s.num_preemptions for s in served) > 0) == (num_blocks == 16), "the small pool is there to run out"
 
 
 def test_a_prompt_of_full_blocks_still_computes_its_last_token():
@@ -155,7 +155,7 @@ def test_a_prompt_of_full_blocks_still_computes_its_last_token():
     for _ in range(2):
         sequence = engine.add(prompt, 3, HOW, seed=2)
         finish(engine)
-    assert sequence.reused == 4 and sequence.ids == alone(prompt, 3, 2)
+    assert sequence.num_cached_tokens == 4 and sequence.ids == alone(prompt, 3, 2)
 
 
 @pytest.mark.parametrize("num_blocks", [13, 16, 60])
@@ -245,10 +245,10 @@ def test_any_load_ends_and_gives_all_blocks_back(seed, num_blocks, prefill_token
         assert sum(w.stop - w.start for w in works if w.stop - w.start > 1) <= prefill_tokens
         assert len({id(w.sequence) for w in works}) == len(works) <= max_running
         for work in works:
-            assert work.start == work.sequence.computed < work.stop <= len(work.sequence.ids)
-            assert work.stop <= 4 * len(work.sequence.table)
+            assert work.start == work.sequence.num_computed_tokens < work.stop <= len(work.sequence.ids)
+            assert work.stop <= 4 * len(work.sequence.block_table)
         compute(scheduler, works)
-        held = [block for s in scheduler.running for block in s.table]
+        held = [block for s in scheduler.running for block in s.block_table]
         assert scheduler.pool.held() == len(set(held))
         steps += 1
         assert steps < 3000

@@ -111,7 +111,7 @@ class Engine:
         device, lengths = self.cache.device, [work.stop - work.start for work in works]
         ids_1N = torch.tensor([[i for w in works for i in w.sequence.ids[w.start : w.stop]]], device=device)
         positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
-        tables = [work.sequence.table[: self.pool.blocks_for(work.stop)] for work in works]
+        tables = [work.sequence.block_table[: self.pool.blocks_for(work.stop)] for work in works]
         attend = self.cache.attend_for(tables, lengths, positions_1N[0])
         logits_NV = run(self.model, ids_1N, positions_1N, attend)[0]
         finite_N = iter(logits_NV.isfinite().all(-1).tolist())

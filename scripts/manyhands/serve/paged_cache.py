@@ -3,9 +3,9 @@ and common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors
 
     pool = BlockPool(num_blocks=256, block_size=16)
     table = pool.match(digests)                  # blocks of the same beginning, shared: no computation
-    table += pool.take(3)                        # three more, or None if there are not so many
+    table += pool.allocate(3)                        # three more, or None if there are not so many
     pool.seal(table[0], digest)                  # full and computed: others may share it from now on
-    pool.release(table)                          # a sealed block stays findable until its room is needed
+    pool.deallocate(table)                          # a sealed block stays findable until its room is needed
 
     cache = PagedCache(config, num_blocks=256, block_size=16)
     attend = cache.attend_for(tables, lengths, positions_N)    # once per step, for all layers
@@ -78,7 +78,7 @@ class BlockPool:
             table.append(block)
         return table
 
-    def take(self, n: int) -> list[int] | None:
+    def allocate(self, n: int) -> list[int] | None:
         """n blocks of unknown content, or None: then nothing has changed. The longest unused are forgotten first."""
         if n > self.available():
             return None
@@ -99,7 +99,7 @@ class BlockPool:
         if digest not in self.found_by and block not in self.digest_of:
             self.found_by[digest], self.digest_of[block] = block, digest
 
-    def release(self, table: list[int]) -> None:
+    def deallocate(self, table: list[int]) -> None:
         """One holder fewer for each block. The last block of a beginning is forgotten before the first one."""
         for block in reversed(table):
             self.holders[block] -= 1

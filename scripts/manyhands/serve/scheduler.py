@@ -23,11 +23,11 @@ from manyhands.serve.paged_cache import BlockPool, chained_digests
 class CachedSequence(Sequence):
     """One request's tokens, and where their keys and values lie."""
 
-    computed: int = field(default=0, init=False)  # positions whose keys and values lie in `table`
-    table: list[int] = field(default_factory=list, init=False)
+    num_computed_tokens: int = field(default=0, init=False)  # positions whose keys and values lie in `block_table`
+    block_table: list[int] = field(default_factory=list, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
-    reused: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
-    preempted: int = field(default=0, init=False)  # times that it gave its blocks back
+    num_cached_tokens: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
+    num_preemptions: int = field(default=0, init=False)  # times that it gave its blocks back
     siblings: "list[CachedSequence]" = field(default_factory=list, init=False)  # of the same request, itself among them
 
     @property
@@ -67,33 +67,33 @@ class Scheduler:
         if sequence.finish is None:
             sequence.finish = "cancelled"
             (self.running if sequence in self.running else self.waiting).remove(sequence)
-            self._give_back(sequence)
+            self._free(sequence)
 
     def plan(self) -> list[Work]:
         """The Work of one step: first one position of each that is writing, then prompts. Empty: nothing to do."""
         for sequence in list(self.running):  # the oldest first: it is never the one that gives way
             if sequence in self.running:
                 self._make_room(sequence)
-        writing = [s for s in self.running if s.computed == len(s.ids) - 1]
-        works = [Work(s, s.computed, s.computed + 1) for s in writing]
-        reading = [s for s in self.running if s.computed < len(s.ids) - 1]
+        writing = [s for s in self.running if s.num_computed_tokens == len(s.ids) - 1]
+        works = [Work(s, s.num_computed_tokens, s.num_computed_tokens + 1) for s in writing]
+        reading = [s for s in self.running if s.num_computed_tokens < len(s.ids) - 1]
         budget = self.prefill_tokens
         while budget > 0 and (sequence := reading.pop(0) if reading else self._admit()) is not None:
-            stop = min(len(sequence.ids), sequence.computed + budget)
-            works.append(Work(sequence, sequence.computed, stop))
-            budget -= stop - sequence.computed
+            stop = min(len(sequence.ids), sequence.num_computed_tokens + budget)
+            works.append(Work(sequence, sequence.num_computed_tokens, stop))
+            budget -= stop - sequence.num_computed_tokens
         return works
 
     def computed(self, work: Work) -> None:
         """The positions of `work` lie in the cache; who has finished makes room."""
         sequence, size = work.sequence, self.pool.block_size
-        sequence.computed = work.stop
+        sequence.num_computed_tokens = work.stop
         sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
         for i in range(work.start // size, work.stop // size):
-            self.pool.seal(sequence.table[i], sequence.digests[i])
+            self.pool.seal(sequence.block_table[i], sequence.digests[i])
         if sequence.finish is not None:
             self.running.remove(sequence)
-            self._give_back(sequence)
+            self._free(sequence)
 
     def unfinished(self) -> list[CachedSequence]:
         """Sequences that have drawn or computed something with the present model."""
@@ -110,32 +110,37 @@ class Scheduler:
         sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
         # at least the last token is computed: the next one is drawn from its logits
         table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
-        more = self.pool.take(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
+        more = self.pool.allocate(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
         if more is None:
-            self.pool.release(table)
+            self.pool.deallocate(table)
             return None
         self.waiting.popleft()
         self.running.append(sequence)
-        sequence.computed = len(table) * size
+        sequence.num_computed_tokens = len(table) * size
         if len(sequence.ids) == sequence.prompt_length:
-            sequence.reused = sequence.computed
-        sequence.table = table + more
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        sequence.block_table = table + more
         return sequence
 
     def _make_room(self, sequence):
         """A block for the position that `sequence` computes next, if need be by taking those of the youngest."""
-        while len(sequence.table) < self.pool.blocks_for(len(sequence.ids)):
-            if block := self.pool.take(1):
-                sequence.table += block
+        while len(sequence.block_table) < self.pool.blocks_for(len(sequence.ids)):
+            if block := self.pool.allocate(1):
+                sequence.block_table += block
                 continue
-            youngest = self.running.pop()
+            youngest = self.running[-1]
+            self._preempt(youngest)
             assert self.running, "all blocks together must hold one sequence"
-            self._give_back(youngest)
-            youngest.preempted += 1
-            self.waiting.appendleft(youngest)
             if youngest is sequence:
                 return
 
-    def _give_back(self, sequence):
-        self.pool.release(sequence.table)
-        sequence.table, sequence.computed = [], 0
+    def _preempt(self, sequence):
+        """Take the blocks of a running sequence. It waits in front of all others, and is computed again."""
+        self.running.remove(sequence)
+        self._free(sequence)
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _free(self, sequence):
+        self.pool.deallocate(sequence.block_table)
+        sequence.block_table, sequence.num_computed_tokens = [], 0

@@ -325,7 +325,7 @@ class Answer:
         prompt, drawn = sum(s.prompt_length for s in firsts), sum(len(s.ids) - s.prompt_length for s in sequences)
         return {
             "prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn,
-            "prompt_tokens_details": {"cached_tokens": sum(s.reused for s in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(s.num_cached_tokens for s in firsts)},
         }  # fmt: skip
 
     def _chunk(self, choices, **more):

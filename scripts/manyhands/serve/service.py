@@ -341,7 +341,7 @@ class Metrics:
         self.requests = make(Counter, "requests", "answers", ["route", "status"])
         self.ended = make(Counter, "generations", "texts, by why they ended", ["reason"])
         self.tokens = make(Counter, "tokens", "tokens: of prompts, found in the cache, drawn", ["kind"])
-        self.put_back = make(Counter, "put_back", "sequences that gave their blocks back to an older one")
+        self.preemptions = make(Counter, "preemptions", "sequences that gave their blocks back to an older one")
         self.candidates = make(Counter, "candidates", "checkpoints at the gate", ["verdict"])
         self.first_s = make(Histogram, "first_token_seconds", "to the first token", buckets=self.SECONDS)
         self.whole_s = make(Histogram, "request_seconds", "to the last token", buckets=self.SECONDS)
@@ -364,9 +364,9 @@ class Metrics:
         for choice in ticket.choices:
             sequence = choice.sequence
             self.ended.labels(reason or choice.finish).inc()
-            self.put_back.inc(sequence.preempted)
+            self.preemptions.inc(sequence.num_preemptions)
             self.tokens.labels("prompt").inc(sequence.prompt_length)
-            self.tokens.labels("reused").inc(sequence.reused)
+            self.tokens.labels("reused").inc(sequence.num_cached_tokens)
             self.tokens.labels("drawn").inc(len(sequence.ids) - sequence.prompt_length)
         if ticket.first_s is not None:
             self.first_s.observe(ticket.first_s)
