@@ -98,68 +98,84 @@ def main(argv=None, description=None, root=ROOT) -> int:
     except (ValueError, RanksError) as error:
         print(f"preflight: {error}", file=sys.stderr)
         return 2
-    console, started = Console(highlight=False, soft_wrap=True), time.monotonic()
-    timeout_s = options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S)
-    here, outcomes, queue_warnings = gather_metadata(root), {}, []
-    goes_on, last = flights.begin(output, options.resume)
-    if goes_on and (other := flights.changed(flights.read(output)["metadata"], here, flights.SAME_RUNS)):
-        console.print(f"nothing of the earlier preflight counts: {'; '.join(other)}")
-        goes_on = False
-    if goes_on:
-        outcomes = {run: outcome for run in runs if (outcome := run.earlier())}
-    for run in runs:
-        if run not in outcomes:
-            run.forget()
-    if outcomes:
-        console.print(f"{_count(len(outcomes), 'run')} of {len(runs)} went well before: kept")
-
-    def report(**more):
-        """Write what there is so far: (results, warnings)."""
-        made = [outcomes[run] for run in runs if run in outcomes]
-        results, missing = judge(made), len(runs) - len(made)
-        corpus = " and ".join(sorted(corpora(results))) or "none used by these runs"
-        metadata = here | {"corpus": corpus} | more
-        metadata["command"] = shlex.join(["python", "scripts/preflight.py", *argv])
-        warnings = [*queue_warnings, *[OFFLINE] * ("offline" in corpora(results))]
-        warnings += [] if options.notebooks or has_mpiexec() else [NO_MPIEXEC]
-        if last:
-            warnings += flights.worse(last, metadata, made)
-            since = flights.changed(last["metadata"], metadata) or ["nothing has changed"]
-            metadata["since"] = "; ".join([last["metadata"]["when"], *since])
-        make_private(output)
-        flights.write(output, metadata, made, finished=not missing)
-        text = page(output, results, metadata, warnings, time.monotonic() - started, missing)
-        write_whole(output / "report.html", text)
-        write_junit(output / "junit.xml", results, metadata)
-        return results, warnings
-
+    command = shlex.join(["python", "scripts/preflight.py", *argv])
+    preflight = Preflight(root, output, command, runs, options.resume, needs_mpiexec=not options.notebooks)
     try:
         with sigterm_interrupts():
-            carry_out(runs, timeout_s, console, outcomes, report)
-            if options.submit:
-                here["submitted"], well = try_queue()
-                queue_warnings += [] if well else [here["submitted"]]
+            preflight.run(options.timeout or (TIMEOUT_S if kind == "cpu" else GPU_TIMEOUT_S), options.submit)
     except KeyboardInterrupt:
-        report()
-        ended = f"interrupted after {len(outcomes)} of {_count(len(runs), 'run')}; all its runs were ended"
+        preflight.report()
+        ended = f"interrupted after {len(preflight.outcomes)} of {_count(len(runs), 'run')}; all its runs were ended"
         cure = "go on with --resume"
         print(f"preflight: {ended}; report: {output / 'report.html'}; {cure}", file=sys.stderr)
         return 130
-    results, warnings = report()
-    # what a short run measures is not what a lesson shows
-    if recorded := [] if options.short else export_recorded(results, output / "recorded"):
-        branch = f"preflight-{time.strftime('%Y%m%d-%H%M%S')}-{Allocation.find().job}"
-        take = flights.propose(recorded, root, branch, output / "recorded.patch")
-        report(recorded=f"{', '.join(path.name for path in recorded)} in {output / 'recorded'}; to keep them: {take}")
-    state, verdict = verdict_of(results, warnings)
-    bad = [f"{result.lesson.name} {said}" for result in results for said in result.complaints]
-    lines = [(line, "bold red") for line in bad] + [(f"warning: {warning}", "yellow") for warning in warnings]
-    for line, style in [*lines, (verdict, "bold red" if state == "broken" else "bold green")]:
-        console.print(line, style=style, markup=False)
-    if recorded:
-        console.print(f"recorded on GPUs, in {output / 'recorded'}; to have them in assets/recorded: {take}")
-    console.print(f"report: {output / 'report.html'}")
-    return 1 if state == "broken" else 0
+    return preflight.conclude(records=not options.short)  # what a short run measures is not what a lesson shows
+
+
+class Preflight:
+    """The runs of one preflight, their outcomes so far, and the files in `output` that tell them."""
+
+    def __init__(self, root, output, command, runs, resume, needs_mpiexec):
+        self.root, self.output, self.runs, self.needs_mpiexec = root, output, runs, needs_mpiexec
+        self.console, self.started = Console(highlight=False, soft_wrap=True), time.monotonic()
+        self.metadata = gather_metadata(root) | {"command": command}
+        self.outcomes, self.queue_warnings = {}, []
+        goes_on, self.last = flights.begin(output, resume)
+        if goes_on:
+            other = flights.changed(flights.read(output)["metadata"], self.metadata, flights.SAME_RUNS)
+            if other:
+                self.console.print(f"nothing of the earlier preflight counts: {'; '.join(other)}")
+            else:
+                self.outcomes = {run: outcome for run in runs if (outcome := run.earlier())}
+        for run in runs:
+            if run not in self.outcomes:
+                run.forget()
+        if self.outcomes:
+            self.console.print(f"{_count(len(self.outcomes), 'run')} of {len(runs)} went well before: kept")
+
+    def run(self, timeout_s, submit):
+        """Carry out the runs that have no outcome yet, and report after each; then submit a job, if that is wanted."""
+        carry_out(self.runs, timeout_s, self.console, self.outcomes, self.report)
+        if submit:
+            self.metadata["submitted"], well = try_queue()
+            self.queue_warnings += [] if well else [self.metadata["submitted"]]
+
+    def report(self, **more):
+        """Write what there is so far: (results, warnings)."""
+        made = [self.outcomes[run] for run in self.runs if run in self.outcomes]
+        results, missing = judge(made), len(self.runs) - len(made)
+        corpus = " and ".join(sorted(corpora(results))) or "none used by these runs"
+        metadata = self.metadata | {"corpus": corpus} | more
+        warnings = [*self.queue_warnings, *[OFFLINE] * ("offline" in corpora(results))]
+        warnings += [NO_MPIEXEC] if self.needs_mpiexec and not has_mpiexec() else []
+        if self.last:
+            warnings += flights.worse(self.last, metadata, made)
+            since = flights.changed(self.last["metadata"], metadata) or ["nothing has changed"]
+            metadata["since"] = "; ".join([self.last["metadata"]["when"], *since])
+        make_private(self.output)
+        flights.write(self.output, metadata, made, finished=not missing)
+        text = page(self.output, results, metadata, warnings, time.monotonic() - self.started, missing)
+        write_whole(self.output / "report.html", text)
+        write_junit(self.output / "junit.xml", results, metadata)
+        return results, warnings
+
+    def conclude(self, records) -> int:
+        """Print the verdict; with `records`, propose the figures from GPUs for assets/recorded. Return the status."""
+        results, warnings = self.report()
+        folder = self.output / "recorded"
+        if recorded := export_recorded(results, folder) if records else []:
+            branch = f"preflight-{time.strftime('%Y%m%d-%H%M%S')}-{Allocation.find().job}"
+            take = flights.propose(recorded, self.root, branch, self.output / "recorded.patch")
+            self.report(recorded=f"{', '.join(path.name for path in recorded)} in {folder}; to keep them: {take}")
+        state, verdict = verdict_of(results, warnings)
+        bad = [f"{result.lesson.name} {said}" for result in results for said in result.complaints]
+        lines = [(line, "bold red") for line in bad] + [(f"warning: {warning}", "yellow") for warning in warnings]
+        for line, style in [*lines, (verdict, "bold red" if state == "broken" else "bold green")]:
+            self.console.print(line, style=style, markup=False)
+        if recorded:
+            self.console.print(f"recorded on GPUs, in {folder}; to have them in assets/recorded: {take}")
+        self.console.print(f"report: {self.output / 'report.html'}")
+        return 1 if state == "broken" else 0
 
 
 # ------------------------------------------------------------------ which runs, and how many at once
@@ -411,8 +427,10 @@ def page(folder, results, metadata, warnings, seconds, missing=0) -> str:
     state, verdict = verdict_of(results, warnings, missing)
     slow = [f"{o.run.lesson.name} as a {o.run.title} took {o.slow}" for o in outcomes if o.slow]
     what = f"{_count(len(results), 'lesson')}, {_count(len(outcomes), 'run')} in {duration(seconds)}"
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(PAGE).render(
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("manyhands.tools", ""), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    return templates.get_template("report.html.j2").render(
         state=state, verdict=verdict, sentence=f"{what}, {metadata['when']} on {metadata['host']}",
         notices=[f"warning: {text}" for text in warnings] + [f"slow: {text}" for text in slow],
         columns=list(dict.fromkeys(outcome.run.title for outcome in outcomes)), results=results,
@@ -455,53 +473,3 @@ def write_junit(path, results, metadata):
     xml = JUnitXml()
     xml.add_testsuite(suite)
     xml.write(str(path), pretty=True)
-
-
-# light or dark as the reader's system asks, readable from a phone to a projector
-PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ verdict }} - Many Hands preflight</title><style>
-:root { color-scheme:light dark; --ok:light-dark(#0b7a53,#5fd0a2); --slow:light-dark(#8a5a00,#f0bd5c);
-  --failed:light-dark(#b3261e,#ff8d84); --soft:light-dark(#5b6570,#9aa5b1) }
-body { max-width:1440px; margin:24px auto; padding:0 20px; font:16px/1.5 system-ui,sans-serif }
-h1.ready,.ok { color:var(--ok) } h1.warned,.slow { color:var(--slow) } h1.broken,.failed { color:var(--failed) }
-small,.soft { color:var(--soft) }
-div,pre { overflow-x:auto } pre { max-height:26rem } pre,code { overflow-wrap:anywhere }
-table { border-spacing:0 } th,td { text-align:left; padding:8px 12px; border-top:1px solid; vertical-align:top }
-</style></head>
-<body><p class="soft">Many Hands preflight</p><h1 class="{{ state }}">{{ verdict }}</h1><p>{{ sentence }}</p>
-{% for text in notices %}<p class="slow">{{ text }}</p>{% endfor %}
-
-<h2>Lessons</h2>
-<div><table>
-<thead><tr><th>lesson</th><th>metrics</th>{% for title in columns %}<th>{{ title }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for result in results %}
-<tr><th>{{ result.lesson.name }}</th>
-{% if result.differences %}<td class="failed">differ</td>
-{% elif not result.compared %}<td class="soft">nothing to compare</td>
-{% else %}<td class="ok">agree<br><small>{{ result.compared }} runs</small></td>{% endif %}
-{% for title in columns %}
-{% set outcome = result.outcomes|selectattr("run.title", "equalto", title)|first %}
-{% if not outcome %}<td class="soft">not run</td>{% else %}
-<td><b class="{{ outcome.state }}">{{ outcome.state }}</b> {{ duration(outcome.ended.seconds) }}<br>
-<small>{{ "%.2f"|format(outcome.ended.peak_bytes / 2**30) }} GiB
-{% for name, path in outcome.files %}<a href="{{ link(path) }}">{{ name }}</a> {% endfor %}</small></td>
-{% endif %}{% endfor %}</tr>
-{% endfor %}
-</tbody></table></div>
-<p class="soft">Seconds from start to end, and the most memory that all processes of the run held together
-(on its first node).</p>
-
-{% if cards %}<h2>What broke</h2>{% endif %}
-{% for what, says, detail, again in cards %}
-<h3>{{ what }}</h3><p><code class="failed">{{ says }}</code></p>
-{% if detail %}<details><summary>in full</summary><pre>{{ detail }}</pre></details>{% endif %}
-{% for command in again %}<p class="soft">again: <code>{{ command }}</code></p>{% endfor %}
-{% endfor %}
-
-<h2>Where this ran</h2>
-<table>{% for name, text in metadata.items() %}<tr><th>{{ name }}</th><td>{{ text }}</td></tr>{% endfor %}</table>
-</body></html>
-"""
