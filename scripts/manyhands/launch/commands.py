@@ -5,7 +5,6 @@ Commands are lists from end to end: what people give as flags never meets a shel
     python -m manyhands.launch.commands FLAGS     # torchrun, without the pages that it prints when a rank fails
 """
 
-import importlib.util
 import logging
 import os
 import platform
@@ -65,10 +64,10 @@ def command_for(
     slurm = where.kind.startswith("slurm")
     starter = starter or ("srun" if slurm else "mpiexec" if nodes > 1 else "torchrun")
     nproc = nproc or ranks_on_a_node(where, environ)
-    torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
-    if starter == "torchrun" and nodes == 1:
-        return [*torchrun, "--standalone", *program]
     if starter == "torchrun":
+        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
+        if nodes == 1:
+            return [*torchrun, "--standalone", *program]
         meet = [f"--nnodes={nodes}", RENDEZVOUS, f"--rdzv-id={where.job}"]
         meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
@@ -81,12 +80,13 @@ def command_for(
 
 
 def _torchrun_flags():
-    """What makes torchrun pass on a request to leave, as far as this torch knows it."""
-    found = importlib.util.find_spec("torch")
-    known = Path(found.origin).with_name("distributed").joinpath("run.py").read_text() if found else ""
+    """Flags that make torchrun pass on a request to leave. torch 2.9 has none of them."""
+    from torch.distributed.run import get_args_parser  # late: it brings torch
+
+    known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
     wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
-    return [f"{flag}={value}" for flag, value in wanted.items() if f'"{flag}"' in known]
+    return [f"{flag}={value}" for flag, value in wanted.items() if flag in known]
 
 
 def _one_per_node(where, environ):
