@@ -377,7 +377,7 @@ def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
     assert "--nproc 2 " in run_job(course, FILES[1], **environ).stdout
 
 
-@pytest.mark.parametrize("name", ALL_FILES[:6])
+@pytest.mark.parametrize("name", ALL_FILES[:2])
 def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(course, tmp_path, name):
     for place in ("remembered", "named"):
         (tmp_path / place / "bin").mkdir(parents=True)
@@ -390,7 +390,7 @@ def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one
         (course / ".manyhands-env").unlink()
 
 
-@pytest.mark.parametrize("name", ALL_FILES[:6])
+@pytest.mark.parametrize("name", ALL_FILES[:2])
 def test_outside_the_course_a_job_says_where_to_submit_it_from(course, name, tmp_path):
     done = run_job(course, name, cwd=tmp_path)
     assert done.returncode == 2

@@ -134,7 +134,7 @@ models = st.builds(
 )  # fmt: skip
 
 
-examples = pytest.mark.parametrize("examples", [8, pytest.param(30, marks=pytest.mark.full)])
+examples = pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.full)])
 
 
 @examples

@@ -88,14 +88,8 @@ def reference():
 
 CASES = {
     "flat": dict(strategy="ddp", all_reduce="flat", micro_batch=1),
-    "ddp": dict(strategy="ddp", all_reduce="buckets", activation_checkpointing="selective"),
-    "zero1": dict(strategy="zero1"),
     "fsdp": dict(strategy="fsdp", activation_checkpointing="block"),
-    "tp": dict(strategy="tp"),
     "tp, sequence and loss parallel": dict(strategy="tp", sequence_parallel=True, loss_parallel=True),
-    "fsdp x tp, sequence parallel": dict(strategy="fsdp", tensor=2, sequence_parallel=True),
-    "pp": dict(strategy="pp"),
-    "pp, interleaved": dict(strategy="ddp", pipeline=2, schedule="Interleaved1F1B"),
     "pp, zero bubble": dict(strategy="ddp", pipeline=2, schedule="ZBVZeroBubble"),
     "pp x tp": dict(strategy="ddp", pipeline=2, tensor=2, sequence_parallel=True, activation_checkpointing="block"),
 }

@@ -171,7 +171,7 @@ EXPERTS = {
 
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [("ddp over 2 of 4", "fsdp over 2"), ("zero1", "ddp over 4"), ("fsdp over 2", "fsdp"), ("fsdp", "ddp over 2 of 4")],
+    [("zero1", "ddp over 4"), ("fsdp over 2", "fsdp")],
 )
 def test_a_mixture_goes_on_with_its_experts_over_another_number_of_ranks(pool, mixture, saves, resumes, tmp_path):
     saved = train(pool, EXPERTS[saves], tmp_path, MIXTURE)
@@ -187,7 +187,7 @@ def mixture(pool, tmp_path_factory):
     return train(pool, ONE, tmp_path_factory.mktemp("mixture"), MIXTURE)[0]
 
 
-@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize("layout", ["ddp over 2 of 4", "fsdp over 2"])  # the others hold what dense models hold
 def test_a_mixture_resumed_on_its_own_layout_continues_bit_for_bit(pool, layout, tmp_path):
     whole = train(pool, EXPERTS[layout], tmp_path, MIXTURE)
     continued = train(pool, EXPERTS[layout], tmp_path, MIXTURE, interrupted_at_2(whole, tmp_path / "cut"))

@@ -1,14 +1,8 @@
 """The widgets as a reader meets them: in real JupyterLab in real Chromium, by mouse and keyboard."""
 
-import base64
-import re
-
 import nbformat
 import pytest
 from lab import Lab, chromium, opened
-from manyhands.widgets.display import png
-from manyhands.widgets.floats import floats_picture
-from manyhands.widgets.memory import memory_picture
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -72,33 +66,6 @@ class Widget:
         (role,) = {role for controls in CONTROLS.values() for role, known in controls if known == name}
         return self.output.get_by_role(role, name=name, exact=True)
 
-    def choose(self, name, option):
-        self.control(name).select_option(option)
-
-    def choose_by_keys(self, name, *keys):
-        """Open a dropdown with the space bar and go to an option; while it is closed, JupyterLab takes arrow keys."""
-        self.control(name).focus()
-        self.keys.press("Space")
-        self.output.page.wait_for_function("document.querySelector('select:open')")
-        for key in (*keys, "Enter"):
-            self.keys.press(key)
-
-    def type(self, name, text):
-        self.control(name).fill(text)
-        self.keys.press("Enter")
-
-    def says(self, pattern):
-        """The picture's text, once all of it matches the pattern."""
-        from playwright.sync_api import expect
-
-        expect(self.picture).to_have_attribute("alt", re.compile(f"^{pattern}$"), timeout=60_000)
-        return self.picture.get_attribute("alt")
-
-    def shows(self, figure):
-        """Whether the picture is the one that the function draws."""
-        source = self.picture.get_attribute("src")
-        return base64.b64decode(source.removeprefix("data:image/png;base64,")) == png(figure)
-
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_widget_appears_with_its_picture_and_no_label_is_cut_off(notebook, name):
@@ -125,37 +92,3 @@ def test_the_tab_key_reaches_every_control_and_each_has_a_name(notebook, name):
     for control in controls:
         assert control.and_(focus).count(), control
         widget.keys.press("Tab")
-
-
-def test_a_number_its_bits_and_what_is_stored_follow_each_other(notebook):
-    widget = Widget(notebook, "show_floats")
-    widget.type("number", "1.5")
-    widget.says(r"the bits of 1\.5\..* bf16: 0 01111111 1000000, normal: \+1\.5 x 2\^0 = 1\.5;.*")
-    bits = widget.control("sign exponent fraction")
-    bits.click()
-    widget.keys.press("End")
-    widget.keys.press("Shift+ArrowLeft")
-    widget.keys.type("1")
-    widget.keys.press("Enter")
-    widget.says(r"the bits of 1\.5078125\..* fp16: 0 01111 1000001000, .*")
-    assert widget.control("number").input_value() == str(1.5 + 2**-7)
-    widget.control("one up").click()
-    widget.says(r"the bits of 1\.515625\..*")
-    assert bits.input_value() == "0 01111111 1000010" and widget.shows(floats_picture(1.5 + 2 * 2**-7)[0])
-    widget.choose("bits in", "fp16")
-    widget.control("one down").press("Enter")
-    widget.says(r"the bits of 1\.514648438\..* fp16: 0 01111 1000001111, .*")
-    assert bits.input_value() == "0 01111 1000001111"
-    widget.choose("or take", "70000")
-    widget.says(r"the bits of 70000\..* fp16: 0 11111 0000000000, infinity: \+inf")
-    assert widget.shows(floats_picture(70000)[0])
-
-
-def test_a_dropdown_is_chosen_by_keys_and_the_picture_follows(notebook):
-    widget = Widget(notebook, "show_memory")
-    widget.choose_by_keys("ranks", "ArrowUp", "ArrowUp")
-    widget.says("GB on each of 16 ranks .*")
-    widget.type("memory of a device", "27")
-    widget.choose("unit", "GiB")
-    widget.says("GiB on each of 16 ranks .*")
-    assert widget.shows(memory_picture(ranks=16, device=27, unit="GiB")[0])
