@@ -157,7 +157,8 @@ def pages_of_lessons(notebooks, table, decks=()):
             everything, can = head(notebooks[row.name])
             file = f"notebooks/{row.name}.ipynb"
             slides = f'<a href="slides/{row.name}.html">Slides</a>' if row.name in decks else ""
-            lines.append(f"| {row.number} | [{row.title}]({file}){slides and f' · {slides}'} | {row.core} | {everything} |")
+            title = " · ".join(filter(None, (f"[{row.title}]({file})", slides)))
+            lines.append(f"| {row.number} | {title} | {row.core} | {everything} |")
             intro = f"{row.core} minutes, {everything} with the sections marked MORE. {slides}\n\nAfter it you can"
             parts.append(f"## [{row.number} {row.title}]({file})\n\n{intro}\n\n{with_links(can, file)}")
             names.append(f"notebooks/{row.name}")
