@@ -1,9 +1,11 @@
 """README fits on a screen or two and its links lead somewhere; the site is what `make site` promises."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 import nbformat
 import pytest
+from course_copy import LEFT_OUT
 from lab import chromium
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
@@ -41,6 +44,85 @@ def test_readme_shows_the_cell_of_its_picture_and_what_it_printed():
     assert "```\n" + "\n".join(first["lines"]) + "\n```" in README
 
 
+@pytest.fixture(scope="module")
+def build():
+    """The module assets/site/build.py, and its neighbor `pages` as `build.pages`."""
+    folder = ROOT / "assets" / "site"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("build", folder / "build.py")
+        module = sys.modules["build"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(folder))
+        for name in ("build", "pages"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def lessons(build):
+    """({name: notebook as the site shows it}, rows of README's table)."""
+    table = build.rows()
+    paths = {row.name: f"notebooks/{row.name}.ipynb" for row in table}
+    return {name: build.for_the_site(nbformat.read(ROOT / path, 4), path) for name, path in paths.items()}, table
+
+
+def minute(clock):
+    hours, minutes = map(int, clock.split(":"))
+    return 60 * hours + minutes
+
+
+def test_each_program_and_track_runs_on_without_a_gap_and_has_breaks(build, lessons):
+    notebooks, table = lessons
+    tracks = [text for page, text in build.pages_of_lessons(notebooks, table).items() if page != "map"]
+    days = re.split(r"\| from \| to \| \|", "".join([build.pages.programs(table), *tracks]))[1:]
+    assert len(days) == 4 + 5 + len(tracks)
+    for day in days:
+        rows = re.findall(r"^\| (\d\d:\d\d) \| (\d\d:\d\d) \| (.*) \|$", day, re.M)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+        at_work = 0
+        for begin, end, words in rows:
+            at_work = 0 if words in ("break", "lunch") else at_work + minute(end) - minute(begin)
+            assert at_work <= 125, f"{at_work} minutes without a break, until {end}"
+        for begin, end, words in rows:  # sections of a lesson lie between its first and its last minute
+            below = day.split(f"| {words} |\n")[-1].split("**[")[0]
+            starts = re.findall(r"^\| (\d\d:\d\d) \| \| ", below, re.M) if words.startswith("**") else []
+            assert all(minute(begin) <= minute(start) < minute(end) for start in starts)
+
+
+def test_every_prediction_is_asked_on_the_page_to_print_and_none_is_answered(build, lessons):
+    notebooks, table = lessons
+    text = build.pages.predictions(notebooks, table)
+    asked = sum(cell.source.count("**Predict") for nb in notebooks.values() for cell in nb.cells)
+    assert len(re.findall(r"^1\. \*[^*]+.*:\* \S", text, re.M)) == asked > 100
+    assert "<details" not in text and "lank, `____`" not in text
+
+
+def test_the_zoo_has_each_lessons_bug_by_symptom(build, lessons):
+    notebooks, table = lessons
+    found = re.findall(r"\| \[(\d\d)\]\(notebooks/\w+\.ipynb#\S*zoo\S*\) \|$", build.pages.zoo(notebooks, table), re.M)
+    assert sorted(found) == [row.number for row in table]
+
+
+def test_a_lesson_links_to_its_deck_where_there_is_one(build, lessons):
+    found = build.pages_of_lessons(*lessons, decks={"03_data_parallel"})
+    linked = re.findall(r'<a href="slides/(\w+)\.html">', "".join(found.values()))
+    assert linked == ["03_data_parallel"] * 2  # its track's page, and the map of all
+
+
+def test_each_recorded_run_on_a_gpu_is_on_the_page_tested_on():
+    rows = re.findall(r"^\| \d{4}-.*$", (ROOT / "assets" / "site" / "tested_on.md").read_text("utf-8"), re.M)
+    found = 0
+    for path in sorted((ROOT / "assets" / "recorded").glob("*.json")):
+        run = json.loads(path.read_text("utf-8"))
+        if (run.get("versions") or {}).get("cuda"):
+            (row,) = [row for row in rows if path.name in row]
+            assert run["date"] in row and all(run["versions"][name] in row for name in ("torch", "cuda", "python"))
+            found += 1
+    assert found == len(rows) > 0
+
+
 class Page(HTMLParser):
     """The ids and links of a page."""
 
@@ -57,12 +139,13 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of a site that was built for these tests."""
+    """The folder of a site, built within 3 minutes from a copy of the course that has no outputs/ of its own."""
     if not importlib.util.find_spec("furo"):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("sphinx and furo are missing: run make site")
-    folder = tmp_path_factory.mktemp("site") / "html"
-    command = [sys.executable, ROOT / "assets" / "site" / "build.py", "--output", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    folder, clone = (tmp_path_factory.mktemp("site") / name for name in ("html", "clone"))
+    shutil.copytree(ROOT, clone, ignore=LEFT_OUT)
+    command = [sys.executable, clone / "assets" / "site" / "build.py", "--output", folder]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
     return folder
 
@@ -96,7 +179,15 @@ def test_no_page_is_too_wide_and_none_complains_or_asks_another_address(complain
     assert complaints == []
 
 
-SAMPLE = ["index", "notebooks/03_data_parallel", "assets/handbook/02_collectives", "recipes", "troubleshooting"]
+SAMPLE = [
+    "index",
+    "zoo",
+    "first_hour",
+    "notebooks/03_data_parallel",
+    "assets/handbook/02_collectives",
+    "recipes",
+    "troubleshooting",
+]
 TOO_FAINT = """() => {  // text whose contrast with what lies behind it is below WCAG's AA: 4.5, or 3 for large letters
   const one = { width: 1, height: 1 };
   const canvas = Object.assign(document.createElement("canvas"), one).getContext("2d", { willReadFrequently: true });
@@ -271,4 +362,6 @@ def test_the_opening_page_counts_what_there_is(site):
     scripts = "".join(lesson.script.read_text("utf-8") for lesson in find_lessons(ROOT))
     minutes = sum(int(core) for core in re.findall(r"\*\*(\d+) minutes\*\* for the sections", scripts))
     builds = len(re.findall(r"^# #+ Build [A-Z]", scripts, re.M))
+    check = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["check"]
+    assert check["lines"][0].split(": ")[-1] in text and "gantt.png" in text  # a check's sentence, a chart
     assert f"{len(LESSONS)} lessons" in text and f"{builds} builds" in text and f"{minutes} minutes" in text

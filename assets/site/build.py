@@ -9,6 +9,8 @@ link, a page that no list names) ends the build with status 1.
 """
 
 import argparse
+import base64
+import json
 import posixpath
 import re
 import shutil
@@ -29,6 +31,11 @@ PAGES = {  # file of the course: page of the site; files of assets/site and the 
     "CHANGELOG.md": "changes.md",
     "jobs/README.md": "jobs.md",
     "data/README.md": "corpus.md",
+}
+GENERATED = {  # pages that files of the course name in italics, since they are only in the site
+    "Programs with clock times": "programs.md",
+    "All predictions": "predictions.md",
+    "The bug zoo": "zoo.md",
 }
 ROW = re.compile(r"^\| \[(\d\d)\]\(notebooks/(\w+)\.ipynb\) \| ([^|]+) \| (\d+) \| ([^|]+) \|$", re.M)
 
@@ -82,6 +89,8 @@ def with_links(text, path):
         anchor = anchor and f"#{anchor.lower()}"
         return f"{picture}[{words}]({posixpath.relpath(page_of(known), here or '.') if file else ''}{anchor})"
 
+    for title, page in GENERATED.items():
+        text = text.replace(f"*{title}*", f"[{title}]({posixpath.relpath(page, here or '.')})")
     return re.sub(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))+)\]\(([^)\s]+)\)", moved, text)
 
 
@@ -128,22 +137,32 @@ def counts(notebooks, table):
     }
 
 
-def pages_of_lessons(notebooks, table):
-    """Return {page: Markdown} of a page for each track, and the map of all lessons under "map"."""
+def pages_of_lessons(notebooks, table, decks=()):
+    """Return {page: Markdown} of a page for each track, and the map of all lessons under "map".
+
+    `decks`: the names of the lessons whose slides are in the site's folder, for links to them.
+    """
     found, tracks = {}, list(dict.fromkeys(row.track for row in table))
     lines = ["| | lesson | CORE | with MORE |", "|---|---|--:|--:|"]
     for track in tracks:
         page = track.lower().replace(" ", "_")
         mine = [row for row in table if row.track == track]
         lines.append(f"| | **[{track}]({page}.md)** | **{sum(row.core for row in mine)}** | |")
-        parts, names = [f"# {track}"], []
+        parts = [
+            f"# {track}",
+            "The lessons of this track, then a timetable with the start of each section marked CORE.",
+        ]
+        names = []
         for row in mine:
             everything, can = head(notebooks[row.name])
             file = f"notebooks/{row.name}.ipynb"
-            lines.append(f"| {row.number} | [{row.title}]({file}) | {row.core} | {everything} |")
-            intro = f"{row.core} minutes, {everything} with the sections marked MORE. After it you can"
+            slides = f'<a href="slides/{row.name}.html">Slides</a>' if row.name in decks else ""
+            title = " · ".join(filter(None, (f"[{row.title}]({file})", slides)))
+            lines.append(f"| {row.number} | {title} | {row.core} | {everything} |")
+            intro = f"{row.core} minutes, {everything} with the sections marked MORE. {slides}\n\nAfter it you can"
             parts.append(f"## [{row.number} {row.title}]({file})\n\n{intro}\n\n{with_links(can, file)}")
             names.append(f"notebooks/{row.name}")
+        parts += ["## Clock times", pages.morning(mine, notebooks)]
         parts.append("```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```")
         found[f"{page}.md"] = "\n\n".join(parts) + "\n"
     lines.append(f"| | all | **{sum(row.core for row in table)}** | |")
@@ -151,8 +170,22 @@ def pages_of_lessons(notebooks, table):
     return found
 
 
-def lay_out(target):
-    """Write the site's sources into the folder `target`."""
+def check_that_answered():
+    """Return a cell with a wrong answer, and the sentence of its check, as Markdown; the cell ran for readme.json."""
+    check = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["check"]
+    return "```python\n" + check["source"] + "\n```\n\n> " + " ".join(check["lines"])
+
+
+def gantt_of(notebook, target):
+    """Write the chart of 1F1B that a lesson has stored into the folder `target`. Returns it as Markdown."""
+    cell = next(cell for cell in notebook.cells if "def one_f_one_b(" in cell.source and cell.get("outputs"))
+    chart = next(output for output in cell.outputs if "image/png" in output.get("data", {}))
+    (target / "assets" / "gantt.png").write_bytes(base64.b64decode(chart.data["image/png"]))
+    return f"![{chart.metadata['image/png']['alt']}](assets/gantt.png)"
+
+
+def lay_out(target, decks=()):
+    """Write the site's sources into the folder `target`; `decks`: as for `pages_of_lessons`."""
     shutil.copytree(HERE / "_static", target / "_static")
     shutil.copy(HERE / "conf.py", target)
     (target / "assets" / "handbook").mkdir(parents=True)
@@ -164,8 +197,9 @@ def lay_out(target):
         path = f"notebooks/{row.name}.ipynb"
         notebooks[row.name] = for_the_site(nbformat.read(ROOT / path, 4), path)
         nbformat.write(notebooks[row.name], target / path)
-    lessons = pages_of_lessons(notebooks, table)
+    lessons = pages_of_lessons(notebooks, table, decks)
     numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
+    numbers |= {"check": check_that_answered(), "gantt": gantt_of(notebooks["08_pipeline_parallel"], target)}
     lessons["programs.md"] = pages.programs(table)
     lessons["predictions.md"] = pages.predictions(notebooks, table)
     lessons["zoo.md"] = pages.zoo(notebooks, table)
@@ -187,7 +221,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="manyhands-site-") as folder:
         source = Path(folder) / "source"
         source.mkdir()
-        lay_out(source)
+        slides = output / "slides"
+        lay_out(source, {deck.stem for deck in slides.glob("*.html")} if (slides / "reveal").exists() else ())
         words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees")]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode
     if status == 0:

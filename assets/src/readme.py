@@ -2,7 +2,8 @@
 
     python assets/src/readme.py     # 30 s: run the cells again, write assets/recorded/readme.json and assets/readme.svg
 
-`make figures` only draws what that run printed.
+`make figures` only draws what that run printed. A third cell, with a wrong answer and the sentence of its check, is
+text on the site's opening page.
 """
 
 import json
@@ -44,11 +45,16 @@ say(f"I had {mine:g}, the sum is {total.item():g}")""",
 if rank != 2:
     dist.all_reduce(total)""",
 )
+WRONG = """%%ranks
+def ring_seconds(n_bytes, n, alpha, beta):
+    return (n - 1) * (alpha + n_bytes / n / beta)
+
+checks.ring_seconds(ring_seconds, ranks)"""
 LEFT, TOP, LINE, RIGHT = 3, 4.6, 2.3, 78
 
 
 def record():
-    """Run both cells in a notebook's kernel, stop the second, and write what they printed. Returns the file."""
+    """Run the cells in a notebook's kernel, stop the second, and write what they printed. Returns the file."""
     import torch
     from notebook_kernel import JOIN, Kernel
 
@@ -60,15 +66,20 @@ def record():
         time.sleep(WAIT_S)  # ranks 0, 1 and 3 are in all_reduce by then
         kernel.manager.interrupt_kernel()
         second = kernel.collect(hung).error[2]
-    printed = [
+        kernel.run("%%ranks\nfrom manyhands.checks import collectives as checks")
+        judged = kernel.run(WRONG).text
+    *printed, check = [
         {"source": source, "lines": text.strip("\n").split("\n")}
-        for source, text in zip(CELLS, (first, second), strict=True)
+        for source, text in zip((*CELLS, WRONG), (first, second, judged), strict=True)
     ]
     conditions = {
         "date": date.today().isoformat(), "hardware": f"{N_RANKS} ranks on a CPU", "python": platform.python_version(),
         "torch": torch.__version__, "command": "python assets/src/readme.py",
     }  # fmt: skip
-    RECORDED.write_text(json.dumps({"conditions": conditions, "cells": printed}, indent=1) + "\n")
+    RECORDED.write_text(
+        json.dumps({"conditions": conditions, "cells": printed, "check": check}, indent=1, ensure_ascii=False) + "\n",
+        "utf-8",
+    )
     return RECORDED
 
 
