@@ -9,7 +9,8 @@ to a server, which has imported torch and forks; then it passes signals on, and 
 launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command
 line and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the
 fork. What a fork leaves in its group of processes is killed when it ends. On a node of tests/slurm_nodes.py it has that
-node's name and addresses.
+node's name and addresses. What forks import beyond that is compiled once for all, also where Python is told to keep no
+bytecode.
 """
 
 import array
@@ -30,7 +31,8 @@ PRELOAD = (
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.distributed.run",
     "numpy", "rich.console", "tyro", "matplotlib.figure", "ipykernel.ipkernel", "ipyparallel.engine.app", "nbformat",
     "pydantic.dataclasses", "pydantic.type_adapter", "plotext", "safetensors.torch",
-    "papermill.cli", "torch.profiler", "matplotlib.backends.backend_agg",
+    "papermill.cli", "torch.profiler", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
+    "torch.distributed.optim", "torch.utils.flop_counter", "tabulate", "sqlite3", "psutil",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
@@ -316,6 +318,26 @@ def end_at_once():
     os._exit(_status[0])
 
 
+def save_less_often():
+    """papermill writes the whole notebook before and after each cell, texts too: 5 s of a lesson. Here it does so
+    before each cell of code, and at the end."""
+    from papermill.engines import NotebookExecutionManager as Manager
+
+    def unsaved(step, kinds):
+        def stepped(self, cell, *rest, **named):
+            if cell.cell_type in kinds:
+                self.save = lambda: None
+            try:
+                return step(self, cell, *rest, **named)
+            finally:
+                vars(self).pop("save", None)
+
+        return stepped
+
+    Manager.cell_start = unsaved(Manager.cell_start, ("markdown", "raw"))
+    Manager.cell_complete = unsaved(Manager.cell_complete, ("markdown", "raw", "code"))
+
+
 def without_our_frames(kind, error, trace):
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -333,6 +355,8 @@ if __name__ == "__main__":
     sys.modules["rfc3987_syntax"] = None  # as in conftest
     for _module in PRELOAD:
         importlib.import_module(_module)
+    save_less_often()
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.dirname(sys.argv[1])  # outside the tree
     for _kept in weakref.finalize._registry:  # torch's operators, each taken apart by itself
         _kept.atexit = False
     del sys.path[0]  # this folder: the tests' modules are not the programs'

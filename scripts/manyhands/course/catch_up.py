@@ -11,6 +11,7 @@ A solution is text in both forms of a lesson: a Python block in `<details>`, whi
 
 import ast
 import dis
+import functools
 import linecache
 import re
 from types import CodeType, FunctionType
@@ -103,7 +104,11 @@ DEFINITIONS = ast.FunctionDef, ast.ClassDef
 
 def _definitions(script):
     """{name: (file, nodes that define it)} of a lesson; a solution is taken with its imports and helpers."""
-    text = script.read_text("utf-8")
+    return _definitions_of(script, script.read_text("utf-8"))
+
+
+@functools.lru_cache(maxsize=1)  # each check of an exercise that is not attempted asks for them
+def _definitions_of(script, text):
     found = {}
     for node in ast.parse(text).body:
         if isinstance(node, DEFINITIONS) and not _is_stub(node):
