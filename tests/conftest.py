@@ -27,6 +27,7 @@ sys.modules["rfc3987_syntax"] = None
 ROOT = Path(__file__).resolve().parents[1]
 # what is tested is the CPU's, on a node with GPUs as well, unless GPUs are asked for: `make test-gpu`
 ASKED = os.environ.setdefault("MANYHANDS_DEVICE", "cpu")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of some thousand programs compiles the package anew
 REAL_PYTHON = sys.executable
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
@@ -247,7 +248,10 @@ def pytest_xdist_make_scheduler(config, log):
     class FileByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = Path(nodeid.split("::")[0]).name
-            return "lessons" if file in LESSONS else file
+            if file in LESSONS:
+                number = re.search(r"\[(\d\d)", nodeid)
+                return f"lessons {int(number[1]) % 2}" if number else "lessons"
+            return file
 
     config.option.loadscopereorder = False  # as sorted above
     return FileByFile(config, log)

@@ -43,6 +43,15 @@ def test_the_formula_gives_what_autograd_keeps_to_the_byte(config, sequences):
     assert count_saved(call, model).bytes == sum(saved_bytes(config, sequences).values())
 
 
+@pytest.mark.parametrize("experts", [{"top_k": 1}, {"top_k": 2, "shared_experts": 2}], ids=str)
+def test_experts_keep_what_the_formula_says_within_one_per_cent(experts):
+    """What is not in it: where each row went, as numbers of 64 bits."""
+    config = GPTConfig(vocab_size=65, n_layer=2, experts=4, **experts)
+    model, call = forward(config, 3)
+    expected = sum(saved_bytes(config, 3).values())
+    assert expected < count_saved(call, model).bytes < 1.01 * expected
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_formula_holds_in_other_precisions_within_two_per_cent(dtype):
     config = CONFIGS["the lessons' GPT"]

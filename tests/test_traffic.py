@@ -81,6 +81,27 @@ def test_ranks_communicate_what_the_formula_says_to_the_call_and_the_byte(pool, 
             assert found[i] == expected, f"rank {rank} of {world_size}: {flags}"
 
 
+MOE = f"{SMALL} --model.experts 4 --parallel.expert 2"
+OF_EXPERTS = [
+    MOE,
+    f"{MOE} --model.top-k 1 --model.shared-experts 1 --train.micro-batch 1",
+    f"{MOE} --parallel.strategy fsdp --parallel.activation-checkpointing block",
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
+    """To the byte. Of all-to-alls the mean over the ranks: the router decides what each of them receives."""
+    measured = pool.run(world_size, measure, OF_EXPERTS)
+    for i, flags in enumerate(OF_EXPERTS):
+        expected = per_step(*read(flags, world_size))
+        mean = sum(found[i]["all_to_all"].payload_bytes for found in measured) / world_size
+        assert mean == expected["all_to_all"].payload_bytes, flags
+        for found in measured:
+            assert found[i]["all_to_all"].calls == expected["all_to_all"].calls, flags
+            assert found[i] | {"all_to_all": None} == expected | {"all_to_all": None}, flags
+
+
 def test_ddp_sends_several_buckets_where_a_model_has_megabytes():
     traffic = per_step(*read(f"{LARGE} --parallel.all-reduce buckets", 2))["all_reduce"]
     config = read(LARGE, 2)[0]

@@ -62,9 +62,11 @@ def _numbers(model):
     norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
 
     Where `routed` copies of a token pass through experts, each MLP's terms so many times, and the routing: the router's
-    input (D) and its probabilities (E), and each expert's output for the gradient of its weight.
+    input (D) and its probabilities (E), and each expert's output for the gradient of its weight. Shared experts have
+    the router's input.
     """
     N, D, M, routed = model.n_layer, model.n_embd, model.n_hidden, model.routed
+    passed = routed + model.n_shared
     statistics, gelu = (1, 3 * M) if model.style == "llama" else (2, M)
     return {
         "norms": N * 2 * (D + statistics),
@@ -72,8 +74,8 @@ def _numbers(model):
         "attention": N * (model.attention_width + 2 * model.kv_width),
         "attention out": N * model.attention_width,
         "mlp up": N * D * routed,
-        "gelu": N * gelu * routed,
-        "mlp down": N * M * routed,
+        "gelu": N * gelu * passed,
+        "mlp down": N * M * passed,
         "final norm": D + statistics,
         "head": D,
         "loss": model.vocab_size,

@@ -18,7 +18,7 @@ from functools import cache
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.config.strategies import STRATEGIES
-from manyhands.predict.activation_memory import PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
+from manyhands.predict.activation_memory import ID_BYTES, PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import fullest_share, padded, storage_of
 from manyhands.predict.models import PlannedModel, model_of
@@ -54,20 +54,21 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
     """{operation: Traffic} of one rank in one step: strategies ddp, zero1 and fsdp. Nothing is allocated.
 
     In the second step DDP, and zero1 with it, also agrees on the order of its buckets: two broadcasts of a few hundred
-    bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). Raises
-    ValueError for other strategies, and with tensor, pipeline, context or expert ranks.
+    bytes, not counted here. Of `all_reduce`, auto is taken as on CPUs: one flat vector (see `ddp.FlatReplicas`). With
+    expert ranks `all_to_all` is the mean over the ranks: the router decides what each of them receives. Raises
+    ValueError for other strategies, and with tensor, pipeline or context ranks.
     """
     strategy, plain = options.parallel.strategy, layout.tensor == layout.pipeline == layout.context == 1
-    plain = plain and layout.expert == 1
     registered = STRATEGIES[strategy]
     if not plain or registered.dp_mode not in OF_DATA:
         raise ValueError(
             f"there is no formula for strategy={strategy} with tensor={layout.tensor}, pipeline={layout.pipeline},"
-            f" context={layout.context} and expert={layout.expert}; use ddp, zero1 or fsdp on data ranks alone"
+            f" and context={layout.context}; use ddp, zero1 or fsdp on data ranks alone"
         )
     flat = "all_reduce" in registered.options and options.parallel.all_reduce != "buckets"
-    calls, payloads = Counter(), Counter()
-    for message in _data(model_of(config), layout, options, flat):
+    calls, payloads, model = Counter(), Counter(), model_of(config)
+    sent = _experts(model, layout, options, config.n_layer) if layout.expert > 1 else ()
+    for message in (*_data(model, layout, options, flat), *sent):
         calls[message.operation] += message.calls
         payloads[message.operation] += message.payload_bytes
     return {operation: Traffic(calls[operation], payloads[operation]) for operation in calls}
@@ -131,12 +132,18 @@ def _context(model, layout, options, layers):
 
 
 def _experts(model, layout, options, layers):
-    """All-to-alls that send tokens to their experts and back, in the forward and in the backward."""
+    """All-to-alls that send tokens to their experts and back, in the forward and in the backward.
+
+    In `train.py` one more, before each forward, says how many will come for each expert.
+    """
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
     # positions are split over the tensor ranks, or not
     share = layout.tensor if options.parallel.sequence_parallel else 1
     payload = tokens_at_once(model, layout, options) * model.routed * model.n_embd * _low(options) / share
     yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor)
+    if _in_one_weight(model):
+        calls = layers * forwards(layout, options) * layout.micro_batches
+        yield Message("experts", "all_to_all", calls, calls * model.n_expert * ID_BYTES, layout.expert, layout.tensor)
 
 
 def _low(options):
@@ -152,7 +159,23 @@ OF_AXIS = {"tensor": _tensor, "pipeline": _pipeline, "context": _context, "exper
 def _data(model, layout, options, flat=False):
     """Messages of data parallelism; dense weights and experts have groups of their own."""
     storage = storage_of(layout, options)
-    return OF_DATA[storage.dp_mode](model, layout, storage, flat)
+    found = OF_DATA[storage.dp_mode](model, layout, storage, flat)
+    if layout.expert > 1 and _in_one_weight(model):  # left out by DDP and FSDP: see `finish_expert_gradients`
+        own = [weight.numel * storage.size for weight in fullest_share(model, layout).weights if weight.expert]
+        ranks = layout.shard * layout.replicate // layout.expert
+        if ranks > 1:
+            found = [*found, Message("data", "all_reduce", len(own), sum(own), ranks, layout.expert)]
+    return found
+
+
+def _in_one_weight(model):
+    """Whether a layer's experts lie one below the other in one weight, as `train.py` has them."""
+    return model.n_expert > 1 and model.style == "gpt"
+
+
+def _degrees(model, layout):
+    """Over how many ranks what DDP or FSDP sums up is spread: 1 for dense weights, and the experts' degree."""
+    return [1] if _in_one_weight(model) else sorted({1, layout.expert})
 
 
 def _groups(layout, expert):
@@ -171,7 +194,7 @@ def _replicas(model, layout, storage, flat):
     together, where the ideal is 2 P.
     """
     found, weights = [], fullest_share(model, layout).weights
-    for expert in sorted({1, layout.expert}):
+    for expert in _degrees(model, layout):
         own = [weight.numel * storage.size for weight in weights if _spread(weight, layout) == expert]
         (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
         buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
@@ -210,7 +233,7 @@ def _fsdp(model, layout, storage, flat):
     gathers the last unit once more.
     """
     found, m = [], layout.micro_batches
-    for expert in sorted({1, layout.expert}):
+    for expert in _degrees(model, layout):
         shards, replicas = _groups(layout, expert)
         inner, roots = [], []  # (how often, numbers)
         for units in fullest_share(model, layout).units(storage.wrapping):
