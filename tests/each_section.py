@@ -12,17 +12,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from manyhands import leave
 from manyhands.course.pairs import read
-
-FEWER = {"05_same_science": ("num=256", "num=32")}  # gradients of single sequences, five times
+from shortest import FEWER
 
 
 def sections(script):
     """The cells of a lesson's script: those up to the end of its start, then those of each section."""
     cells = [cell for cell in read(script).cells if "active-ipynb" not in cell.metadata.get("tags", [])]
-    if script.stem in FEWER:
-        assert any(FEWER[script.stem][0] in cell.source for cell in cells), FEWER[script.stem]
+    for there, here in FEWER.get(script.stem, ()):
         for cell in cells:
-            cell.source = cell.source.replace(*FEWER[script.stem])
+            cell.source = cell.source.replace(there, here)
     begins = [i for i, cell in enumerate(cells) if cell.cell_type == "markdown" and cell.source.startswith("## ")]
     assert cells[begins[0]].source.startswith("## Start")
     return [cells[a:b] for a, b in zip([0, *begins[1:]], [*begins[1:], len(cells)], strict=True)]

@@ -22,6 +22,24 @@ FLAGS = {
 }
 
 
+# constants of cells that only repeat what is done, in what runs them here: (as it stands there, as it runs)
+FEWER = {
+    "01_one_device": [("num_steps=8", "num_steps=2")],
+    "05_same_science": [("num=256", "num=32"), ("0, 256, T, 0, 1, seed=9", "0, 16, T, 0, 1, seed=9")],
+    "14_llm_serving": [("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)")],
+}  # fmt: skip
+
+
+def shorten(lesson):
+    """Write FEWER into the script and the notebook of a copy of the course."""
+    for path in (lesson.script, lesson.notebook):
+        text = path.read_text("utf-8")
+        for there, here in FEWER.get(lesson.name, ()):
+            assert there in text, f"{path.name} has no {there!r} any more"
+            text = text.replace(there, here)
+        path.write_text(text, "utf-8")
+
+
 def values(lesson):
     """The parameters of the shortest run of a Lesson: {name: value}."""
     return parse(read(lesson.script), FLAGS[lesson.name].split())
