@@ -32,7 +32,7 @@ ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-fa
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -70,6 +70,18 @@ sync: environment  ## write the notebook or script that was saved last into the 
 
 reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in outputs/kept
 	@$(RUN) -m manyhands.course.handouts reset $(LESSON)
+
+update: environment  ## FROM=/path (or /path.zip): fixes of a newer copy come into this one; what you wrote stays
+	@$(RUN) -m manyhands.course.update "$(FROM)"
+
+join: environment  ## BOARD=/shared/folder: your checks write to the class's progress board (NAME="Ana"; none: a number)
+	@$(RUN) -m manyhands.course.board join "$(BOARD)" --name "$(NAME)"
+
+leave: environment  ## your checks no longer write to the progress board
+	@$(RUN) -m manyhands.course.board leave
+
+board: environment  ## FOLDER=/shared/folder: who is at which build, what fails most; in outputs/board.html (EVERY=5: again and again)
+	@$(RUN) -m manyhands.course.board show "$(FOLDER)" --every $(or $(EVERY),0)
 
 copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs and notes
 	@$(RUN) -m manyhands.course.handouts copy "$(TO)"

@@ -38,6 +38,24 @@ def test_each_relative_link_of_a_page_leads_to_a_file(page):
     assert [target for target in files if not (ROOT / page).parent.joinpath(target).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted(p.name for p in ROOT.glob("assets/site/*.md")))
+def test_each_make_command_of_a_page_is_a_target_that_reads_what_it_is_given(page):
+    makefile, text = (ROOT / "Makefile").read_text("utf-8"), (ROOT / "assets" / "site" / page).read_text("utf-8")
+    shown = re.findall(r"(?:`|^|&& )make ([a-z-]+)((?: [A-Z_]+=(?:\"[^\"]*\"|[^\s`]+))*)", text, re.M)
+    unknown = [
+        f"make {target} {name}" for target, given in shown for name in ["", *re.findall(r"([A-Z_]+)=", given)]
+        if not re.search(rf"^{target}:" if not name else rf"\b{name}\b", makefile, re.M)
+    ]  # fmt: skip
+    assert unknown == []
+
+
+def test_the_run_book_goes_from_six_weeks_before_to_the_morning_and_reserves_on_both_schedulers():
+    text = (ROOT / "assets" / "site" / "run_book.md").read_text("utf-8")
+    times = ["Six weeks before", "One week before", "The day before", "Eight in the morning", "Afterwards"]
+    assert [heading for heading in re.findall(r"^## (.+)$", text, re.M) if heading in times] == times
+    assert "scontrol create reservation" in text and "pbs_rsub" in text and "(tested_on.md)" in text
+
+
 def test_readme_shows_the_cell_of_its_picture_and_what_it_printed():
     first, _ = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["cells"]
     assert f"```python\n{first['source']}\n```" in README

@@ -38,6 +38,7 @@ from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
 from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Changed, Witness, said, unfinished
+from manyhands.course import board
 from manyhands.course.catch_up import go_on_without
 from manyhands.launch.program import say
 
@@ -94,6 +95,7 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
                 shown += f". The cells below use the lesson's own {' and '.join(names)}."
             if ranks is None or ranks.rank == 0:
                 say(f"{kind} {number} ({title}): {shown}")
+                board.note(body.__module__.rpartition(".")[2], number, title, verdict)
             return Verdict(verdict)
 
         return check

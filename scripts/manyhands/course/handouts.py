@@ -9,6 +9,8 @@ An attendee's lessons have no outputs and no notes. Their solutions are folded, 
 """
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ from manyhands.course.lessons import course_here, find_lessons
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
+MANIFEST = f"{ORIGINALS}/files.json"  # of a copy: the digest of each file but the lessons, as it was handed out
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
 JOBS = "ddp_shakespeare", "doctor", "preflight", "sweep", "train"
@@ -91,6 +94,7 @@ def copy(target, root):
             shutil.copy2(root / name, course / name, follow_symlinks=False)
         for lesson in find_lessons(course):
             _hand_out(lesson)
+        _write_manifest(course)
         _open_to_all(growing)
         if target.suffix == ".zip":
             shutil.make_archive(growing, "zip", growing)
@@ -102,6 +106,30 @@ def copy(target, root):
         shutil.rmtree(growing, ignore_errors=True)
         packed.unlink(missing_ok=True)
     return target
+
+
+def digest(path):
+    """Return the SHA-256 of a file, as text."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _write_manifest(course):
+    lessons = {path for lesson in find_lessons(course) for path in (lesson.notebook, lesson.script)}
+    files = [path for path in course.rglob("*") if path.is_file() and path not in lessons]
+    names = {path: path.relative_to(course).as_posix() for path in files}
+    listed = {names[path]: digest(path) for path in sorted(files) if not names[path].startswith(NOT_HANDED_OUT)}
+    (course / MANIFEST).parent.mkdir(exist_ok=True)
+    write_whole(course / MANIFEST, json.dumps(listed, indent=0) + "\n")
+
+
+def manifest(course):
+    """Return {name: digest} of a copy's files but the lessons, as handed out. Raises PairError if `make copy` did not
+    make it."""
+    try:
+        return json.loads((Path(course) / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError):
+        why = f"{course} has no {MANIFEST}, so it was not made by this version's `make copy`"
+        raise PairError(f"{why}; a git clone is updated by `git pull`") from None
 
 
 def _open_to_all(folder):

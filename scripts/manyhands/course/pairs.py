@@ -57,14 +57,15 @@ def difference(lesson):
             return f"{path.relative_to(lesson.root)} is missing"
     notebook, script = (read(path).cells for path in (lesson.notebook, lesson.script))
     for number, (ours, theirs) in enumerate(zip(notebook, script, strict=False), 1):
-        if _essence(ours) != _essence(theirs):
+        if essence(ours) != essence(theirs):
             return f"cell {number} of {lesson.name} differs: {_first_difference(ours, theirs)}"
     if len(notebook) != len(script):
         return f"{lesson.name} has {len(notebook)} cells as a notebook and {len(script)} as a script"
     return None
 
 
-def _essence(cell):
+def essence(cell):
+    """Return what makes a cell the same one in both forms: its kind, source and tags."""
     return cell.cell_type, cell.source.strip(), sorted(cell.metadata.get("tags", []))
 
 

@@ -1,0 +1,155 @@
+"""`make update`: a fix of the course comes into an attendee's copy, and what the attendee wrote stays."""
+
+import os
+import shutil
+import time
+
+import nbformat
+import pytest
+from course_copy import copy_course
+from manyhands.course import handouts, pairs
+from manyhands.course.lessons import find_lessons
+from manyhands.course.update import main, update
+
+BUILD, CHECK = "def average_gradients", "checks.average_gradients"
+
+
+def lesson_of(course):
+    (lesson,) = find_lessons(course, only=["03"])
+    return lesson
+
+
+def write_script(course, *changes):
+    """Replace each (old, new) in lesson 03's script of the instructor's course, and write its notebook."""
+    lesson = lesson_of(course)
+    text = lesson.script.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new, 1)
+    lesson.script.write_text(text)
+    lesson.notebook.unlink()
+    pairs.sync(lesson)
+
+
+def edit_notebook(course, change):
+    """Save lesson 03's notebook as JupyterLab does, two seconds later, after `change(cells)`."""
+    lesson = lesson_of(course)
+    notebook = nbformat.read(lesson.notebook, 4)
+    change(notebook.cells)
+    nbformat.write(notebook, lesson.notebook)
+    os.utime(lesson.notebook, (time.time() + 2,) * 2)
+
+
+def texts(course):
+    return [cell.source for cell in pairs.read(lesson_of(course).notebook).cells]
+
+
+def code_cells(course):
+    return [cell.source for cell in pairs.read(lesson_of(course).script).cells if cell.cell_type == "code"]
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory):
+    """(the instructor's course with lesson 03 alone, its copy), neither of which a test changes."""
+    folder = tmp_path_factory.mktemp("update")
+    course = copy_course(folder / "course", only=["03"])
+    shutil.rmtree(course / "assets")  # each test copies the course
+    return course, handouts.copy(folder / "copy", course)
+
+
+@pytest.fixture
+def course(handed_out, tmp_path):
+    return shutil.copytree(handed_out[0], tmp_path / "course")
+
+
+@pytest.fixture
+def mine(handed_out, tmp_path):
+    return shutil.copytree(handed_out[1], tmp_path / "mine")
+
+
+def in_turn(course, n):
+    """The sources of n code cells of lesson 03 that are there once, far from each other and of some length."""
+    long = [source for source in code_cells(course) if len(source) > 120 and code_cells(course).count(source) == 1]
+    return long[:: len(long) // n][:n]
+
+
+def test_a_fix_arrives_and_an_edit_and_a_new_cell_and_an_output_stay(course, mine, tmp_path):
+    edited, fixed, both = in_turn(course, 3)
+
+    def as_the_learner_does(cells):
+        at = {cell.source: i for i, cell in enumerate(cells)}
+        cells[at[edited]].source += "\nprint('my own line')"
+        cells[at[edited]].outputs = [nbformat.v4.new_output("stream", text="my output\n")]
+        cells[at[both]].source += "\nprint('mine as well')"
+        cells.insert(at[fixed], nbformat.v4.new_code_cell("my_scratch = 1"))
+
+    edit_notebook(mine, as_the_learner_does)
+    write_script(course, (fixed, f"{fixed}\nprint('the fix')"), (both, f"{both}\nprint('lost')"))
+    said = update(handouts.copy(tmp_path / "new", course), mine)
+    after = texts(mine)
+    wanted = [f"{edited}\nprint('my own line')", f"{fixed}\nprint('the fix')", f"{both}\nprint('mine as well')"]
+    _, of_fixed, of_both = map(after.index, wanted)
+    assert after[of_fixed - 1] == "my_scratch = 1"
+    assert not any("lost" in text for text in after)
+    outputs = [cell.outputs for cell in pairs.read(lesson_of(mine).notebook).cells if cell.get("outputs")]
+    assert [output.text for (output,) in outputs] == ["my output\n"]
+    assert pairs.difference(lesson_of(mine)) is None
+    (missed,) = [line for line in said if line.startswith("did not arrive")]
+    assert f"03_data_parallel: cell {of_both + 1}, which you changed" in missed
+    assert any(line.startswith(f"03_data_parallel: cell {of_fixed + 1}: ") for line in said)
+    kept = next((mine / "outputs" / "kept").iterdir())
+    assert "my own line" in (kept / "03_data_parallel.ipynb").read_text()
+
+
+def test_a_filled_build_stays_though_the_cell_below_it_is_fixed_and_a_scratch_cell_lies_between(course, mine, tmp_path):
+    cells = code_cells(course)
+    at = next(i for i, source in enumerate(cells) if "____" in source and len(cells[i + 1]) > 40)
+    build, check = cells[at], cells[at + 1]
+
+    def fill(learner):
+        (i,) = [i for i, cell in enumerate(learner) if cell.source == build]
+        learner[i].source = build.replace("____", "dist.all_reduce")
+        learner.insert(i + 1, nbformat.v4.new_code_cell("x = 1"))
+
+    edit_notebook(mine, fill)
+    write_script(course, (check, f"{check}  # fixed"))
+    said = update(handouts.copy(tmp_path / "new", course), mine)
+    after = texts(mine)
+    i = after.index(build.replace("____", "dist.all_reduce"))
+    assert "x = 1" in after[i : i + 4] and f"{check}  # fixed" in after[i : i + 5] and check not in after
+    assert not any(line.startswith("did not arrive") for line in said)
+
+
+def test_a_changed_check_arrives_and_a_changed_file_of_the_learner_stays_and_is_named(course, mine, tmp_path):
+    check, job = "scripts/manyhands/checks/data_parallel.py", "jobs/train.slurm"
+    for name in (check, job, "README.md"):
+        (course / name).write_text((course / name).read_text() + "# fixed\n")
+    (mine / job).write_text("mine\n")
+    (mine / "notes.txt").write_text("mine\n")
+    (mine / ".manyhands-env").write_text("/sw/manyhands\n")
+    packed = handouts.copy(tmp_path / "new.zip", course)
+    said = update(packed, mine)
+    assert (mine / check).read_text().endswith("# fixed\n") and (mine / job).read_text() == "mine\n"
+    assert (mine / "notes.txt").exists() and os.access(mine / "scripts" / "doctor.py", os.X_OK)
+    assert f"replaced: README.md, {check}" in said
+    missed = [line for line in said if line.startswith("did not arrive")]
+    assert missed == [f"did not arrive: {job}, which you changed; yours stays"]
+    assert any("make shared" in line for line in said)
+    assert update(packed, mine) == []
+
+
+def test_a_file_that_the_course_dropped_goes_unless_the_learner_changed_it(course, mine, tmp_path):
+    for name in ("jobs/sweep.tsv", "jobs/sweep.pbs"):
+        (course / name).unlink()
+    (mine / "jobs/sweep.pbs").write_text("mine\n")
+    assert "removed: jobs/sweep.tsv" in update(handouts.copy(tmp_path / "new", course), mine)
+    assert not (mine / "jobs/sweep.tsv").exists() and (mine / "jobs/sweep.pbs").exists()
+
+
+def test_what_is_no_copy_is_refused_with_a_cure_and_nothing_is_touched(course, mine, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(mine)
+    (tmp_path / "no.zip").write_text("not a zip")
+    for source, cure in (("", "make update FROM="), (str(course), "git pull"), (str(tmp_path / "no.zip"), "no zip")):
+        assert main([source]) == 2
+        assert cure in capsys.readouterr().err
+    assert not (mine / "outputs").exists()
