@@ -22,11 +22,13 @@ class Cell:
     """What a cell did on each rank, and how it ended.
 
     done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
-    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks.
+    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks;
+    ranks: those that run it.
     """
 
-    def __init__(self, pool):
+    def __init__(self, pool, ranks=None):
         self.pool, self.world_size = pool, pool.world_size
+        self.ranks = list(range(pool.world_size)) if ranks is None else ranks
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
@@ -34,13 +36,13 @@ class Cell:
         self._pending = {}
 
     def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on every rank; returns once all are done, freed or given up. `whole`: all that they print.
+        """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they print.
 
         on_wait(elapsed_s, this cell) is called again and again while it runs.
         """
         number = self.pool.next_cell()
         self._pending = {
-            rank: view.apply_async(engine.run_cell, source, number, whole) for rank, view in enumerate(self.pool.views)
+            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole) for rank in self.ranks
         }
         began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
         telling = deadline = None  # once a rank has failed

@@ -181,13 +181,13 @@ class RankPool:
         current_ranks()
         return [view.pull(name, block=True) for view in self.views]
 
-    def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
+    def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None):
+        """Run `source` on `ranks` (None: all); returns the Cell once they are done, freed or given up.
 
         on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
         """
         self._idle.cancel()
-        cell = Cell(self)
+        cell = Cell(self, ranks)
         try:
             cell.run(source, timeout_s, on_wait, whole)
             if not cell.restarted:
