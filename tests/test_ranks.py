@@ -78,6 +78,9 @@ def test_figures_of_a_rank_arrive_as_pictures(notebook):
 
 def test_the_kernel_reads_what_each_rank_holds(notebook):
     assert notebook.run("hands.pull('rank'), hands[2]['rank']").text.strip() == "([0, 1, 2, 3], 2)"
+    assert notebook.run("hands.compare('rank % 2')").text.splitlines() == [
+        "rank % 2 differs:", "  ranks 0, 2: int", "  ranks 1, 3: 1, on rank 0 0"
+    ]  # fmt: skip
 
 
 def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):

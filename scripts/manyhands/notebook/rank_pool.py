@@ -1,6 +1,6 @@
 """The ranks of a notebook: run cells on all of them, fetch what they hold, stop them. `start_ranks` makes them.
 
-    hands[2]["x"], hands.pull("x"), hands.restart(), hands.stop()
+    hands[2]["x"], hands.pull("x"), hands.compare("x"), hands.restart(), hands.stop()
 
 Ranks are ipyparallel engines under MPI, or without MPI where it is missing. They end with the kernel, however it
 ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
@@ -22,6 +22,7 @@ from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.machine import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
+from manyhands.notebook.compare import compare
 from manyhands.notebook.engine_processes import Processes, engine_launcher
 
 _current = None  # one set of ranks per kernel: starting again replaces it
@@ -180,6 +181,11 @@ class RankPool:
         """The variable `name` of every rank: a list in rank order."""
         current_ranks()
         return [view.pull(name, block=True) for view in self.views]
+
+    def compare(self, expression, ranks=None):
+        """How the value of `expression`, such as "loss", differs between `ranks` (default: all): a Comparison."""
+        current_ranks()
+        return compare(self.views, expression, ranks)
 
     def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None):
         """Run `source` on `ranks` (None: all); returns the Cell once they are done, freed or given up.
