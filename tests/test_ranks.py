@@ -199,6 +199,30 @@ def test_some_ranks_that_enter_a_collective_of_all_are_named_at_the_time_out_and
     assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
 
 
+def test_a_trace_shows_who_waited_for_whom_in_a_chart_in_lines_and_in_a_file(notebook, tmp_path):
+    notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
+    output = notebook.run("""%%ranks --trace
+        if rank == 2:
+            time.sleep(1)
+        dist.all_reduce(torch.ones(250_000))
+        say("summed")
+    """)
+    assert output.error is None and len(output.pictures) == 1
+    assert output.text.startswith("all ranks | summed\n")
+    waited = re.search(r"^rank 0: .*, waiting ([\d.]+) s \(.* s for rank 2\); 1 all_reduce; 1 MB$", output.text, re.M)
+    assert float(waited[1]) == pytest.approx(1, rel=0.1)
+    (path,) = (tmp_path / "traces").iterdir()
+    assert str(path) in output.text and "waiting for rank 2" in path.read_text()
+
+
+def test_a_trace_of_a_cell_that_hangs_says_for_whom_the_ranks_wait(notebook, tmp_path):
+    notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
+    output = notebook.run("%%ranks --trace --timeout 2\nif rank != 3: dist.barrier()")
+    assert "did not end within 2 s" in output.error[1]
+    assert re.search(r"^rank 0: .*, waiting [\d.]+ s \([\d.]+ s for rank 3\); 1 barrier; 0 bytes$", output.text, re.M)
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
 def test_a_cell_that_prints_100_000_lines_keeps_the_ranks_and_says_what_it_leaves_out(notebook):
     notebook.run("os.environ['MANYHANDS_LIVE'] = '1'")
     cell = "kept = 7\nfor i in range(100_000): print(f'line {i} of {rank}')"

@@ -35,14 +35,16 @@ class Cell:
         self.limit = None
         self._pending = {}
 
-    def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they print.
+    def run(self, source, timeout_s, on_wait=None, whole=False, trace=False):
+        """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they
+        print; `trace`: record their collectives.
 
         on_wait(elapsed_s, this cell) is called again and again while it runs.
         """
-        number = self.pool.next_cell()
+        number = self.number = self.pool.next_cell()
         self._pending = {
-            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole) for rank in self.ranks
+            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace)
+            for rank in self.ranks
         }
         began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
         telling = deadline = None  # once a rank has failed
@@ -115,6 +117,12 @@ class Cell:
     def items(self, rank):
         """What the rank said: [("text", str) | ("data", mime bundle, metadata)]."""
         return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
+
+    @property
+    def traces(self):
+        """rank -> its record of collectives, of the ranks that sent one."""
+        answers = {**self.done, **self.freed}
+        return {rank: answers[rank]["trace"] for rank in sorted(answers) if answers[rank].get("trace")}
 
     @property
     def first_error(self):

@@ -169,7 +169,7 @@ def _part(ranks, told, value_of):
 
 
 def _difference(ours, theirs, us, them):
-    """One line on how two values of the same kind differ; "" if only bits differ that no comparison sees, as in -0.0."""
+    """One line on how two values of the same kind differ; "" if they only differ as 0.0 and -0.0 do."""
     import numpy as np
 
     if isinstance(ours, str):

@@ -1,10 +1,11 @@
 """`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
 
-    %%ranks [RANKS] [--timeout SECONDS] [--all]
+    %%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]
 
 RANKS is 2, or 0,2, or 0-2: the cell runs on these ranks only, and the others wait for the next cell.
 The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, up
-to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines.
+to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines. --trace shows below
+the cell what each rank did when: computing, in which collective, waiting for whom; `measure.trace` says how.
 In a script the line is a comment and the cell's lines run anyway, on every rank: a lesson, which is a script too, takes
 `if rank == 2` instead of RANKS.
 """
@@ -12,6 +13,8 @@ In a script the line is a comment and the cell's lines run anyway, on every rank
 import argparse
 import contextlib
 import html
+import io
+import os
 import re
 import shlex
 import time
@@ -24,6 +27,7 @@ from manyhands.course.folders import script_of
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
+from manyhands.launch.run_folder import outputs_folder
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
@@ -62,26 +66,49 @@ def load_ipython_extension(shell):
 
 
 def ranks(line, cell):
-    """%%ranks [RANKS] [--timeout SECONDS] [--all]: run this cell on every rank, or on these."""
+    """%%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]: run this cell on every rank, or on these."""
     pool = current_ranks()
     options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
     live = _Live(pool.control) if settings.live() else None
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
-    result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks)
+    result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks, options.trace)
     shown = sections(result)
     if live:
         live.close(followed=bool(shown))
     for section in shown:
         display(*section[:1], metadata=section[1], raw=True)
+    if options.trace:
+        show_trace(result)
     if result.failed:
         raise CellFailed(*report(result))
 
 
+def show_trace(result):
+    """Show what the ranks of a cell did when: a chart, a line per rank, and the file for Perfetto."""
+    from manyhands.measure.timeline import Timeline  # late: they bring matplotlib
+    from manyhands.plots.trace import chart
+
+    timeline = Timeline(result.traces)
+    if not timeline.rows:
+        print("no rank sent a trace")
+        return
+    folder = outputs_folder() / "traces"
+    folder.mkdir(exist_ok=True)
+    path = timeline.write(folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-cell-{result.number}.json")
+    picture = io.BytesIO()
+    chart(timeline.spans, timeline.arrows, "what each rank did").savefig(picture, format="png", dpi=100)
+    text = "\n".join(timeline.lines())
+    bundle = {"image/png": picture.getvalue(), "text/plain": text}
+    display(bundle, metadata={"image/png": {"alt": text}}, raw=True)
+    print(f"{text}\ntrace: {path}; open it in https://ui.perfetto.dev")
+
+
 def _flags(line, default_s, world_size):
-    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `ranks`: a list, None for all ranks."""
+    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `trace`, `ranks`: a list, None: all."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=default_s)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     try:
         options, words = parser.parse_known_args(shlex.split(line, comments=True))
         options.ranks = _ranks_named(" ".join(words)) if words else None
@@ -89,7 +116,7 @@ def _flags(line, default_s, world_size):
             raise ValueError(line)
     except (ValueError, argparse.ArgumentError):
         _refuse(
-            "%%ranks takes only ranks (such as 2, or 0,2, or 0-2), --timeout SECONDS (> 0) and --all, "
+            "%%ranks takes only ranks (such as 2, or 0,2, or 0-2), --timeout SECONDS (> 0), --all and --trace, "
             f"not {line.strip()!r}"
         )
     if missing := [rank for rank in options.ranks or [] if rank >= world_size]:

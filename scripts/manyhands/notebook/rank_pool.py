@@ -187,15 +187,16 @@ class RankPool:
         current_ranks()
         return compare(self.views, expression, ranks)
 
-    def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None):
+    def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None, trace=False):
         """Run `source` on `ranks` (None: all); returns the Cell once they are done, freed or given up.
 
         on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
+        `trace`: `Cell.traces` holds what `measure.trace` recorded.
         """
         self._idle.cancel()
         cell = Cell(self, ranks)
         try:
-            cell.run(source, timeout_s, on_wait, whole)
+            cell.run(source, timeout_s, on_wait, whole, trace)
             if not cell.restarted:
                 self.joined = self.joined or any(done.get("joined") for done in cell.done.values())
         finally:
