@@ -126,12 +126,31 @@ def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
         settings.patience()
 
 
-@pytest.mark.parametrize("line", ["1", "--fast", "--timeout", "--timeout soon", "--timeout -1", "--timeout 1 2", "'"])
+@pytest.mark.parametrize(
+    "line", ["one", "-1", "1-", "2-1", "0,,1", "--fast", "--timeout", "--timeout soon", "--timeout -1", "'"]
+)
 def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(monkeypatch, line):
     monkeypatch.setattr(magic, "current_ranks", Pool)
-    with pytest.raises(magic.CellFailed, match="takes only --timeout SECONDS .* and --all, not ") as refused:
+    with pytest.raises(magic.CellFailed, match="takes only ranks .* --timeout SECONDS .*, not ") as refused:
         magic.ranks(line, "pass")
     assert " ".join(refused.value._render_traceback_()) == str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [("", None), ("2", [2]), ("0,2", [0, 2]), ("2, 0 2", [0, 2]), ("1-3 --timeout 5", [1, 2, 3]), ("--all 0", [0])],
+)
+def test_the_magics_line_names_the_ranks_that_run_the_cell(line, ranks):
+    assert magic._flags(line, 60, 4).ranks == ranks
+
+
+def test_a_rank_that_is_not_there_is_refused_before_any_rank_runs_the_cell(monkeypatch):
+    pool = Pool()
+    pool.world_size = 4
+    monkeypatch.setattr(magic, "current_ranks", lambda: pool)
+    with pytest.raises(magic.CellFailed) as refused:
+        magic.ranks("0,4-5", "pass")
+    assert str(refused.value) == "ranks 4-5 cannot run this cell: this notebook has only ranks 0-3"
 
 
 def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank_on):
@@ -141,7 +160,8 @@ def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank
     lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1)["error"]["traceback"]
     assert lines[0] == "ValueError: Traceback (most recent call last)" and "the cell, line 2" in lines[1]
     ended = types.SimpleNamespace(
-        world_size=2, dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False, rejoined=True,
+        world_size=2, ranks=[0, 1], dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False,
+        rejoined=True,
         done={r: {"error": {"name": "ValueError", "value": said, "traceback": []}} for r in range(2)}, first_error=0,
     )  # fmt: skip
     ended.where = {0: {"call": "all_reduce", "line": 9, "source": "dist.all_reduce(x) " * 5}}
@@ -152,6 +172,8 @@ def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank
 
 class Pool:
     """Two ranks that did what they are told to have done; they note how they were treated."""
+
+    world_size = 2
 
     def __init__(self):
         self.treated, self.joined, self.control = [], True, types.SimpleNamespace()
@@ -177,7 +199,6 @@ class Pool:
 )
 def test_ranks_that_lost_their_device_are_restarted_and_those_that_lost_a_peer_meet_again(name, value, cure):
     pool = Pool()
-    pool.world_size = 2
     ended = cell.Cell(pool)
     ended.done = {r: {"items": [], "error": {"name": name, "value": value, "traceback": []}} for r in range(2)}
     ended.errors = [1, 0]

@@ -135,6 +135,23 @@ def test_a_pair_is_the_same_whatever_its_outputs_its_folding_and_the_times_of_it
     assert pairs.difference(lesson) is None
 
 
+@pytest.mark.parametrize("line", ["%%ranks 2", "%%ranks 0,2", "%%ranks --timeout 5 0-1", "%%ranks 1 --all"])
+@pytest.mark.parametrize("form", ["notebook", "script"])
+def test_a_cell_for_some_ranks_only_is_refused_since_the_script_would_run_it_on_every_rank(lesson, line, form):
+    edit(getattr(lesson, form), *{
+        "notebook": ('"%%ranks\\n",\n    "print(2)"', f'"{line}\\n",\n    "print(2)"'),
+        "script": ("%%ranks\nprint(2)", f"{line}\nprint(2)"),
+    }[form])  # fmt: skip
+    before = lesson.script.read_text(), lesson.notebook.read_text()
+    for do in (pairs.check, pairs.sync):
+        with pytest.raises(pairs.PairError, match="in the script its lines would run on every rank") as refused:
+            do(lesson)
+        assert repr(line) in str(refused.value)
+    assert (lesson.script.read_text(), lesson.notebook.read_text()) == before
+    if form == "script":  # join says it on rank 0
+        assert f"begins with {line!r}: in the script" in pairs.stale_script(lesson.script)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [

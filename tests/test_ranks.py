@@ -78,6 +78,9 @@ def test_figures_of_a_rank_arrive_as_pictures(notebook):
 
 def test_the_kernel_reads_what_each_rank_holds(notebook):
     assert notebook.run("hands.pull('rank'), hands[2]['rank']").text.strip() == "([0, 1, 2, 3], 2)"
+    assert notebook.run("hands.compare('rank % 2')").text.splitlines() == [
+        "rank % 2 differs:", "  ranks 0, 2: int", "  ranks 1, 3: 1, on rank 0 0"
+    ]  # fmt: skip
 
 
 def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):
@@ -172,8 +175,52 @@ def test_live_output_ends_in_the_same_output(notebook):
 
 
 def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(notebook):
-    _, sentence, lines = notebook.run("%%ranks 1\npass").error
-    assert "takes only --timeout SECONDS" in sentence and " ".join(lines.split()) == sentence
+    _, sentence, lines = notebook.run("%%ranks --fast\npass").error
+    assert "takes only ranks" in sentence and " ".join(lines.split()) == sentence
+
+
+def test_a_cell_runs_on_the_named_ranks_only_and_the_others_wait_for_the_next_one(notebook):
+    assert notebook.run("%%ranks\nhere = 0").error is None
+    assert notebook.run("%%ranks 0,2\nhere = 1; print('I ran')").text == "ranks 0, 2 | I ran\n"
+    assert notebook.run("hands.pull('here')").text.strip() == "[1, 0, 1, 0]"
+    assert notebook.run("%%ranks\ndist.barrier(); say('met')").text == "all ranks | met\n"
+    assert notebook.run("%%ranks 4\nhere = 2").error[1].startswith("rank 4 cannot run this cell")
+    _, value, lines = notebook.run("%%ranks 3\n1 / 0").error
+    assert value == "rank 3: ZeroDivisionError: division by zero" and "rank 0: does not run this cell" in lines
+
+
+def test_some_ranks_that_enter_a_collective_of_all_are_named_at_the_time_out_and_freed(notebook):
+    output = notebook.run("%%ranks 0,2 --timeout 2\nkept = 5\ndist.all_reduce(torch.ones(1))")
+    lines = " ".join(output.error[2].split())
+    assert "did not end within 2 s" in output.error[1]
+    assert "rank 0: waiting in all_reduce, line 3: dist.all_reduce(torch.ones(1)) rank 1: does not run this" in lines
+    assert "Only ranks 0, 2 ran this cell. A collective ends once all ranks of its group have called it" in lines
+    assert notebook.run("%%ranks 0,2\nsay(kept)").text == "ranks 0, 2 | 5\n"
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
+def test_a_trace_shows_who_waited_for_whom_in_a_chart_in_lines_and_in_a_file(notebook, tmp_path):
+    notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
+    output = notebook.run("""%%ranks --trace
+        if rank == 2:
+            time.sleep(1)
+        dist.all_reduce(torch.ones(250_000))
+        say("summed")
+    """)
+    assert output.error is None and len(output.pictures) == 1
+    assert output.text.startswith("all ranks | summed\n")
+    waited = re.search(r"^rank 0: .*, waiting ([\d.]+) s \(.* s for rank 2\); 1 all_reduce; 1 MB$", output.text, re.M)
+    assert float(waited[1]) == pytest.approx(1, rel=0.1)
+    (path,) = (tmp_path / "traces").iterdir()
+    assert str(path) in output.text and "waiting for rank 2" in path.read_text()
+
+
+def test_a_trace_of_a_cell_that_hangs_says_for_whom_the_ranks_wait(notebook, tmp_path):
+    notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
+    output = notebook.run("%%ranks --trace --timeout 2\nif rank != 3: dist.barrier()")
+    assert "did not end within 2 s" in output.error[1]
+    assert re.search(r"^rank 0: .*, waiting [\d.]+ s \([\d.]+ s for rank 3\); 1 barrier; 0 bytes$", output.text, re.M)
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
 
 
 def test_a_cell_that_prints_100_000_lines_keeps_the_ranks_and_says_what_it_leaves_out(notebook):

@@ -117,7 +117,7 @@ def test_what_gpus_send_is_not_looked_for_in_sockets(monkeypatch):
     all_reduce._schema = types.SimpleNamespace(name="c10d::allreduce_")
     for device, seen_bytes in (("cpu", 0), ("meta", None)):
         with wire.watch() as seen:
-            wire._Calls(seen).__torch_dispatch__(all_reduce, (), ([torch.ones(2, device=device)], None))
+            wire.Calls(seen).__torch_dispatch__(all_reduce, (), ([torch.ones(2, device=device)], None))
         assert (seen.transport_bytes, seen.payload_bytes("all_reduce")) == (seen_bytes, 8)
 
 

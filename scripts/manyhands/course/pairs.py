@@ -29,6 +29,10 @@ LANGUAGE = {
     "name": "python", "nbconvert_exporter": "python", "pygments_lexer": "python3",
 }  # fmt: skip
 LAYOUT = "lines_to_next_cell"  # what jupytext notes of blank lines that are not where it would put them
+SOME_RANKS = (
+    "in the script its lines would run on every rank. Begin it with %%ranks and put the lines under `if rank == ...`, "
+    "or move the cell to a notebook of your own"
+)
 KEPT_CELL_METADATA = ("jupyter", LAYOUT, "tags")  # in the order of a notebook's JSON, which is sorted
 
 
@@ -78,8 +82,25 @@ def _first_difference(ours, theirs):
     return "its kind or its tags"
 
 
+def for_some_ranks(line):
+    """Whether `line` begins a cell for some ranks only, such as "%%ranks 0,2"; in a script it follows "# "."""
+    words = line.removeprefix("# ").partition("#")[0].split()
+    values = [word for before, word in itertools.pairwise(words) if before != "--timeout"]
+    return words[:1] == ["%%ranks"] and any(word[0].isdigit() for word in values)
+
+
+def refuse_some_ranks(lesson):
+    """Raise PairError if a cell begins with `%%ranks 2`: in the script its lines would run on every rank."""
+    for path in (lesson.notebook, lesson.script):
+        for number, cell in enumerate(read(path).cells if path.exists() else [], 1):
+            first = cell.source.strip().partition("\n")[0]
+            if for_some_ranks(first):
+                raise PairError(f"cell {number} of {path.name} begins with {first!r}: {SOME_RANKS}")
+
+
 def check(lesson):
     """Raises PairError if the lesson's notebook and script differ: what would run is not what was written."""
+    refuse_some_ranks(lesson)
     if found := difference(lesson):
         cure = f"then `make sync LESSON={lesson.number}` writes what was saved last into the other"
         raise PairError(f"{found}; save the notebook, {cure}")
@@ -88,9 +109,13 @@ def check(lesson):
 def stale_script(script: str | Path) -> str:
     """One line if the notebook beside `script` was saved after it and holds other cells, else "".
 
-    Under a launcher the script's old lines would run without a word. What cannot be read is no news.
+    Under a launcher the script's old lines would run without a word. What cannot be read is no news. One line, too, if
+    a cell of the script is for some ranks only.
     """
     script = Path(script).absolute()
+    with suppress(OSError, UnicodeDecodeError):
+        if found := next(filter(for_some_ranks, script.read_text("utf-8").splitlines()), None):
+            return f"a cell of {script.name} begins with {found.removeprefix('# ')!r}: {SOME_RANKS}"
     lesson = Lesson(script.stem, script.parents[1])
     here = lesson.notebook.exists() and script.exists()  # a program that joins by a lesson's name has none of it
     if not here or lesson.notebook.stat().st_mtime <= script.stat().st_mtime:
@@ -115,8 +140,10 @@ def identical(lesson):
 def sync(lesson):
     """Write the form that was saved last into the other. Returns a sentence about what it did.
 
-    Outputs of the notebook are kept. Raises PairError where both forms were saved within the same second.
+    Outputs of the notebook are kept. Raises PairError where both forms were saved within the same second, and where
+    a cell is for some ranks only.
     """
+    refuse_some_ranks(lesson)
     found = difference(lesson)
     if found is None and identical(lesson):
         return f"{lesson.name}: notebook and script are the same"

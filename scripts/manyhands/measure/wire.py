@@ -85,7 +85,7 @@ def watch():
     seen = Seen()
     before = _delivered_bytes()
     try:
-        with _Calls(seen):
+        with Calls(seen):
             yield seen
     finally:
         after = _delivered_bytes()
@@ -98,7 +98,7 @@ def ring_all_reduce_bytes(n_bytes: int, n: int) -> float:
     return 2 * (n - 1) / n * n_bytes
 
 
-class _Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):
     """Appends a Call for each communication operator. It wraps every operator: do not time inside it."""
 
     def __init__(self, seen):

@@ -22,25 +22,29 @@ class Cell:
     """What a cell did on each rank, and how it ended.
 
     done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
-    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks.
+    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks;
+    ranks: those that run it.
     """
 
-    def __init__(self, pool):
+    def __init__(self, pool, ranks=None):
         self.pool, self.world_size = pool, pool.world_size
+        self.ranks = list(range(pool.world_size)) if ranks is None else ranks
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
         self.limit = None
         self._pending = {}
 
-    def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on every rank; returns once all are done, freed or given up. `whole`: all that they print.
+    def run(self, source, timeout_s, on_wait=None, whole=False, trace=False):
+        """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they
+        print; `trace`: record their collectives.
 
         on_wait(elapsed_s, this cell) is called again and again while it runs.
         """
-        number = self.pool.next_cell()
+        number = self.number = self.pool.next_cell()
         self._pending = {
-            rank: view.apply_async(engine.run_cell, source, number, whole) for rank, view in enumerate(self.pool.views)
+            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace)
+            for rank in self.ranks
         }
         began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
         telling = deadline = None  # once a rank has failed
@@ -113,6 +117,12 @@ class Cell:
     def items(self, rank):
         """What the rank said: [("text", str) | ("data", mime bundle, metadata)]."""
         return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
+
+    @property
+    def traces(self):
+        """rank -> its record of collectives, of the ranks that sent one."""
+        answers = {**self.done, **self.freed}
+        return {rank: answers[rank]["trace"] for rank in sorted(answers) if answers[rank].get("trace")}
 
     @property
     def first_error(self):

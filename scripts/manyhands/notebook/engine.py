@@ -153,16 +153,17 @@ def where():
     return {"call": call, "line": frame.f_lineno, "source": source}
 
 
-def run_cell(source, cell, whole=False):
+def run_cell(source, cell, whole=False, trace=False):
     """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless `whole`.
 
-    Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far.
+    Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far; with
+    `trace` also "trace", the record of its collectives.
     """
     global _recorder
     rendezvous.begin_cell(cell)
     shell = get_ipython()
     try:
-        with recording(shell, whole, cell) as _recorder:
+        with recording(shell, whole, cell) as _recorder, _traced(trace) as traced:
             _running.set()
             shell.execution_count = cell  # by which a traceback names the cell that a function comes from
             shell.run_cell(source, store_history=False)
@@ -172,7 +173,15 @@ def run_cell(source, cell, whole=False):
                 shell.showtraceback()
     finally:
         _running.clear()
-    return _recorder.result() | {"joined": joined() is not None}
+    return _recorder.result() | {"joined": joined() is not None, "trace": traced and traced.result()}
+
+
+def _traced(trace):
+    if not trace:
+        return contextlib.nullcontext()
+    from manyhands.measure.trace import record  # late: it brings torch
+
+    return record()
 
 
 def _await_device():

@@ -1,15 +1,20 @@
 """`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
 
-    %%ranks [--timeout SECONDS] [--all]
+    %%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]
 
+RANKS is 2, or 0,2, or 0-2: the cell runs on these ranks only, and the others wait for the next cell.
 The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, up
-to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines.
-In a script the line is a comment and the cell's lines run anyway, on every rank.
+to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines. --trace shows below
+the cell what each rank did when: computing, in which collective, waiting for whom; `measure.trace` says how.
+In a script the line is a comment and the cell's lines run anyway, on every rank: a lesson, which is a script too, takes
+`if rank == 2` instead of RANKS.
 """
 
 import argparse
 import contextlib
 import html
+import io
+import os
 import re
 import shlex
 import time
@@ -22,6 +27,7 @@ from manyhands.course.folders import script_of
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
+from manyhands.launch.run_folder import outputs_folder
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
@@ -60,34 +66,77 @@ def load_ipython_extension(shell):
 
 
 def ranks(line, cell):
-    """%%ranks [--timeout SECONDS] [--all]: run this cell on every rank."""
+    """%%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]: run this cell on every rank, or on these."""
     pool = current_ranks()
-    timeout_s, whole = _flags(line, CELL_S if pool.joined else START_CELL_S)
+    options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
     live = _Live(pool.control) if settings.live() else None
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
-    result = pool.run(source, timeout_s, live and live.update, whole)
+    result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks, options.trace)
     shown = sections(result)
     if live:
         live.close(followed=bool(shown))
     for section in shown:
         display(*section[:1], metadata=section[1], raw=True)
+    if options.trace:
+        show_trace(result)
     if result.failed:
         raise CellFailed(*report(result))
 
 
-def _flags(line, default_s):
-    """(seconds, whether all that is printed is shown) of the magic's line."""
+def show_trace(result):
+    """Show what the ranks of a cell did when: a chart, a line per rank, and the file for Perfetto."""
+    from manyhands.measure.timeline import Timeline  # late: they bring matplotlib
+    from manyhands.plots.trace import chart
+
+    timeline = Timeline(result.traces)
+    if not timeline.rows:
+        print("no rank sent a trace")
+        return
+    folder = outputs_folder() / "traces"
+    folder.mkdir(exist_ok=True)
+    path = timeline.write(folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-cell-{result.number}.json")
+    picture = io.BytesIO()
+    chart(timeline.spans, timeline.arrows, "what each rank did").savefig(picture, format="png", dpi=100)
+    text = "\n".join(timeline.lines())
+    bundle = {"image/png": picture.getvalue(), "text/plain": text}
+    display(bundle, metadata={"image/png": {"alt": text}}, raw=True)
+    print(f"{text}\ntrace: {path}; open it in https://ui.perfetto.dev")
+
+
+def _flags(line, default_s, world_size):
+    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `trace`, `ranks`: a list, None: all."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=default_s)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     try:
-        options, unknown = parser.parse_known_args(shlex.split(line, comments=True))
+        options, words = parser.parse_known_args(shlex.split(line, comments=True))
+        options.ranks = _ranks_named(" ".join(words)) if words else None
+        if not options.timeout > 0:
+            raise ValueError(line)
     except (ValueError, argparse.ArgumentError):
-        unknown = True
-    if unknown or not options.timeout > 0:
-        said = f"%%ranks takes only --timeout SECONDS (> 0) and --all, not {line.strip()!r}"
-        raise CellFailed(said, wrapped(said))
-    return options.timeout, options.all
+        _refuse(
+            "%%ranks takes only ranks (such as 2, or 0,2, or 0-2), --timeout SECONDS (> 0), --all and --trace, "
+            f"not {line.strip()!r}"
+        )
+    if missing := [rank for rank in options.ranks or [] if rank >= world_size]:
+        _refuse(f"{name_ranks(missing)} cannot run this cell: this notebook has only {name_ranks(range(world_size))}")
+    return options
+
+
+def _ranks_named(text):
+    """The ranks in "0,2-3" or "0 2 3", each once, sorted: [0, 2, 3]. Raises ValueError for anything else."""
+    found = set()
+    for part in re.split(r"\s*,\s*|\s+", text.strip()):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise ValueError(text)
+        found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def _refuse(sentence):
+    raise CellFailed(sentence, wrapped(sentence))
 
 
 def groups(result):
@@ -152,7 +201,7 @@ def _bar(colour):
 
 
 class _Live:
-    """What is shown while a cell runs longer than two seconds: elapsed time and what rank 0 says.
+    """What is shown while a cell runs longer than two seconds: elapsed time and what its first rank says.
 
     From ten seconds on also where each rank is, and how to stop the cell.
     """
@@ -165,19 +214,21 @@ class _Live:
     def update(self, elapsed_s, cell):
         if elapsed_s < LIVE_AFTER_S - 0.25 or time.monotonic() - self.last < 0.25:
             return
-        self.last = time.monotonic()
-        self.control.tell([0], "said")  # the answer is shown at the next update
+        self.last, speaker = time.monotonic(), cell.ranks[0]
+        self.control.tell([speaker], "said")  # the answer is shown at the next update
         if elapsed_s < LIVE_AFTER_S:
             return
         shown = _ANSI.sub("", self.control.said).rstrip()
         if elapsed_s >= WHERE_AFTER_S and self.last - self.asked >= WHERE_EVERY_S:
             self.asked, self.where = self.last, waiting(cell)
         where = f"\n{self.where}" if self.where else ""
+        colour = RANK_COLOURS[speaker % len(RANK_COLOURS)]
         page = {
             "text/plain": f"{shown}\n... {elapsed_s:.0f} s{where}",
-            "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(RANK_COLOURS[0])}">'
+            "text/html": f'<pre style="margin:0;word-break:normal;{FONT};{_bar(colour)}">'
             f"{html.escape(shown)}\n"
-            f"<i>running on all ranks for {elapsed_s:.0f} s; this is rank 0{html.escape(where)}</i></pre>",
+            f"<i>running on {name_ranks(cell.ranks, cell.world_size)} for {elapsed_s:.0f} s; "
+            f"this is rank {speaker}{html.escape(where)}</i></pre>",
         }
         if self.handle is None:
             self.handle = display(page, raw=True, display_id=True)
@@ -224,6 +275,11 @@ def report(result):
         lines += wrapped(message)
     for rank in range(result.world_size):
         lines += wrapped(f"  rank {rank}: {_state(result, rank)}", indent="    ")
+    if result.where and len(result.ranks) < result.world_size:
+        lines += wrapped(
+            f"Only {name_ranks(result.ranks)} ran this cell. A collective ends once all ranks of its group have called "
+            "it: run the cell on all of them, or make a group of these ranks with dist.new_group, which all ranks call."
+        )
     lines += wrapped(_outlook(result))
     return message, lines
 
@@ -238,6 +294,8 @@ def _whose(name, lesson):
 def _state(result, rank):
     if rank in result.dead:
         return "died"
+    if rank not in result.ranks:
+        return "does not run this cell"
     if rank in result.where:
         return _place(result.where[rank])
     error = result.done[rank]["error"]

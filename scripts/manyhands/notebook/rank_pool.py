@@ -1,6 +1,6 @@
 """The ranks of a notebook: run cells on all of them, fetch what they hold, stop them. `start_ranks` makes them.
 
-    hands[2]["x"], hands.pull("x"), hands.restart(), hands.stop()
+    hands[2]["x"], hands.pull("x"), hands.compare("x"), hands.restart(), hands.stop()
 
 Ranks are ipyparallel engines under MPI, or without MPI where it is missing. They end with the kernel, however it
 ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
@@ -22,6 +22,7 @@ from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.machine import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
+from manyhands.notebook.compare import compare
 from manyhands.notebook.engine_processes import Processes, engine_launcher
 
 _current = None  # one set of ranks per kernel: starting again replaces it
@@ -181,15 +182,21 @@ class RankPool:
         current_ranks()
         return [view.pull(name, block=True) for view in self.views]
 
-    def run(self, source, timeout_s, on_wait=None, whole=False):
-        """Run `source` on every rank; returns the Cell once all ranks are done, freed or given up.
+    def compare(self, expression, ranks=None):
+        """How the value of `expression`, such as "loss", differs between `ranks` (default: all): a Comparison."""
+        current_ranks()
+        return compare(self.views, expression, ranks)
+
+    def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None, trace=False):
+        """Run `source` on `ranks` (None: all); returns the Cell once they are done, freed or given up.
 
         on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
+        `trace`: `Cell.traces` holds what `measure.trace` recorded.
         """
         self._idle.cancel()
-        cell = Cell(self)
+        cell = Cell(self, ranks)
         try:
-            cell.run(source, timeout_s, on_wait, whole)
+            cell.run(source, timeout_s, on_wait, whole, trace)
             if not cell.restarted:
                 self.joined = self.joined or any(done.get("joined") for done in cell.done.values())
         finally:
