@@ -9,6 +9,7 @@ import jupytext
 import nbformat
 import pytest
 from manyhands.course import handouts, pairs
+from manyhands.course.folders import ROOT
 from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.course.pairs import stale_script
 
@@ -396,3 +397,16 @@ def test_cells_of_the_ranks_have_syntax_colours_on_a_page(lesson):
     stored.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}  # what a kernel writes
     assert not cell.search(HTMLExporter().from_notebook_node(stored)[0])
     assert nbformat.reads(pairs.as_notebook(stored), 4).metadata["language_info"] == pairs.LANGUAGE
+
+
+def test_reading_a_pair_builds_no_grammars_and_leaves_imports_as_they_were(real_python):
+    """A lesson's script reads its pair whenever the notebook is newer, and 38 grammars would take 2 s of each start."""
+    code = """
+import sys, pathlib
+sys.path.insert(0, "scripts")
+from manyhands.course.pairs import read
+print(len(read(pathlib.Path("notebooks/00_start.ipynb")).cells) > 9, "lark" in sys.modules)
+import rfc3987_syntax
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr

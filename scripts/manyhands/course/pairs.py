@@ -42,8 +42,12 @@ class PairError(RuntimeError):
 
 def read(path):
     """The notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
-    import jupytext  # takes a second, and every script that starts asks for `stale_script`
+    grammars = "rfc3987_syntax"  # jsonschema would build 38 of them, for web addresses that no notebook has: 2 s
+    kept = sys.modules.setdefault(grammars, None)  # type: ignore[arg-type]
+    import jupytext  # takes half a second, and every script that starts asks for `stale_script`
 
+    if kept is None:
+        del sys.modules[grammars]
     try:
         return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
     except (ValueError, AttributeError) as error:  # half a JSON, one of other keys, a header that is no YAML
