@@ -29,10 +29,16 @@ INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps -p "$(
 TESTS = $(RUN) -m manyhands.launch.machine "make test" && $(RUN) scripts/prepare_data.py && \
 	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear $(AT_ONCE)
 ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
+# unpacked from `make bundle`: the packages lie here, and no index is asked
+ifneq ($(wildcard wheels/*.whl),)
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(CURDIR)/wheels
+export UV_FIND_LINKS := $(CURDIR)/wheels
+endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -85,6 +91,9 @@ board: environment  ## FOLDER=/shared/folder: who is at which build, what fails 
 
 copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs and notes
 	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
+
+bundle: environment  ## TO=/path/many-hands.tar: course, packages and corpus in one file, for a place without internet
+	@$(RUN) -m manyhands.course.bundle "$(TO)"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
 	@$(RUN) scripts/prepare_data.py

@@ -43,7 +43,7 @@ LOCK = Path(__file__).with_name("requirements.lock")  # the pins again, with the
 PROBE_S = 10  # within which TORCH_INDEX must answer
 UV_HAS = {  # what uv calls what pip is told by its configuration
     "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
-    "trusted-host": "UV_INSECURE_HOST", "no-index": "UV_NO_INDEX", "cert": "SSL_CERT_FILE",
+    "trusted-host": "UV_INSECURE_HOST", "no-index": "no-index", "cert": "SSL_CERT_FILE",
 }  # fmt: skip
 ASK_SITE = """
 import importlib.metadata as m, json, os, sys
@@ -267,6 +267,8 @@ def install(venv, pins, compiled):
         else:
             words = [uv, "pip", "install", "-q", "--python", python] + ["--compile-bytecode"] * compiled
             environ = as_pip_was_told(pip)
+            if environ.pop("no-index", "").lower() in ("1", "true", "yes", "on"):  # for which uv has no variable
+                words.append("--no-index")
         phase("installing {} packages".format(len(pins) - ("torch" in pins)))
         # the pins are complete, so nobody else chooses a version; torch comes last and finds all that it asks for
         install_locked(words, set(pins) if uv else set(pins) - {"uv"}, environ=environ)

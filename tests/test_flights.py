@@ -253,6 +253,7 @@ def test_jobs_of_whole_nodes_run_in_as_many_turns_as_the_nodes_of_the_class_allo
 def test_jobs_that_ask_for_some_gpus_of_a_shared_node_run_beside_each_other(course_of, site, account):
     job = course_of(site, account=account, nodes=1, gpus=2)["train"]
     assert (job.at_once(8, 4), job.turns(30, 8, 4)) == (16, 2)
+    assert job.node_hours(30, 4, 600) == pytest.approx(30 * 0.5 / 6)  # half a node each, for 10 min
 
 
 def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow(course_of, tmp_path, capsys):
@@ -263,7 +264,10 @@ def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow(course_of,
     assert preflight.main(words, root=tmp_path) == 1
     said = re.sub(" +", " ", capsys.readouterr().out)
     assert "ports 20 600 10,000 to 19,999" in said and "memory of one: measured by the last preflight here" in said
-    assert "ddp_shakespeare.slurm 2 4 8 16 80 40 debug: 8 nodes, 00:30:00" in said  # 8 turns of 2, or at most 10 min
+    assert (
+        "ddp_shakespeare.slurm 2 4 8 16 80 10.0 40 debug: 8 nodes, 00:30:00" in said
+    )  # 8 turns of 2, or at most 10 min
+    assert "node hours, each job once per attendee, at most: " in said
     assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in said
 
 

@@ -118,6 +118,11 @@ class ClassJob:
         """In how many turns all jobs of the class run."""
         return -(-attendees * self.jobs // self.at_once(nodes, gpus_per_node))
 
+    def node_hours(self, attendees: int, gpus_per_node: int, seconds: float) -> float:
+        """What all jobs of the class cost if each takes `seconds`; a share of a node's GPUs is that share of it."""
+        share = self.gpus / gpus_per_node if self.gpus else 1
+        return attendees * self.jobs * self.nodes * share * seconds / 3600
+
 
 def job_files():
     """[(path, scheduler)] of what attendees submit: of two files of a name the one that is written for a site."""
@@ -143,7 +148,7 @@ def lesson_s(runs, lesson) -> float | None:
 def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
     """Print what the class needs. Exit status: 0 it fits, 1 it does not."""
     flight = flights.read(output) or flights.read(output, flights.LAST) or {"runs": {}}
-    runs, console = list(flight["runs"].values()), Console(highlight=False, width=120, soft_wrap=True)
+    runs, console = list(flight["runs"].values()), Console(highlight=False, width=140, soft_wrap=True)
     each_bytes, whence = notebook_bytes(runs)
     here = available_memory_bytes(), cores_here(), available_processes()
     needs = on_one_node(attendees, each_bytes, *here)
@@ -153,7 +158,10 @@ def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
     console.print(table)
     console.print(f"{attendees} notebooks of {NOTEBOOK_RANKS} ranks at once; memory of one: {whence}")
     wrong = [f"{need.what}: {need.wrong}" for need in needs if need.wrong]
-    jobs = Table("job", "nodes", "at once", "turns", "min, measured", "min, at most", "imports", "queue", box=None)
+    total_h = 0.0
+    jobs = Table(
+        "job", "nodes", "at once", "turns", "min, measured", "min, at most", "node hours", "imports", "queue", box=None
+    )
     for job in (ClassJob.read(*file) for file in job_files()):
         wrong += [f"{job.name}: {sentence}" for sentence in job.wrong]
         if not (at_once := job.at_once(nodes, gpus_per_node)):
@@ -165,9 +173,12 @@ def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
         imports = running * job.nodes * ((job.gpus or gpus_per_node or 1) + 1)  # a rank for each GPU, and torchrun
         measured_s = lesson_s(runs, job.lesson)
         minutes = f"{turns * measured_s / 60:.0f}" if measured_s else "-", f"{turns * job.walltime_s / 60:.0f}"
-        jobs.add_row(job.name, f"{job.nodes}", f"{at_once}", f"{turns}", *minutes, f"{imports:,}", job.allowed)
+        total_h += (cost_h := job.node_hours(attendees, gpus_per_node, job.walltime_s))
+        cells = job.name, f"{job.nodes}", f"{at_once}", f"{turns}", *minutes, f"{cost_h:,.1f}", f"{imports:,}"
+        jobs.add_row(*cells, job.allowed)
     console.print(jobs)
     console.print("at most: each job takes all of its walltime (make jobs WALLTIME=...); imports: of torch, at once")
+    console.print(f"node hours, each job once per attendee, at most: {total_h:,.1f}")
     for sentence in wrong:
         console.print(f"does not fit: {sentence}", style="bold red", markup=False)
     if not wrong:
