@@ -173,7 +173,7 @@ def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank
 class Pool:
     """Two ranks that did what they are told to have done; they note how they were treated."""
 
-    world_size = 2
+    world_size, lesson = 2, "02_collectives"
 
     def __init__(self):
         self.treated, self.joined, self.control = [], True, types.SimpleNamespace()

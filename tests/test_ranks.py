@@ -1,12 +1,15 @@
 """The ranks of a notebook: their output, their failures, and what is left of them afterwards."""
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
+import notebook_kernel
 import pytest
 from manyhands.notebook import engine_processes, magic
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
@@ -313,7 +316,8 @@ def test_after_a_restart_of_the_kernel_a_cell_says_which_cells_to_run(tmp_path, 
     with Kernel(tmp_path, root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
         assert kernel.run("%%ranks\nprint(1)").error[:2] == (
             "RanksError",
-            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up",
+            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up. "
+            "In a notebook of your own: %load_ext manyhands, then %ranks 4",
         )
 
 
@@ -335,3 +339,29 @@ def test_on_a_login_node_two_ranks_start_without_mpi_and_the_notebook_says_so(tm
             "rank 0 | 0 of 2, None",
             "rank 1 | 1 of 2, None",
         ]
+
+
+def plain_kernelspec(folder):
+    """A kernel that knows nothing of the course."""
+    folder.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (folder / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "plain", "language": "python"}))
+
+
+def test_load_ext_manyhands_gives_ranks_to_any_notebook(tmp_path, root, monkeypatch):
+    monkeypatch.setattr(notebook_kernel, "write_kernelspec", plain_kernelspec)
+    with Kernel(tmp_path, root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
+        assert "not found" in kernel.run("%ranks 2").text
+        assert kernel.run("%load_ext manyhands").error is None
+        assert kernel.run("%%ranks\n1").error[1].endswith("%load_ext manyhands, then %ranks 4")
+        assert "takes the number of ranks to start, or stop, not 'two'" in kernel.run("%ranks two").error[1]
+        assert "2 ranks on this machine" in kernel.run("%ranks 2").text
+        assert kernel.run(JOIN + "x = torch.ones(1); dist.all_reduce(x); say(x)").text == "all ranks | tensor([2.])\n"
+        assert kernel.run("hands.compare('x')").text.startswith("x is equal on all ranks: tensor of shape (1,)")
+        died = kernel.run("%%ranks 1\nos.kill(os.getpid(), signal.SIGKILL)").error[2]
+        assert "Run %ranks 2, then your cells again" in " ".join(died.split())
+        assert kernel.run("%%ranks\n1").error[1] == ("rank 1 died: %ranks 2 starts new ones; then run your cells again")
+        kernel.run("%ranks 3")
+        mark = kernel.mark()
+        kernel.run("%ranks stop")
+        assert left_behind(mark, 30) == []

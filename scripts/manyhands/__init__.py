@@ -36,6 +36,11 @@ HOMES = {
 }  # fmt: skip
 
 
+def load_ipython_extension(shell):
+    """Make `%load_ext manyhands` work in any notebook: `%ranks 4` starts ranks, `%%ranks` runs a cell on them."""
+    import_module("manyhands.notebook.start").register_for_own_work(shell)
+
+
 def __getattr__(name):
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

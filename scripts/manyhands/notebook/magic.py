@@ -321,13 +321,16 @@ def _place(place):
 
 
 def _outlook(result):
+    if result.dead and not result.pool.lesson:
+        return f"The other ranks were stopped. Run %ranks {result.world_size}, then your cells again."
     if result.dead:
         return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
     if result.restarted:
         held = ""
         if result.stuck:
             held = f" ({name_ranks(result.stuck, 0)} could not be woken in time, as in MPI or NCCL over nodes)"
-        return f"All ranks were restarted{held}: their variables are gone. Run the cells after start_ranks(...) again."
+        cells = "the cells after start_ranks(...)" if result.pool.lesson else "your cells"
+        return f"All ranks were restarted{held}: their variables are gone. Run {cells} again."
     if result.rejoined:
         return (
             "The waiting ranks were freed and all joined a fresh process group. Variables are kept; groups made with "

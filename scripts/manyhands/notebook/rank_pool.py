@@ -39,15 +39,20 @@ def replace_ranks(pool):
 def current_ranks():
     """The ranks of this kernel. Raises RanksError where there are none."""
     if _current is None or _current.client is None:
-        why = _current.why_stopped if _current is not None else "no ranks yet"
-        raise RanksError(
-            f"{why}: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up"
-        )
+        cure = "run the cell with start_ranks(...) at the top, the next one, then this section's catch_up"
+        if _current is None:
+            raise RanksError(f"no ranks yet: {cure}. In a notebook of your own: %load_ext manyhands, then %ranks 4")
+        if not _current.lesson:
+            cure = f"%ranks {_current.world_size} starts new ones; then run your cells again"
+        raise RanksError(f"{_current.why_stopped}: {cure}")
     return _current
 
 
 class RankPool:
-    """A notebook's ranks. `world_size` is their number, `client` ipyparallel's client (None when stopped)."""
+    """A notebook's ranks. `world_size` is their number, `client` ipyparallel's client (None when stopped).
+
+    lesson: "02_collectives"; "" in a notebook that is no lesson.
+    """
 
     def __init__(self, lesson, values, mpi=None):
         self.lesson, self.values = lesson, values

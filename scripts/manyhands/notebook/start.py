@@ -2,6 +2,12 @@
 
 from manyhands.notebook.start import start_ranks
 hands = start_ranks("02_collectives", globals())
+
+In a notebook that is no lesson:
+
+%load_ext manyhands
+%ranks 4            # starts four ranks, which `hands` then stands for; without a number, all slots of the allocation
+%ranks stop
 """
 
 from pathlib import Path
@@ -11,7 +17,7 @@ from manyhands.course.folders import ROOT, script_of
 from manyhands.launch.allocation import RanksError
 from manyhands.launch.ranks import wrapped
 from manyhands.notebook import magic
-from manyhands.notebook.rank_pool import RankPool, replace_ranks
+from manyhands.notebook.rank_pool import RankPool, current_ranks, replace_ranks
 
 
 def start_ranks(lesson, namespace, mpi=None):
@@ -37,6 +43,26 @@ def start_ranks(lesson, namespace, mpi=None):
     pool.start()
     magic.register()
     return pool
+
+
+def register_for_own_work(shell):
+    """Register `%%ranks`, and `%ranks`, which starts the ranks of a notebook that is no lesson."""
+
+    def ranks(line):
+        """%ranks 4: start four ranks. %ranks: as many as the allocation has slots. %ranks stop: end them."""
+        asked = line.partition("#")[0].strip()
+        if asked == "stop":
+            current_ranks().stop()
+        elif asked and not (asked.isdecimal() and int(asked)):
+            raise RanksError(f"%ranks takes the number of ranks to start, or stop, not {asked!r}")
+        else:
+            pool = RankPool("", {"n_ranks": int(asked)} if asked else {})
+            replace_ranks(pool)
+            pool.start()
+            shell.user_ns["hands"] = pool
+
+    shell.register_magic_function(ranks, "line")
+    shell.register_magic_function(magic.ranks, "cell")
 
 
 def other_course(root=ROOT):
