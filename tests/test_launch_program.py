@@ -485,7 +485,7 @@ def test_a_node_that_loses_the_first_one_says_so_in_one_line(root, script):
         time.sleep(0.1)
     second = node()
     assert (second.communicate(timeout=100)[1], second.returncode) == (
-        f"launch.py: {platform.node()} lost the run's first node, whose part has ended; it says why\n",
+        f"launch.py: {platform.node()} lost the run's first node, which has ended; see its output\n",
         1,
     )
     assert first.wait(timeout=100) == 2
