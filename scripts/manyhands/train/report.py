@@ -248,7 +248,7 @@ class Report:
         try:
             return call()
         except Exception as error:  # noqa: BLE001
-            self.bar.write(f"report: {said(None, error)}; training goes on")
+            self.bar.write(f"report: {said(None, error)}; training continues")
 
 
 class Bar:

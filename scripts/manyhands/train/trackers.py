@@ -54,7 +54,7 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - any error of a tracker
             why = f"is disabled: {type(error).__name__}: {str(error).split(chr(10))[0]}"
         self.open.pop(name, None)
-        self.say(f"{name} {why}. Training goes on")
+        self.say(f"{name} {why}. Training continues")
 
 
 class _TensorBoard:
