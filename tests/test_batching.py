@@ -215,7 +215,7 @@ def test_the_loss_on_prompts_is_their_cross_entropy_under_the_model():
         ([], 5, "the prompt is empty"),
         ([1] * 40, 9, "40 tokens of the prompt and 9 more do not fit .* context of 48; ask for at most 8"),
         ([1] * 60, 1, "shorten the prompt to 47 or fewer"),
-        ([1], 0, "max_tokens=0 asks for nothing"),
+        ([1], 0, "max_tokens must be at least 1, got 0"),
     ],
 )
 def test_what_the_model_cannot_hold_is_refused_before_it_waits(prompt, n, sentence):

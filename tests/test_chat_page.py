@@ -194,7 +194,7 @@ def test_without_a_token_the_page_asks_for_one_and_a_wrong_one_is_asked_for_agai
         page.done()
         expect(page.messages("assistant")).to_have_count(seen)
         if not seen:
-            expect(page.messages("error")).to_contain_text("the token is missing or wrong; the server's terminal")
+            expect(page.messages("error")).to_contain_text("the token is missing or wrong; copy it from")
     expect(field).to_be_hidden()
 
 

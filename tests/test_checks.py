@@ -106,7 +106,7 @@ def right_once():
         (by_the_first(lambda x, kept: tuple(x.tolist())), "correct"),
         (
             by_the_first(lambda x, kept: x.shape),
-            "Case 1 is wrong. The same came the first time, with other numbers: is it kept?",
+            "Case 1 is wrong. The first trial had other numbers and the same result: is it kept?",
         ),
         (by_the_first(lambda x, kept: 0), "Case 1 is wrong."),
         (right_once(), "Case 1 is wrong."),

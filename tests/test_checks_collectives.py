@@ -48,7 +48,7 @@ AN_EXTRA_CALL = "\n    dist.all_reduce(torch.ones(1))"
 REJECTED = {
     "ring_reduce_scatter": [
         ("mine += arrived", "give += arrived",
-         "holds numbers of rank 3's chunk 3: add what has the same number"),
+         "holds numbers of rank 3's chunk 3: add chunks of the same number"),
         ("mine += arrived", "mine.copy_(arrived)",
          "chunk 1 holds the numbers of rank 1, and yours are gone: add what arrives to them"),
         ("rank - hop", "rank - 1 - hop",
@@ -71,8 +71,8 @@ REJECTED = {
     ],
     "ring_all_gather": [
         ("(rank - hop)", "(rank - hop - 1)", "rank + 1 - hop", "rank - hop", "holds an unfinished sum of rank"),
-        ("rank - hop", "rank - hop - 1", "receive each where the same number stands"),
-        (*INTO_A_COPY, "arrived, left)", "arrived, left)\n        take += arrived", "in this half nothing is added"),
+        ("rank - hop", "rank - hop - 1", "receive it into that chunk"),
+        (*INTO_A_COPY, "arrived, left)", "arrived, left)\n        take += arrived", "in this half, copy and do not"),
         ("world_size - 1", "world_size - 2",
          "chunk 2 still holds this rank's unfinished sum: a finished one must arrive there"),
         (HOP, HOP + AN_EXTRA_CALL, "all chunks are right, but it calls all_reduce; build it from messages"),
@@ -125,7 +125,7 @@ REJECTED = {
     "one_hop": [
         ("chunks[left] += arrived", "chunks[rank] += arrived", "holds numbers of rank 3's chunk 3"),
         ("exchange(chunks[rank]", "exchange(chunks[left]",
-         "holds numbers of rank 3's chunk 2: add what has the same number"),
+         "holds numbers of rank 3's chunk 2: add chunks of the same number"),
         ("chunks[left] += arrived", "chunks[left].copy_(arrived)", "chunk 3 should hold the numbers of rank 3"),
         ("chunks[left] += arrived", "chunks[left] += arrived\n    chunks[rank].zero_()", "chunk 0 has changed"),
     ],
@@ -139,14 +139,14 @@ REJECTED = {
     ],
     "pass_right": [
         ("exchange(mine, right, theirs, left)", "dist.send(mine, right); dist.recv(theirs, left)",
-         "waited 5 s for a message that never came"),
+         "waited 5 s for a message that never arrived"),
         ("exchange(mine, right, theirs, left)", "exchange(mine, left, theirs, right)", "it is that of rank 1"),
         ("return theirs", "return mine.clone()", ": it is that of rank 0"),
         ("return theirs", "return mine.copy_(theirs)", "mine was changed; leave it as it is"),
     ],
     "pass_in_rounds": [
         (takes_turns_by_barriers, "ranks wait for their turn: 4 messages one after the other, and 2 do"),
-        ("rank % 2", "False", "waited 5 s for a message that never came"),
+        ("rank % 2", "False", "waited 5 s for a message that never arrived"),
         ("rank % 2", "rank", "4 messages one after the other, and 2 do"),
         ("rank % 2", "rank > 1", "right, but ranks wait for their turn: 3 messages one after the other"),
         ("mine, right", "mine, left", "theirs, left", "theirs, right",

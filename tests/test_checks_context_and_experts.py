@@ -103,7 +103,7 @@ REJECTED = {
         (WORDS, "does not fit", "raise a ValueError that names 12 and 8; yours says does not fit"),
     ],
     "to_heads": [
-        (EXCHANGE, f"{EXCHANGE}\n    dist.barrier()", "one all_to_all does"),
+        (EXCHANGE, f"{EXCHANGE}\n    dist.barrier()", "one all_to_all is enough"),
         ("dim=2", "dim=1", "should have the shape"),
         (", group=group)", ")", "your code calls all_to_all_single on ranks 0-3, and the group that it was given"),
         ("group.size()", "dist.get_world_size()", "in"),

@@ -318,7 +318,7 @@ BYTES = {
         "with no_sync only the last micro-batch is averaged",
     ),
     "one rank": (
-        sends(lambda payload, n, _, times: times * payload * (2 * (n - 1) / n or 1)), "one rank has nobody to send to",
+        sends(lambda payload, n, _, times: times * payload * (2 * (n - 1) / n or 1)), "a single rank sends nothing",
     ),
 }  # fmt: skip
 

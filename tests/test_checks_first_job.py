@@ -20,7 +20,7 @@ ACTS = {4702: "wait", 4703: "wait", 4704: "wait", 4705: "cancel", 4706: "release
         (ACTS | {4706: "wait"}, "scontrol release 4706"),
         (ACTS | {4708: "wait"}, "asks for a day, and this queue gives an hour"),
         (ACTS | {4703: "cancel"}, "jobs with a higher priority come first"),
-        (ACTS | {4702: "shout"}, "'shout' for job 4702 is none of wait, release, ask for less, cancel"),
+        (ACTS | {4702: "shout"}, "ob 4702: unknown answer 'shout'; use one of wait, release, ask for less, cancel"),
         ({job: act for job, act in ACTS.items() if job != 4708}, "ob 4708 is missing"),
     ],
 )
@@ -31,7 +31,7 @@ def test_why_it_waits_rejects(answer, sentence):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ((0, "RuntimeError"), "an echo: its connection was closed because another rank had gone"),
+        ((0, "RuntimeError"), "an echo: its connection was closed because another rank had ended"),
         ((3, "ChildFailedError"), "a report that some rank failed, not the failure"),
         ((0, "SignalException"), "a report that some rank failed, not the failure"),
         ((1, "IndexError"), "1 is its local rank"),
@@ -70,7 +70,7 @@ REJECTED = {
         (RANK, "local_rank * nodes + node",
          "should be range(6, 12), not range(12, 18): ranks are counted through node by node"),
         ("range(rank * share, (rank + 1) * share)", "range(rank, global_batch, n)",
-         "not range(0, 24, 2): like cards, and a rank takes"),
+         "not range(0, 24, 2): in turn, but a rank takes"),
         ("global_batch // n", "global_batch // 2", "rank 0 of 4, should be range(0, 6), not range(0, 12)"),
         (REFUSES, "if False:", "do not split evenly, and every rank must refuse them"),
         (REFUSES, "if global_batch % n and node + local_rank == 0:",
@@ -86,7 +86,7 @@ REJECTED = {
         (" + 2", "", "without the two minutes for the start"),
         ("1.5 * ", "", "that is the run and two minutes"),
         ("1.5 * seconds / 60) + 2", "1.5 * (seconds / 60 + 2))", "the two minutes are added after"),
-        ("{minutes // 60:02d}", "{minutes // 60 % 24:02d}", "hours do not begin anew after a day"),
+        ("{minutes // 60:02d}", "{minutes // 60 % 24:02d}", "hours do not wrap after a day"),
         ("{minutes // 60:02d}:{minutes % 60:02d}:00", "{minutes // 60}:{minutes % 60}:00", "the walltime for"),
         ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes", "the walltime for"),
     ],

@@ -52,7 +52,7 @@ REJECTED = {
         ("combinations(sorted(documents), 2)", "zip(sorted(documents), sorted(documents)[1:])", "only neighbours"),
         ("sorted(documents)", "sorted(documents, reverse=True)", "the smaller number comes first"),
         ("combinations(sorted(documents), 2)", "((i, j) for i in documents for j in documents if i <= j)",
-         "a document is no copy of itself"),
+         "a document is not a copy of itself"),
         ("combinations(sorted(documents), 2)", "((i, j) for i in documents for j in documents if i != j)",
          "each pair is there twice"),
         ("met[key]", "met[0]", "documents of different keys do not meet"),

@@ -15,7 +15,7 @@ REJECTED = {
     "cores_beside": [
         ("in domains:", "in domains[gpu:] + domains[:gpu]:", SHARE, "cores[:each]", "those are GPU"),
         (SHARE, "cores", "GPUs share"),
-        (SHARE, "cores[k :: len(gpus)][:each]", "those are dealt like cards"),
+        (SHARE, "cores[k :: len(gpus)][:each]", "those are dealt in turn"),
         (SHARE, "cores[: each]", "those are GPU"),
         ("if gpu in gpus:", "if True:", "each = len(cores) // len(gpus)", "each = 8", "k = gpus.index(gpu)",
          "k, cores = 0, sorted(c for own, _ in domains for c in own)[8 * gpu :]",

@@ -309,7 +309,7 @@ REJECTED = {
         "tokens": (lambda c, b: max(0, fits(c, b, itemsize=2 / c.block_size)), "that is tokens, and a sequence has"),
         "below zero": (lambda c, b: fits(c, b), "and fewer than 0 sequences there are not"),
         "rounded up": (lambda c, b: max(0, 1 + fits(c, b - 1)), "the last one does not fit whole"),
-        "a part": (lambda c, b: max(0, fits(c, b) + 0.25), "sequences come whole"),
+        "a part": (lambda c, b: max(0, fits(c, b) + 0.25), "round down to whole sequences"),
     },
     "recompute": {
         "autograd off": (recomputed(grad=contextlib.nullcontext), "run it under torch.enable_grad()"),
@@ -322,7 +322,7 @@ REJECTED = {
         "never run": (lambda block, x, dy: dy, "the block was never run"),
         "no parameters": (forgets_the_parameters, "the block's parameters must learn, too"),
         "overwritten": (lambda block, *given: (block.zero_grad(), recomputed()(block, *given))[1],
-            "add to what is in their grad already"),
+            "add to their existing grad"),
         "twice": (runs_the_block_twice, "right, but the block was run 2 times"),
         "graph kept": (recomputed(backward=lambda y, dy: kept_graphs.append(y) or y.backward(dy, retain_graph=True)),
             "what the block kept is still in memory"),

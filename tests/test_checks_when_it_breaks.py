@@ -229,11 +229,11 @@ REJECTED = {
         "the first only": (missing_but(lambda number, ranks, calls: (number, ranks[:1])), "should be [6, [3, 5]], not"),
         "the last that all made": (missing_but(lambda number, ranks, calls: (number - 1, ranks)),
             "hang 0: the call and the ranks without it should be [6, [2]], not [5, [2]]"),
-        missing_is_who_made_no_call: "not [5, []]: who made another call under this number is missing, too",
+        missing_is_who_made_no_call: "not [5, []]: a rank that made a different call under this number counts as",
         "a rank": (missing_but(lambda number, ranks, calls: (number, ranks[0])), "which the check cannot use"),
     },
     "culprit": {
-        culprit_has_fewest_calls: "nobody in 'world' made a call number 6, so nobody waits for it",
+        culprit_has_fewest_calls: "nobody in 'world' made a call number 6, so no rank waits for it",
         "by place in the list": (culprit_but(lambda rank, group, number, made: (rank, group, len(made[rank]) + 1)),
             "compare the numbers in the records, not places in a list"),
         "whoever waits": (culprit_but(
@@ -275,7 +275,7 @@ REJECTED = {
         damaged_trusts_that_files_exist: "a missing file: your code raised FileNotFoundError",
         damaged_trusts_the_manifest: "a manifest cut in half: your code raised JSONDecodeError",
         "the first only": (lambda path, *part: ours.damaged(path, *part)[:1], "name all of them, sorted"),
-        damaged_counts_strangers: "what the manifest does not list is nobody's business",
+        damaged_counts_strangers: "ignore files that the manifest does not list",
         "any known sum": (damaged_unless(
             lambda file, about, files: sha256(file.read_bytes()) in {entry["sha256"] for entry in files.values()}),
             "each file must match its own entry"),
@@ -302,7 +302,7 @@ REJECTED = {
         "no missing manifest": (
             lambda path, *part: ours.damaged(path, *part) if (path / "manifest.json").exists() else [],
             "without a manifest nothing can be trusted"),
-        "all files": (lambda path, part=0, parts=1: ours.damaged(path), "numbers 0 and 2 are somebody else's"),
+        "all files": (lambda path, part=0, parts=1: ours.damaged(path), "numbers 0 and 2 belong to the other part"),
         damaged_in_a_stretch: "read as part 1 of 2: the list should be ['rank-1.safetensors'], not ['rank-2",
     },
     "resume": {
@@ -447,7 +447,7 @@ SAVES = {
         saving(finish=lambda path, files: (_partial(path).rename(path), a_manifest(path, files))),
         "before rank 0 had the manifest on the disk"),
     "and does not wait": (saving(waits=False), "a rank that is done must not find it missing"),
-    "into a cache": (saving(written_to_a_cache), "forced no file onto the disk"),
+    "into a cache": (saving(written_to_a_cache), "synced no file to the disk"),
     "all on rank 0": (
         saving(lambda path, name, content, gather: dict(gather((name, content))),
             lambda path, all_of: renamed(path, {n: ours.write(_partial(path) / n, it) for n, it in all_of.items()})),
@@ -461,7 +461,7 @@ SAVES = {
         saving(finish=lambda path, files: renamed(path, {name: about["sha256"] for name, about in files.items()})),
         "and not each shard as write() wrote it and the manifest says"),
     "and never renames": (saving(finish=lambda path, files: a_manifest(_partial(path), files)),
-        "(in the folder: step-0006.partial): nobody has renamed anything to it"),
+        "(in the folder: step-0006.partial): no rank renamed a folder to it"),
     "no sync of the folder": (
         saving(finish=lambda path, files: (a_manifest(_partial(path), files), _partial(path).rename(path))),
         "after it, sync the folder that holds step-0006"),
@@ -528,5 +528,5 @@ def one_of_two(ranks):
 
 
 def test_of_two_copies_nobody_can_say_which_is_wrong(pool):
-    sentence = "with two copies nobody can say which is the wrong one; return (None, '0.weight')"
+    sentence = "with two copies it is undecidable which is wrong; return (None, '0.weight')"
     assert sentence in heard_alike(pool.run(2, one_of_two))

@@ -248,7 +248,7 @@ def test_who_is_here_takes_a_line_for_each_host():
     ]
     offers = [offer(r, cuda=["a"]) for r in range(2)]
     assert devices.describe("srun", offers, devices.choose("auto", offers)).splitlines()[-1] == (
-        "  WARNING: GPUs are here and none is used: on cpu because 2 ranks on n1 but 1 cuda device"
+        "  WARNING: GPUs are available but unused: on cpu because 2 ranks on n1 but 1 cuda device"
     )
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
@@ -484,7 +484,7 @@ def test_a_rank_whose_rank_0_has_ended_says_so_at_once(script):
     status, _, errors = run(sys.executable, script, RANK="1", LOCAL_RANK="1", **world)
     assert first.wait(60) == 1
     assert status == 1 and errors.endswith(
-        "rank 1 lost rank 0, which has ended; see there for the reason, and start again\n"
+        "rank 1 lost rank 0, which has ended; see its output for the reason, then start again\n"
     )
 
 

@@ -248,7 +248,7 @@ def test_ranks_that_slurm_starts_share_all_cores_of_the_job_unless_the_site_says
 
 
 def test_srun_outside_of_a_slurm_job_is_refused_with_the_cure():
-    with pytest.raises(RanksError, match="none; use salloc or sbatch"):
+    with pytest.raises(RanksError, match="job; use salloc or sbatch"):
         command_for(PROGRAM, {}, nproc=2, starter="srun")
 
 
@@ -278,7 +278,7 @@ def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
         (["--nproc", "0"], "argument --nproc: 0 is less than 1"),
         (["--retries", "-1"], "argument --retries: -1 is less than 0"),
         (["--timeout", "x"], "argument --timeout: invalid int value: 'x'"),
-        (["nowhere.py"], "there is no program nowhere.py; flags of the program come after `--`"),
+        (["nowhere.py"], "no such program: nowhere.py; put the program's flags after `--`"),
         (["--starter", "srun", "--nproc", "2"], "use salloc or sbatch"),
         (["--preset", "gpt2"], "unrecognized arguments"),
     ],
@@ -400,7 +400,7 @@ def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monke
 @pytest.mark.parametrize(
     ("number", "own", "status", "said"),
     [
-        (signal.SIGTERM, 0, 0, "left in good order on SIGTERM"),
+        (signal.SIGTERM, 0, 0, "stopped cleanly on SIGTERM"),
         (signal.SIGINT, None, 130, "ended by Ctrl-C"),
         (signal.SIGINT, 130, 130, ""),  # the program has said so itself
         (signal.SIGTERM, None, 143, "ended by SIGTERM"),
@@ -485,7 +485,7 @@ def test_a_node_that_loses_the_first_one_says_so_in_one_line(root, script):
         time.sleep(0.1)
     second = node()
     assert (second.communicate(timeout=100)[1], second.returncode) == (
-        f"launch.py: {platform.node()} lost the run's first node, whose part has ended; it says why\n",
+        f"launch.py: {platform.node()} lost the run's first node, which has ended; see its output\n",
         1,
     )
     assert first.wait(timeout=100) == 2
@@ -600,7 +600,7 @@ def test_a_signal_is_passed_on_so_that_the_run_saves_and_it_is_not_started_again
     assert "and saved at step" in said and "retry" not in said
     if starter == "torchrun":  # which dies of the signal itself, with a traceback and status 1
         assert "Traceback" not in said
-        assert status == 0 and said.endswith(f"launch.py: left in good order on {sent}\n")
+        assert status == 0 and said.endswith(f"launch.py: stopped cleanly on {sent}\n")
     assert (tmp_path / "run" / "requeue.json").exists()
     gone(root / "tests" / "fake_train.py")
 

@@ -217,7 +217,7 @@ EVERY_STEP = ["--checkpoint.every", "1", "--log.every", "1", "--log.sample", "0"
 )
 def test_a_run_that_is_asked_to_leave_at_any_moment_saves_and_asks_to_go_on(launched, tmp_path, line, to, flags):
     status, said = launched(signal.SIGTERM, line, to, flags)
-    assert status == 0 and said.endswith("launch.py: left in good order on SIGTERM\n")
+    assert status == 0 and said.endswith("launch.py: stopped cleanly on SIGTERM\n")
     assert "stopped by SIGTERM and saved at step" in said
     assert json.loads((tmp_path / "run" / REQUEUE).read_text())["signal"] == "SIGTERM"
 

@@ -144,9 +144,9 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_second_ctr
         (["MODEL", "--drain-s", "-1"], {}, "drain_s=-1 is too small; use at least 0"),
         (["MODEL", "--cap.running", "0"], {}, "cap.running=0 is too small; use at least 1"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
-        (["MODEL", "--host", "203.0.113.7"], {}, "203.0.113.7:8000 cannot be listened on"),
+        (["MODEL", "--host", "203.0.113.7"], {}, "cannot listen on 203.0.113.7:8000"),
         (["MODEL", "--gate-text", "TINY"], {}, "tokens of TINY are known to the model; name a text by --gate-text"),
-        (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has less than 16 characters"),
+        (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has fewer than 16 characters"),
         (["MODEL", "--device", "xpu"], {}, "--device xpu: torch sees no GPU of that kind here"),
     ],
 )  # fmt: skip
@@ -258,5 +258,5 @@ def test_a_server_that_cannot_start_says_so_ends_with_status_2_and_leaves_no_add
     for number, handler in handlers.items():
         signal.signal(number, handler)
     told = capfd.readouterr()
-    assert "no room" in told.err and told.err.endswith("could not start; the lines above say why\n")
+    assert "no room" in told.err and told.err.endswith("could not start; see the lines above\n")
     assert "listening" not in told.out and not list(tmp_path.rglob("serving-*"))

@@ -124,7 +124,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.with_options(api_key="wrong" * 5).models.list()
     with pytest.raises(openai.BadRequestError, match="context of 96; ask for at most 94 more"):
         client.completions.create(model="manyhands", prompt="AB", max_tokens=95)
-    with pytest.raises(openai.NotFoundError, match="the one here is manyhands"):
+    with pytest.raises(openai.NotFoundError, match="unknown model; use manyhands"):
         client.completions.create(model="gpt-4", prompt="AB")
     with pytest.raises(openai.BadRequestError, match="'z' is not among the vocabulary's 37 tokens"):
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
@@ -257,7 +257,7 @@ ONLY_TEXT = "messages.0.content: only text is understood"
         (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
-        (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is no field of this request; leave it out"),
+        (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is not a field of this request; leave it out"),
         (TEXT, {"prompt": "HO", "best_of": 5}, 400, "best_of is not supported with this value"),
         (TEXT, {"prompt": "HO", "model": "x"}, 404, "there is no such model"),
         (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
@@ -668,7 +668,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         for step, words in (
             (1, "worse by more than 0.02"),
             (2, "head.bias holds NaN or infinity"),
-            (3, "its context of 48 is not the 96 that this server was started for"),
+            (3, "its context is 48, but this server was started for 96"),
             (4, "its vocabulary differs"),
         ):
             status, body = one(live, "/admin/checkpoint", {"step": step})
@@ -681,7 +681,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         assert told['manyhands_candidates_total{verdict="refused"}'] == 4
         live.service.load = None
         assert refused(one(live, "/admin/checkpoint", {}))[:3] == (
-            409, "this server knows no folder of checkpoints; start scripts/serve.py on one", "no_source",
+            409, "this server has no folder of checkpoints; start scripts/serve.py with one", "no_source",
         )  # fmt: skip
 
 

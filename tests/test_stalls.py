@@ -78,7 +78,7 @@ def test_ranks_that_have_left_in_order_are_not_missed():
 
 def test_many_ranks_are_named_in_few_words():
     sentence, _ = judged(ranks_at(*[7] * 1000, *[6] * 24, idle_s=11.0), 10)
-    assert "So 16 more." in sentence and "Ranks 0-999 wait" in sentence and len(sentence) < 1500
+    assert "...and 16 more ranks." in sentence and "Ranks 0-999 wait" in sentence and len(sentence) < 1500
 
 
 def test_a_rank_that_reads_a_file_is_busy_and_one_inside_a_collective_is_not():

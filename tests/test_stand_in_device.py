@@ -153,7 +153,7 @@ def _judged_with_a_tensor_of_a_gpu(ranks):
 def test_an_answer_that_sends_a_gpus_tensor_where_only_gloo_is_hears_so(pool):
     (said, _) = pool.run(2, _judged_with_a_tensor_of_a_gpu)
     assert said == (
-        f"Rank 0 hands all_reduce a tensor of {GPU}, and here the ranks talk over gloo: make it on the CPU."
+        f"Rank 0 hands all_reduce a tensor of {GPU}, and here the ranks communicate over gloo: create it on the CPU."
     )
 
 

@@ -44,7 +44,7 @@ def test_what_is_not_installed_is_imported_only_if_asked_for_and_said_once_with_
     both.close()
     assert len(said) == 2
     assert "pip install -e '.[tensorboard]'" in said[0] and "pip install -e '.[wandb]'" in said[1]
-    assert all(sentence.endswith("Training goes on") for sentence in said)
+    assert all(sentence.endswith("Training continues") for sentence in said)
 
 
 def test_tensorboard_gets_the_numbers_of_a_line_and_the_samples(tmp_path, writer):
@@ -65,7 +65,7 @@ def test_a_failure_is_said_once_in_one_line_and_the_other_tracker_goes_on(tmp_pa
     for _ in range(3):
         both.log(ROW)
     both.close()
-    assert said == ["TensorBoard is not used any more: OSError: add_scalar failed. Training goes on"]
+    assert said == ["TensorBoard is disabled: OSError: add_scalar failed. Training continues"]
     assert [name for name, *_ in wandb.init().method_calls] == ["log", "log", "log", "finish"]
 
 
@@ -76,7 +76,7 @@ def test_wandb_gets_the_options_and_is_online_where_somebody_is_logged_in(tmp_pa
     assert init["config"]["world_size"] == 4 and init["config"]["optimizer"]["lr"] == 1e-3
 
 
-@pytest.mark.parametrize("why", ["nobody is logged in", "Timed out while retrying"])
+@pytest.mark.parametrize("why", ["not logged in", "Timed out while retrying"])
 def test_wandb_is_offline_where_nobody_is_logged_in_or_nothing_answers_and_says_how_to_upload(tmp_path, wandb, why):
     said, run = [], Mock()
     wandb.login.return_value = "logged" not in why
@@ -90,7 +90,7 @@ def test_wandb_is_offline_where_nobody_is_logged_in_or_nothing_answers_and_says_
 def test_wandb_that_cannot_start_is_said_once_and_what_its_variable_says_holds(tmp_path, wandb, monkeypatch):
     said, wandb.init.side_effect = [], RuntimeError("no room")
     started(tmp_path, said.append, wandb="course").log(ROW)
-    assert said == ["W&B is not used any more: RuntimeError: no room. Training goes on"]
+    assert said == ["W&B is disabled: RuntimeError: no room. Training continues"]
     monkeypatch.setenv("WANDB_MODE", "disabled")
     wandb.init.side_effect, wandb.login.return_value = None, False
     started(tmp_path, wandb="course")

@@ -1,1 +1,1 @@
-"""From a base model to one that answers: chat template, supervised fine-tuning, DPO, GRPO, LoRA. See lesson 13."""
+"""Turn a base model into one that answers: chat template, supervised fine-tuning, DPO, GRPO, LoRA. See lesson 13."""

@@ -1,4 +1,4 @@
-"""What a model is taught to say: the chat template, a task whose answers a program can judge, speeches. No torch.
+"""Define the training texts: the chat template, a task whose answers a program can judge, speeches. No torch.
 
     render([{"role": "user", "content": "sort dbca"}], reply=True)     # '<|user|>sort dbca<|end|><|assistant|>'
     vocab = with_markers(alphabet)                                      # the alphabet, and four markers behind it
@@ -31,7 +31,7 @@ import numpy as np
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)  # in the order of their ids
-HELD_OUT_SHARE = 8  # one word in so many is never learned from
+HELD_OUT_SHARE = 8  # one word in 8 is never trained on
 ANSWERS = {"sort": lambda word: "".join(sorted(word)), "reverse": lambda word: word[::-1]}
 
 
@@ -41,7 +41,7 @@ def with_markers(alphabet: list[str]) -> list[str]:
 
 
 def refuse_messages(messages: list[dict]) -> None:
-    """Raises ValueError unless `messages`, each a dict of role and content, are in an order that the template knows.
+    """Raise ValueError unless `messages`, each a dict of role and content, are in an order that the template knows.
 
     The system's comes first, if there is one; then user and assistant take turns, the user first.
     """
@@ -59,7 +59,7 @@ def refuse_messages(messages: list[dict]) -> None:
 
 
 def pieces(messages: list[dict], reply: bool = False) -> list[tuple[str, bool, bool]]:
-    """[(text, is it a marker?, does the assistant write it?)] in order. Raises ValueError: see `refuse_messages`.
+    """[(text, is it a marker?, does the assistant write it?)] in order. Raise ValueError: see `refuse_messages`.
 
     `reply`: the marker of the assistant follows at the end, and the model goes on from there; the last message is then
     the user's. The assistant writes its contents and the end marker after each, but not its own role's marker: that one
@@ -85,7 +85,7 @@ def render(messages: list[dict], reply: bool = False) -> str:
 def encode(messages: list[dict], vocab: list[str], reply: bool = False) -> tuple[list[int], list[bool]]:
     """(ids, answer): a list of ids into `vocab`, and as many truth values: does the assistant write this one?
 
-    Contents go character by character, markers as one token each. Raises ValueError for a character that is no token,
+    Contents go character by character, markers as one token each. Raise ValueError for a character that is no token,
     for a vocabulary without the markers, and as `refuse_messages` does.
     """
     place = {token: i for i, token in enumerate(vocab)}
@@ -103,7 +103,7 @@ def encode(messages: list[dict], vocab: list[str], reply: bool = False) -> tuple
 
 
 def answered(ids: list[int], vocab: list[str]) -> str:
-    """The text of what a model has written after `encode(..., reply=True)`: up to the end marker, or all of it.
+    """Return the text that a model wrote after `encode(..., reply=True)`: up to the end marker, or all of it.
 
     Another marker, which the assistant has no business to write, is spelled out.
     """
@@ -143,12 +143,12 @@ class LetterTask:
         return ANSWERS[self.name](word)
 
     def messages(self, word, answer=None):
-        """The question, and with `answer` the assistant's message behind it."""
+        """Return the question, and with `answer` the assistant's message after it."""
         asked = [{"role": "user", "content": self.question(word)}]
         return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
 
     def right(self, word, text):
-        """Is `text` the answer? This is the verifier: it needs no model."""
+        """Return whether `text` is the answer. This is the verifier; it needs no model."""
         return text == self.answer(word)
 
     def in_order(self, word, text):
@@ -182,7 +182,7 @@ def speeches(text: str, longest: int = 40, most_name: int = 16) -> list[tuple[st
 
 
 def speech_messages(speaker: str, line: str) -> list[dict]:
-    """The system says who the assistant is, the user asks for a word, the assistant says the line."""
+    """Return a chat in which the system names a character, the user sends a word, the assistant speaks the line."""
     return [
         {"role": "system", "content": f"You are {speaker}."},
         {"role": "user", "content": "Speak."},

@@ -19,17 +19,17 @@ from manyhands.align.chat import encode
 from manyhands.align.stage import Stage, own_draws, reference, rows, shifted, token_log_probs
 from manyhands.config.options import OptionError
 
-HELD_OUT = 8  # one pair in so many is not learned from
+HELD_OUT = 8  # one pair in 8 is not trained on
 TIE = 1e-4  # nats: a margin this small is rounding, as in the first step, where the policy is the reference
 
 
 def margins(chosen_b, rejected_b, reference_chosen_b, reference_rejected_b):
-    """By how much more than the reference the policy prefers the chosen answer, in nats [b]. 0 at the start."""
+    """Return by how much more than the reference the policy prefers the chosen answer, in nats [b]; 0 at the start."""
     return (chosen_b - rejected_b) - (reference_chosen_b - reference_rejected_b)
 
 
 def dpo_losses(margins_b, beta):
-    """The loss of each pair [b]; ln 2 where the policy is the reference."""
+    """Return the loss of each pair [b]; ln 2 if the policy equals the reference."""
     return -F.logsigmoid(beta * margins_b)
 
 
@@ -58,7 +58,7 @@ class Preference(Stage):
         return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
 
     def _said(self):
-        """{word: an answer that the reference draws}: each rank asks its share of the words."""
+        """Return {word: an answer drawn from the reference}; each rank generates its share of the words."""
         questions, seed = self.wanted.dpo.questions, self.run.options.train.seed
         # the reference's ranks are all of them, whatever serves the policy
         rank, size = self.reference.data_rank, self.reference.data_size
@@ -94,7 +94,7 @@ class Preference(Stage):
 
     @torch.no_grad()
     def held_out_loss(self):
-        """The mean DPO loss of pairs that it has not learned from. Every rank reads them all: they are few."""
+        """Return the mean DPO loss of held-out pairs. Every rank evaluates all of them, as they are few."""
         ids_N2T, answer_N2T = (part.to(self.run.ranks.device) for part in self.held_out)
         policy_N2 = self._log_probs(self.parallel.logits, ids_N2T, answer_N2T)
         reference_N2 = self._log_probs(self.reference.logits, ids_N2T, answer_N2T)

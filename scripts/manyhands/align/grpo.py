@@ -27,7 +27,7 @@ def group_advantages(rewards_B, group, scale=True):
     """(reward - mean of its group) / (standard deviation + 1e-4) [B]; answers of one question lie side by side.
 
     A group in which all rewards are equal teaches nothing: its advantages are 0. `scale` False leaves the deviation out
-    (Liu et al. 2025, Dr. GRPO). Raises ValueError for rewards that are no whole groups, or groups of one.
+    (Liu et al. 2025, Dr. GRPO). Raise ValueError for rewards that are no whole groups, or groups of one.
     """
     if group < 2 or rewards_B.numel() % group:
         raise ValueError(f"{rewards_B.numel()} rewards are no groups of {group}; use 2 or more, and a multiple of them")
@@ -39,7 +39,7 @@ def group_advantages(rewards_B, group, scale=True):
 
 
 def kl_terms(log_p_bT, reference_log_p_bT):
-    """Of each token, an estimate >= 0 of the divergence from the reference: r - log r - 1, r = p_reference / p.
+    """Return the per-token KL estimate (k3), always >= 0: r - log r - 1 with r = p_reference / p.
 
     Schulman 2020, "Approximating KL divergence", k3: its mean over the policy's own samples is KL(policy, reference).
     """
@@ -62,7 +62,7 @@ def grpo_terms(log_p_bT, old_log_p_bT, advantages_b, reference_log_p_bT=None, kl
 
 
 class Reinforcement(Stage):
-    """Draw answers, judge them, make good ones likelier."""
+    """A method that draws answers, judges them and makes good ones more likely."""
 
     def __init__(self, run):
         super().__init__(run)
@@ -122,5 +122,5 @@ class Reinforcement(Stage):
         return self.share(self.num_tokens) * (terms_bT * mask_bT).sum()
 
     def held_out_loss(self):
-        """The share of held-out words that it answers wrong."""
+        """Return the share of held-out words with a wrong answer."""
         return 1 - self.accuracy()[0]

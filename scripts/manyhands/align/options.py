@@ -1,4 +1,4 @@
-"""What an alignment run can be told: the trainer's groups of options, and four of its own.
+"""Define the options of an alignment run: the trainer's groups and four more.
 
     wanted = read_options(["grpo", "--from", "outputs/sft", "--grpo.reward", "in_order", "--train.steps", "40"])
     options = trainer_options(wanted, config)          # what the trainer's code understands
@@ -98,7 +98,7 @@ DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-
 
 
 def default_options(method, source=Path("outputs/train/latest")):
-    """The options of a method before anything is said."""
+    """Return a method's default options."""
     steps, global_batch, lr = DEFAULTS[method]
     return AlignOptions(
         method=method,
@@ -110,7 +110,7 @@ def default_options(method, source=Path("outputs/train/latest")):
 
 
 def read_options(argv, prog="align.py", description=None):
-    """The `AlignOptions` of a command line. Raises Refused; `--help` ends the program."""
+    """Return the `AlignOptions` of a command line. Raise Refused; `--help` ends the program."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
     options = dataclasses.replace(default_options(method), source=tyro.MISSING, method=tyro.MISSING)
     if (file := named_value(argv, "--config")) is not None:
@@ -121,7 +121,7 @@ def read_options(argv, prog="align.py", description=None):
 
 
 def refuse_senseless(wanted):
-    """Raises OptionError for values that make no sense, or belong to pre-training."""
+    """Raise OptionError for invalid values, or options of pre-training."""
     grpo, parallel = wanted.grpo, wanted.parallel
     partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
     whole = ", ".join(name for name in STRATEGIES if name not in partial)
@@ -149,7 +149,7 @@ def refuse_senseless(wanted):
 
 
 def trainer_options(wanted, config):
-    """The trainer's options of an alignment run of a GPTConfig. Raises OptionError as the trainer does."""
+    """The trainer's options of an alignment run of a GPTConfig. Raise OptionError as the trainer does."""
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(trainer.ModelOptions)}
     groups = {name: getattr(wanted, name) for name in ("train", "optimizer", "parallel", "checkpoint", "log")}
     about = f"align {wanted.method}"

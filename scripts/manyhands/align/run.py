@@ -49,7 +49,7 @@ class Alignment(Run):
         return super().metadata() | {"lora": lora, "alignment": self.about()}
 
     def about(self):
-        """What a checkpoint says of the stage, beside the trainer's options."""
+        """Return a checkpoint's metadata on the stage, in addition to the trainer's options."""
         groups = {name: dataclasses.asdict(getattr(self.wanted, name)) for name in ("data", "dpo", "grpo")}
         return {"method": self.wanted.method, "from": str(self.wanted.source), **groups}
 
@@ -63,7 +63,7 @@ class Alignment(Run):
         return loss
 
     def evaluate(self):
-        """Held-out loss and accuracy, all ranks each on its share; else as the trainer's."""
+        """Compute held-out loss and accuracy, each rank on its share; otherwise as in the trainer."""
         self.parallel.moved()
         accuracy, said = self.stage.accuracy()
         self.parallel.moved()
@@ -84,7 +84,7 @@ class Alignment(Run):
         return None
 
     def tell(self, step, **numbers):
-        """A line of alignment.jsonl, and of `numbers`, on rank 0."""
+        """Write a line of alignment.jsonl, and of `numbers`, on rank 0."""
         if self.ranks.rank == 0:
             self.numbers.append({"step": step, **numbers})
             self.log = self.log or StepLog(self.ranks, self.folder / "alignment.jsonl")
@@ -92,7 +92,7 @@ class Alignment(Run):
 
 
 def refuse_other_method(run):
-    """A folder holds one stage's checkpoints. Raises CheckpointError, on all ranks; says what else has changed."""
+    """Raise CheckpointError on all ranks if the folder has another stage's checkpoints; report other changes."""
 
     def look():
         now = run.about()

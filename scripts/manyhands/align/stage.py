@@ -1,4 +1,4 @@
-"""What SFT, DPO and GRPO share: padded rows and their masks, answers drawn from the model, `Stage`; and SFT itself.
+"""Implement SFT, and the parts shared with DPO and GRPO: padded rows, masks, answers drawn from the model, `Stage`.
 
     ids_NT, answer_NT = rows([encode(messages, vocab) for messages in examples])
     inputs_bT, targets_bT, mask_bT = shifted(ids_bT, answer_bT)
@@ -47,7 +47,7 @@ def rows(encoded: list[tuple], longest: int | None = None, length: int | None = 
     """[(ids, answer)] of `chat.encode` as (ids_NT, answer_NT): padded behind with id 0, which no mask counts.
 
     T is `length`, else that of the longest. Attention is causal: what stands behind an example changes nothing in it.
-    Raises ValueError for one that is longer than `longest` (none: any).
+    Raise ValueError for one that is longer than `longest` (none: any).
     """
     T = length or max(len(ids) for ids, _ in encoded)
     if longest is not None and longest < T:
@@ -69,7 +69,7 @@ def token_log_probs(logits_bTV, targets_bT):
 
 
 def masked_sum(logits_bTV, targets_bT, mask_bT):
-    """The sum, in nats, of the cross-entropy at the positions that the mask counts: a 0-dim tensor."""
+    """Return the sum, in nats, of the cross-entropy at the masked positions: a 0-dim tensor."""
     return -(token_log_probs(logits_bTV, targets_bT) * mask_bT).sum()
 
 
@@ -106,7 +106,7 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
 
 
 def texts(ids_bT: torch.Tensor, lengths_b: torch.Tensor, vocab: list[str], read: Callable) -> list[str]:
-    """The answers as texts: `read` (`chat.answered`) of the ids behind each prompt."""
+    """Return the answers as texts: `read` (`chat.answered`) of the ids behind each prompt."""
     return [read(row[length:], vocab) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]
 
 
@@ -130,7 +130,7 @@ class Stage:
             raise OptionError(f"{why}, and the model reads {run.config.block_size}; use shorter words")
 
     def gradients(self, batch, timer):
-        """Forward and backward on this rank's rows. Returns the loss: its mean over data ranks is the batch's."""
+        """Forward and backward on this rank's rows. Return the loss: its mean over data ranks is the batch's."""
         return self.parallel.forward_backward_by(self.loss, batch, timer)
 
     def draws(self, step, size, n, stream=0):
@@ -139,7 +139,7 @@ class Stage:
         return torch.from_numpy(np.random.default_rng(key).integers(0, size, n))
 
     def own(self, rows_B):
-        """This data rank's rows of what all ranks hold alike."""
+        """Return this data rank's rows of tensors that are equal on all ranks."""
         return rows_B.tensor_split(self.parallel.data_size)[self.parallel.data_rank].to(self.run.ranks.device)
 
     def share(self, num_terms):
@@ -160,7 +160,7 @@ class Stage:
         return share, list(zip(words, answers, strict=True))
 
     def answers(self, model, words, uniform_bn=None):
-        """The texts with which `model`, a Strategy, answers each word."""
+        """Return the answers of `model`, a Strategy, to each word."""
         ids_bT, _, lengths_b = self.completions(model, words, uniform_bn)
         return texts(ids_bT, lengths_b, self.vocab, answered)
 
@@ -178,7 +178,7 @@ class Stage:
         return encode(self.task.messages(word), self.vocab, reply=True)[0]
 
     def encoded_words(self, words):
-        """[(ids, answer)] of questions and right answers. Raises OptionError for letters unknown to the model."""
+        """[(ids, answer)] of questions and right answers. Raise OptionError for letters unknown to the model."""
         try:
             return [encode(self.task.messages(word, self.task.answer(word)), self.vocab) for word in words]
         except ValueError as error:
@@ -218,7 +218,7 @@ class Imitation(Stage):
 
     @torch.no_grad()
     def held_out_loss(self):
-        """Nats per token of the assistant, over words and speeches that it has not learned from."""
+        """Return nats per token of the assistant on held-out words and speeches."""
         inputs_bT, targets_bT, mask_bT = shifted(*map(self.own, self.held_out))
         own = masked_sum(self.parallel.logits(inputs_bT), targets_bT, mask_bT)
         num_tokens = int(self.held_out[1][:, 1:].sum())
@@ -242,7 +242,7 @@ def encoded_speeches(corpus, longest):
 def start_from(base, lora=None):
     """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters.
 
-    Raises OptionError for adapters of a model with experts.
+    Raise OptionError for adapters of a model with experts.
     """
     if lora and lora.rank and base.config.experts > 1:
         experts = base.config.experts

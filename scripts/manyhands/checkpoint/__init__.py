@@ -1,1 +1,1 @@
-"""What survives a run."""
+"""Checkpoints, and exported models."""

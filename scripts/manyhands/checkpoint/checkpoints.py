@@ -1,20 +1,20 @@
 """Checkpoints: complete or absent, never half; written by all ranks, read by any number of them.
 
-    checkpoints = Checkpoints(folder, ranks, keep=2)                                  # all ranks, as all that follows
+    checkpoints = Checkpoints(folder, ranks, keep=2)                                  # all ranks, always
     checkpoints.save(300, tensors, metadata, rank_state, val_loss=1.93)
-    path = checkpoints.newest()                                                       # None: there is none to trust
+    path = checkpoints.newest()                                                       # None: no valid checkpoint
     metadata = checkpoints.load(path, tensors, rank_state)                            # in place
 
 One checkpoint is a folder `step-00000300/`: a safetensors file per rank, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
-are complete does rank 0 write the manifest and rename the folder. A run that is killed leaves a `.partial` that nobody
-reads, and that the next save removes.
+are complete does rank 0 write the manifest and rename the folder. A killed run leaves a `.partial` folder, which is
+never read and which the next save removes.
 
-The files are written and read by torch.distributed.checkpoint (DCP). The header of each says which piece of which
-tensor lies where: there is no pickle to trust. (DCP's own format has one, `.metadata`, and its reader runs what is in
-it.) A rank needs room in its host's memory for its file once more while it writes.
+The files are written and read by torch.distributed.checkpoint (DCP). Each header lists the file's pieces of
+tensors, so no pickle is needed. (DCP's own format has one, `.metadata`, and reading it runs its code.) While it writes,
+a rank needs host memory for a second copy of its file.
 
-All messages go over a gloo group of their own, so that a save in the background does not mix them with the training's.
+Communication uses a separate gloo group, so that a save in the background does not interfere with the training's.
 """
 
 import errno
@@ -45,8 +45,9 @@ WHOLE_NAMES = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  #
 class Checkpoints:
     """The checkpoints in `folder` (rank 0's counts). All ranks call every method, in the same order.
 
-    `keep`: so many of the last ones stay, and the best. `asynchronous`: `save` copies the tensors to the CPU's memory
-    and returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: a slow disk's.
+    `keep`: the number of last ones to keep, in addition to the best. `asynchronous`: `save` copies the tensors to the
+    CPU's memory and returns; a thread writes them; what went wrong there is raised by the next call. `timeout_s`: a
+    slow disk's.
     """
 
     def __init__(self, folder, ranks, keep=2, asynchronous=False, timeout_s=1800):
@@ -56,18 +57,18 @@ class Checkpoints:
         self.folder = self._agreement.on_rank_0(lambda: Path(folder).absolute())
         self._lock = None  # on rank 0: the open file that holds the folder's lock
         self._writer, self._writing = ThreadPoolExecutor(1, "checkpoint"), None  # a save in the background, a future
-        self._verified = None  # what `newest` has just read in full: `load` need not read it twice
-        self._broken = set()  # what `newest` passed over
+        self._verified = None  # verified by `newest`, so `load` need not read it twice
+        self._broken = set()  # skipped by `newest`
 
     def save(self, step, tensors, metadata, rank_state=None, val_loss=None):
         """Write the checkpoint of `step`; one of the same step is replaced.
 
         `tensors`: {name: Tensor or DTensor}; ranks may hold different names; what several hold is written once.
         `metadata`: what JSON can hold, rank 0's is written. `rank_state`: {name: tensor} of this rank alone, such as
-        the state of its random numbers. Raises CheckpointError on all ranks; the older checkpoints stay.
+        the state of its random numbers. Raise CheckpointError on all ranks; the older checkpoints stay.
         """
         self.wait()
-        json.dumps(metadata)  # a TypeError here is everybody's, before anyone waits
+        json.dumps(metadata)  # a TypeError here is raised on all ranks before any waits
         self.claim()
         partial = self._agreement.on_rank_0(lambda: manifest.make_partial(self.folder, step, self._broken))
         self._broken.clear()
@@ -78,24 +79,24 @@ class Checkpoints:
             self._write(tensors, *about)
             return
         staged = self._agreement.all(lambda: {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()})
-        self._writing = self._writer.submit(self._write, staged, *about)  # a program that ends lets it finish
+        self._writing = self._writer.submit(self._write, staged, *about)  # finishes even if the program ends
 
     def wait(self):
-        """Until nothing is being written. Raises CheckpointError on all ranks if the last save failed."""
+        """Wait until nothing is being written. Raise CheckpointError on all ranks if the last save failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             if error := writing.exception():
                 raise CheckpointError(str(error))
 
     def claim(self):
-        """Make the folder this run's own to write into, until it ends; the first `save` does it if nobody did.
+        """Lock the folder for this run until it ends; otherwise the first `save` does so.
 
-        Raises CheckpointError on all ranks if another run that still lives writes there, or if it cannot be written.
+        Raise CheckpointError on all ranks if another run that still lives writes there, or if it cannot be written.
         """
         self._agreement.on_rank_0(self._hold)
 
     def close(self):
-        """Let a save in the background end, whatever becomes of it, and give the folder and the group back."""
+        """Wait for a save in the background, ignoring its errors, and release the folder and the group."""
         self._writer.shutdown()
         if self._lock is not None:
             self._lock.close()
@@ -104,11 +105,11 @@ class Checkpoints:
         self._lock = self._group = None
 
     def empty(self):
-        """Whether the folder holds no checkpoint at all, not even one that `newest` would pass over."""
+        """Return whether the folder holds no checkpoint at all, not even one that `newest` would pass over."""
         return self._agreement.on_rank_0(lambda: not steps_in(self.folder))
 
     def newest(self):
-        """The newest checkpoint of which every byte is as it was written, or None. Rank 0 says what it passed over."""
+        """Return the newest undamaged checkpoint, or None. Rank 0 reports those that it skipped."""
         self.wait()
         for path in self._agreement.on_rank_0(lambda: steps_in(self.folder)):
             try:
@@ -127,7 +128,7 @@ class Checkpoints:
 
         `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
         metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if
-        it was. Raises CheckpointError on all ranks, before a tensor has changed, if it is damaged or does not fit.
+        it was. Raise CheckpointError on all ranks, before a tensor has changed, if it is damaged or does not fit.
         """
         self.wait()
         path = Path(path)
@@ -148,13 +149,13 @@ class Checkpoints:
         return metadata | {"rank_state_restored": restored}
 
     def _hold(self):
-        """The folder's lock; anew where somebody has removed the folder since."""
+        """Hold the folder's lock, and take it again if the folder has been removed."""
         if self._lock is None or not os.path.exists(self._lock.name):
             with explained(CheckpointError, "name another folder", self.folder, "written"):
                 self._lock = lock(self.folder, f"process {os.getpid()} on {self.ranks.host}")
 
     def _write(self, tensors, partial, step, metadata, val_loss):
-        """All ranks write and describe what they wrote, then rank 0 makes it count."""
+        """Write and describe the files on all ranks; then rank 0 commits the checkpoint."""
         try:
             try:
                 write_tensors(partial, tensors, self._group)
@@ -168,11 +169,11 @@ class Checkpoints:
             raise
 
     def _describe_own(self, partial):
-        # one file, or none where other ranks have written all that this one holds
+        # one file, or none if other ranks have written all of this rank's tensors
         return {path.name: describe_file(path) for path in partial.glob(f"shard-{self.ranks.rank + 1:05d}-*")}
 
     def _explain(self, error, step, partial):
-        """Raise what DCP's exception, which all ranks have, means."""
+        """Raise the CheckpointError for DCP's exception, which all ranks have."""
         self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
         free = self._agreement.on_rank_0(lambda: shutil.disk_usage(self.folder).free)
         if any(getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for cause in _failures(error).values()):
@@ -207,7 +208,7 @@ class Checkpoints:
 
 
 def _failures(error):
-    """{rank: exception} behind a CheckpointException of DCP."""
+    """Return {rank: exception} of DCP's CheckpointException."""
     return {rank: wrapped[0] for rank, wrapped in error.failures.items()}
 
 
@@ -216,7 +217,7 @@ def _first_failure(error):
 
 
 def _kind(tensor):
-    """Shape and type of a tensor, or of DCP's description of one."""
+    """Return shape and type of a tensor, or of DCP's description of one."""
     dtype = tensor.dtype if isinstance(tensor, torch.Tensor) else tensor.properties.dtype
     return f"{list(tensor.size() if isinstance(tensor, torch.Tensor) else tensor.size)} {dtype}"
 
@@ -224,9 +225,8 @@ def _kind(tensor):
 def write_tensors(folder, tensors, group):
     """Write {name: tensor or DTensor} of all ranks into `folder`. All ranks of `group` call it.
 
-    Each has names of its own; a tensor that several ranks hold is written by one of them. Every file is on the disk
-    when this returns.
-    Raises CheckpointException (no Exception!) on all ranks if one of them failed.
+    Names may differ between ranks; a tensor that several ranks hold is written by one of them. Every file is on the
+    disk when this returns. Raise CheckpointException (no Exception!) on all ranks if one of them failed.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     # several names may stand for one step counter, and safetensors takes no memory twice
@@ -237,27 +237,27 @@ def write_tensors(folder, tensors, group):
 def read_tensors(folder, tensors, group, no_dist=False):
     """Fill {name: tensor or DTensor} in place from `folder`. All ranks of `group` call it, each with its own names.
 
-    Each rank reads the pieces that overlap with its own. Raises CheckpointException as `write_tensors`.
+    Each rank reads the pieces that overlap with its own. Raise CheckpointException as `write_tensors`.
     """
     reader, planner = HuggingFaceStorageReader(str(folder)), dcp.DefaultLoadPlanner(**WHOLE_NAMES)
     dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
 
 
 def _index(folder):
-    """{name: DCP's description of the tensor}, from the files' headers. Raises CheckpointError."""
+    """Return {name: DCP's description of the tensor} from the files' headers. Raise CheckpointError."""
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # noqa: BLE001 - DCP trusts what a header says: all kinds
         raise CheckpointError(f"{folder} cannot be read ({visible(said(None, error))}); use another step") from None
     for name, entry in found.items():
-        if not _is_whole(entry):  # what no file holds, DCP would leave as it was
+        if not _is_whole(entry):  # DCP would silently skip a tensor that no file holds
             why = f"{folder} does not hold all of {visible(name)}, or some of it twice"
             raise CheckpointError(f"{why}; use another step")
     return found
 
 
 def _is_whole(entry):
-    """Whether the pieces of a tensor are all of it, and none of it twice."""
+    """Return whether the pieces of a tensor cover it exactly once."""
     sizes = [chunk.sizes.numel() for chunk in entry.chunks]
     if sum(sizes) != entry.size.numel() or any(len(c.offsets) != len(c.sizes) for c in entry.chunks):
         return False
@@ -270,14 +270,14 @@ def _is_whole(entry):
 
 
 def whole_tensors(folder, prefix=""):
-    """{name without prefix: the full tensor on the CPU} of all names that start with `prefix`, in one process.
+    """Return {name without prefix: full tensor on the CPU} of all names that start with `prefix`, in one process.
 
-    Verify the checkpoint first. Raises CheckpointError.
+    Verify the checkpoint first. Raise CheckpointError.
     """
     wanted = {name: entry for name, entry in _index(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     try:
-        with warnings.catch_warnings():  # that one process is meant, DCP says at each call
+        with warnings.catch_warnings():  # silence DCP's note about a single process
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             read_tensors(folder, tensors, None, no_dist=True)
     except CheckpointException as error:

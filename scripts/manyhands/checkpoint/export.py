@@ -1,4 +1,4 @@
-"""A trained GPT without its run: the weights in one safetensors file, its sizes and tokens in a JSON file beside it.
+"""Export a trained GPT: its weights to one safetensors file, its sizes and tokens to a JSON file next to it.
 
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300   # else the best
@@ -8,8 +8,7 @@
 You should see one line with the file, the step, and how many parameters it holds. `--half` writes them in 16 bits
 (fp16), which halves the file; they are read as 32. `--characters` leaves a model of characters those of a text alone,
 sorted as the lessons' corpus has them. Any number of ranks may have saved the checkpoint, under any strategy; one
-process reads it, and needs memory for the weights alone. Status 2: there is no checkpoint that can be trusted, or no
-room for the file.
+process reads it, and needs memory for the weights alone. Status 2: no valid checkpoint, or no room for the file.
 """
 
 import math
@@ -37,14 +36,14 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.flags import Flags
 from manyhands.launch.program import explained, reason
 
-KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that say what the weights are
+KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that describe the weights
 
 
 def find_checkpoint(source, step="best", tell=print):
-    """The folder of a verified checkpoint in `source`: a folder of checkpoints, a run's folder, or one step's.
+    """Return the folder of a verified checkpoint in `source`: a folder of checkpoints, a run's folder, or one step's.
 
-    `step`: "best" (the lowest validation loss; without any, the newest), "newest", or a number. One that is damaged is
-    passed over, and `tell` gets the reason. Raises CheckpointError.
+    `step`: "best" (the lowest validation loss; without any, the newest), "newest", or a number. A damaged one is
+    skipped, and `tell` gets the reason. Raise CheckpointError.
     """
     source = Path(source)
     if step_of(source) is not None or (source / manifest.MANIFEST).exists():
@@ -79,7 +78,7 @@ def _loss(path):
 
 @explained(CheckpointError, "mend that, or name another place")
 def newest_in(source: Path | str) -> list[tuple]:
-    """What changes when `source`, as of `load_model`, has something newer, or more of it: names, sizes and times."""
+    """Return names, sizes and times that change when `source` (see `load_model`) has a newer or longer file."""
     source = Path(source)
     if source.suffix == ".safetensors":
         paths = [source, source.with_suffix(".json")]
@@ -94,9 +93,9 @@ def _checkpoints_of(source):
 
 @explained(CheckpointError, "mend that, or name another place")
 def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT, dict[str, Any]]:
-    """(GPT on the CPU in eval mode, metadata) from an exported file or from checkpoints: see `find_checkpoint`.
+    """Return (GPT on the CPU in eval mode, metadata) from an exported file or checkpoints: see `find_checkpoint`.
 
-    metadata["source"] is the path that was read. Raises CheckpointError if what is there is damaged or is no GPT.
+    metadata["source"] is the path that was read. Raise CheckpointError if what is there is damaged or is no GPT.
     """
     source = Path(source)
     if source.suffix == ".safetensors":
@@ -133,24 +132,24 @@ def shipped_model(name: str) -> tuple[GPT, dict[str, Any]]:
 
 
 def tokenizer_of(metadata: dict[str, Any]) -> Tokenizer:
-    """What turns text into the ids of the model that `metadata` describe, and back: see `data.tokenizer`.
+    """Return the tokenizer of the model that `metadata` describe: see `data.tokenizer`.
 
-    Raises KeyError, TypeError or ValueError for metadata that do not say.
+    Raise KeyError, TypeError or ValueError for metadata that do not say.
     """
     corpus = metadata["corpus"]
     return tokenizer_from(corpus["vocabulary"]) if "vocabulary" in corpus else CharTokenizer(corpus["alphabet"])
 
 
 def described(model: GPT, metadata: dict[str, Any]) -> str:
-    """What was read, in a phrase: "outputs/x/step-00000300: step 300, validation loss 1.4321, 810,000 parameters"."""
+    """Describe a checkpoint: "outputs/x/step-00000300: step 300, validation loss 1.4321, 810,000 parameters"."""
     loss = "" if metadata.get("val_loss") is None else f", validation loss {metadata['val_loss']:.4f}"
     return f"{metadata['source']}: step {metadata['step']}{loss}, {model.num_params():,} parameters"
 
 
 def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
-    """A GPT with `weights`, as sized by metadata["config"].
+    """Build a GPT with `weights`, sized by metadata["config"].
 
-    Raises ValueError or RuntimeError for names, types and shapes that do not fit.
+    Raise ValueError or RuntimeError for names, types and shapes that do not fit.
     """
     config = GPTConfig(**metadata["config"])
     if config.n_layer > len(weights):  # before they are built, on no matter what
@@ -169,7 +168,7 @@ def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
 def write_export(weights, metadata, target):
     """Write {name: tensor} to `target` (.safetensors) and the metadata that belong to them beside it (.json).
 
-    Raises CheckpointError if there is no room, ValueError for metadata that `load_model` would refuse.
+    Raise CheckpointError if there is no room, ValueError for metadata that `load_model` would refuse.
     """
     target = Path(target)
     if target.suffix != ".safetensors":
@@ -193,7 +192,7 @@ def write_export(weights, metadata, target):
 
 
 def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """({name: tensor}, metadata) of what `write_export` wrote. Raises CheckpointError."""
+    """Return ({name: tensor}, metadata) that `write_export` wrote. Raise CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; name a file that python -m manyhands.checkpoint.export wrote")
     with explained(CheckpointError, f"it says what {path.name} holds: export it again", path.with_suffix(".json")):
@@ -206,9 +205,9 @@ def read_export(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def only_characters(weights, metadata, text):
-    """(weights, metadata) of a model of characters that knows those of `text` alone, sorted, as `data.corpus` has them.
+    """Return (weights, metadata) of a character model restricted to those of `text`, sorted as in `data.corpus`.
 
-    Raises CheckpointError where the model reads no characters, or lacks one of them.
+    Raise CheckpointError where the model reads no characters, or lacks one of them.
     """
     tokenizer, alphabet = tokenizer_of(metadata), sorted(set(text))
     if tokenizer.kind != "char":

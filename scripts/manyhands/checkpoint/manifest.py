@@ -73,7 +73,7 @@ class RunOptions(Partly):  # of `train.py`: a run that goes on says what has cha
 
 
 class ModelMetadata(Partly):
-    """What weights are."""
+    """The description of weights."""
 
     step: Count
     config: Sizes
@@ -109,7 +109,7 @@ class Stage(Partly):  # of `align.py`
 
 
 class RunMetadata(ModelMetadata):
-    """What a run says of itself, and needs to go on."""
+    """A run's metadata, needed to resume it."""
 
     corpus: RunText
     layout: Annotated[str, Field(pattern="^[a-z0-9 ]+$")]
@@ -172,7 +172,7 @@ def steps_in(folder: Path | str) -> list[Path]:
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """The manifest of the checkpoint in `path`, its own sha256 checked. Raises CheckpointError."""
+    """The manifest of the checkpoint in `path`, its own sha256 checked. Raise CheckpointError."""
     path = Path(path)
     file = path / MANIFEST
     with explained(CheckpointError, f"{path} is not a complete checkpoint, use another step", file):
@@ -186,13 +186,13 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def verify(path: Path | str) -> None:
-    """Read all of the checkpoint in `path` and compare it with its manifest. Raises CheckpointError naming the file."""
+    """Read all of the checkpoint in `path` and compare it with its manifest. Raise CheckpointError naming the file."""
     for name, expected in read_manifest(path).files.items():
         verify_file(Path(path) / name, expected)
 
 
 def verify_file(path: Path, expected: File) -> None:
-    """Compare one file with its description. Raises CheckpointError naming it."""
+    """Compare one file with its description. Raise CheckpointError naming it."""
     with explained(CheckpointError, "use another step", path):
         with open_regular(path) as file:
             found = os.fstat(file.fileno()).st_size
@@ -213,7 +213,7 @@ def describe_file(path: Path) -> File:
 def make_partial(folder: Path, step: int, broken: Container[Path]) -> Path:
     """Tidy up after a run that was killed, put `broken` checkpoints aside, and make the folder to write into: its path.
 
-    Raises CheckpointError if the folder holds a later step: another run's; OSError.
+    Raise CheckpointError if the folder holds a later step: another run's; OSError.
     """
     for path in folder.glob("step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
@@ -235,7 +235,7 @@ def make_partial(folder: Path, step: int, broken: Container[Path]) -> Path:
 
 
 def complete(partial: Path, step: int, val_loss: float | None, metadata: dict, files: dict, keep: int) -> None:
-    """Make the checkpoint in `partial` count; all but the last `keep` and the best one go. Raises OSError."""
+    """Make the checkpoint in `partial` count; all but the last `keep` and the best one go. Raise OSError."""
     folder = partial.parent
     write_manifest(partial, step, val_loss, metadata, files)
     _sync_folder(partial)
@@ -260,7 +260,7 @@ def complete(partial: Path, step: int, val_loss: float | None, metadata: dict, f
 def write_manifest(path: Path, step: int, val_loss: float | None, metadata: dict, files: dict[str, File]) -> None:
     """Write the manifest of the checkpoint in `path`, on the disk when this returns.
 
-    Raises TypeError or ValueError if `metadata` could not be read again, OSError if the disk is full.
+    Raise TypeError or ValueError if `metadata` could not be read again, OSError if the disk is full.
     """
     about = Manifest.signed(
         format=FORMAT, step=step, metadata=metadata, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),

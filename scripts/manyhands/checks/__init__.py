@@ -1,8 +1,8 @@
-"""Checks of exercises: they run an answer on all ranks, name its fault in a sentence, and never break a notebook.
+"""Check answers to exercises: run an answer on all ranks, name its fault in one sentence, never break a notebook.
 
     @exercise(1, "ring all-reduce")
     def ring_all_reduce(answer, ranks):
-        x_N, n = normal(ranks.rank, 7), ranks.world_size              # drawn: what each rank has, known to all
+        x_N, n = normal(ranks.rank, 7), ranks.world_size              # drawn from a seed: every rank can compute it
         total_N = sum(normal(rank, 7) for rank in range(n))
         with wire.watch() as seen:
             found = answer(x_N.clone())
@@ -12,25 +12,25 @@
 
     checks.ring_all_reduce(my_answer, ranks)                  # exercise 1 (ring all-reduce): not yet. For 7 ...
 
-There is a module for each lesson. They share `expect` (what came back, and a sentence where it is not right) and
-`drawn` (numbers that each rank knows without a message).
+Each lesson has its module. They share `expect` (compare a result, explain a wrong one) and `drawn` (random numbers
+that every rank can compute without communication).
 
-An answer can leave messages behind that poison whatever comes next on the same connections. So each answer runs in a
-process group of its own, which is thrown away afterwards, and calls that do not match are told before gloo ends a
-process over them (`trial`). The verdict travels over the ranks' own group. What an answer sets for the whole
-process is put back (`unspoilt`). It leaves the tensors that it is given as they are, or is told so, and what the
-check's own code raises over a strange answer is not blamed on the learner's code (`witness`). An answer that never
-ends is stopped, and so are the threads that it leaves behind (`stop`).
+An answer can leave unread messages behind, which would corrupt later communication on the same connections. So each
+answer runs in a temporary process group, and mismatched calls are reported before gloo aborts the process (`trial`).
+The verdict is exchanged over the ranks' main group. Process-wide settings are restored afterwards (`unspoilt`).
+An answer that changes its input tensors is rejected. An error that the check's own code raises over an unusable
+result is not blamed on the learner's code (`witness`). An answer that never ends is stopped, together with the
+threads that it started (`stop`).
 
-Each answer is judged twice, with other numbers of the same sizes: so what it keeps from one call to the next is found.
+Each answer is judged twice, with different numbers of the same sizes. This finds state kept between calls.
 """
 
 import functools
 import re
 from contextvars import ContextVar
 
-# An optimizer imports it at its first use, for seconds. Here it is on the clock of the cell that imports the checks,
-# not on that of the first answer.
+# An optimizer imports it at first use, which takes seconds. Import it here so that the time counts for the cell that
+# imports the checks, not for the first answer.
 import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
@@ -43,38 +43,38 @@ from manyhands.course.catch_up import go_on_without
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
-FACT = ContextVar("fact", default="")  # what a right answer communicated in its last trial, for the learner
+FACT = ContextVar("fact", default="")  # communication of a correct answer in its last trial, shown to the learner
 TURN = ContextVar("turn", default=(0, 0))  # (seed of the check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
 _CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|\[|-\d| = )|(x|y|dx|dy|f|g)\b")  # a sentence that begins with a name
-# The heavier a verdict of one rank, the more it says about the cause; of equal ones that of the lowest rank counts.
+# A heavier verdict says more about the cause. Among equal ones, the lowest rank's counts.
 _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
 
 class Wrong(Exception):
-    """What is wrong with an answer: one sentence to the learner, with the numbers."""
+    """Raised by a check for a wrong answer: one sentence to the learner, with the numbers."""
 
 
 class Verdict(str):
-    """What a check returns: a text that a notebook does not echo, as the check has said it already."""
+    """The text that a check returns. A notebook does not echo it: the check has printed it."""
 
     def _ipython_display_(self):
         pass
 
 
 def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=False, in_flight=False):
-    """Make a check of `body(answer, ranks, **given)`, which raises Wrong or returns.
+    """Turn `body(answer, ranks, **given)`, which raises Wrong or returns, into a check.
 
-    `number` is that of an exercise (1, 2, ...), or the letter of a build ("A", "B", ...): lines of a lesson's CORE
-    that the learner writes. `if_calls_differ`: what to think of where ranks do not make the same calls. `in_place`: an
-    answer may change the tensors that it is given. `in_flight`: it may return while a collective is on its way.
+    `number` is an exercise's number (1, 2, ...) or a build's letter ("A", "B", ...). A build is lines of a lesson's
+    CORE that the learner writes. `if_calls_differ`: a hint for when ranks do not make the same calls. `in_place`: an
+    answer may change its input tensors. `in_flight`: an answer may return before its collective has finished.
 
-    The check is called by all ranks as `check(answer, ranks, seed=0, **given)`. It says its verdict on rank 0 and
+    The check is called by all ranks as `check(answer, ranks, seed=0, **given)`. It prints its verdict on rank 0 and
     returns it on every rank: "correct", "not attempted" (the answer is None or ... or raised NotImplementedError), or
     the sentence of the lowest rank that found a fault. A function that is not attempted is replaced by the lesson's
-    own, so that the cells below run. `ranks` None judges in this process alone, without a process group. With another
-    seed other sizes and numbers are drawn.
+    solution, so that the cells below run. With `ranks` None, judge in this process alone, without a process group. A
+    different seed draws different sizes and numbers.
     """
 
     def decorate(body):
@@ -104,22 +104,22 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
 
 
 def _one_turn(turn, witness, answer, ranks, given, timeout_s, if_calls_differ):
-    """The verdict of all ranks on one trial of an answer."""
+    """Try an answer once and return the verdict of all ranks."""
     before = TURN.set(turn)
     try:
         with unspoilt(SETTINGS), unspoilt(RANDOM_STATE), trial_group(ranks, timeout_s) as group:
             verdict = _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ)
             if verdict[0] == _WRONG and witness.came_before():
-                verdict = _WRONG, f"{verdict[1]} The same came the first time, with other numbers: is it kept?"
+                verdict = _WRONG, f"{verdict[1]} The first trial had other numbers and the same result: is it kept?"
         return _agree(verdict, ranks)
     except RuntimeError as error:
-        raise RuntimeError("a rank's process ended while its answer was judged: start the ranks anew") from error
+        raise RuntimeError("a rank's process ended while its answer was judged: restart the ranks") from error
     finally:
         TURN.reset(before)
 
 
 def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
-    """(weight, verdict) of this rank, after the answer was tried in `group`, if there is one."""
+    """Try the answer in `group`, if there is one, and return this rank's (weight, verdict)."""
     if answer is None or unfinished(answer):
         return _EMPTY, NOT_ATTEMPTED
     trial = stopped_after(timeout_s)(functools.partial(witness.body, witness.watched(answer), ranks, **given))
@@ -131,22 +131,22 @@ def _judge(witness, answer, ranks, given, group, timeout_s, if_calls_differ):
     if isinstance(matching.fault, CallsDiffer):
         return _DIFFER, _sentence(": ".join(filter(None, (str(matching.fault), if_calls_differ))))
     if not dist.is_initialized():
-        return _DIFFER, "Your code ended the process group, which all that follows needs: leave it alone."
+        return _DIFFER, "Your code destroyed the process group, which later cells need: do not destroy it."
     if matching.not_waited_for and not witness.in_flight and verdict[0] in (_FINE, _WRONG):
         # numbers that are wrong follow from it
         begun = f"you started {matching.not_waited_for[0]} with async_op=True"
-        return _WRONG, _sentence(f"{begun} and did not wait for it: call wait() of what it returns")
+        return _WRONG, _sentence(f"{begun} and did not wait for it: call wait() on its handle")
     return verdict
 
 
 def _verdict(trial, witness, timeout_s, ranks):
-    """(weight, verdict) of what `trial()` raised, if it did. A key that was pressed interrupts the check."""
+    """Run `trial()` and return (weight, verdict) for what it raised. A KeyboardInterrupt is raised again."""
     try:
         trial()
     except (Wrong, Changed) as fault:
         return _WRONG, _sentence(_with_return(str(fault), witness), witness.names())
     except NobodyCalls as fault:
-        if not fault.by_answer:  # the check's own collective: the rank that is missing knows more
+        if not fault.by_answer:  # the check's own collective: the missing rank's verdict says more
             return _ALONE, _sentence(str(fault))
         return _WAITED, _sentence(f"{fault}: all ranks make the same calls, in the same order")
     except NeverEnds as fault:
@@ -162,8 +162,8 @@ def _verdict(trial, witness, timeout_s, ranks):
         if isinstance(error, RuntimeError) and not stated and _LOST.search(said(error)):
             who = f"Rank {ranks.rank}" if ranks else "A rank"
             return _WAITED, (
-                f"{who} waited {timeout_s:g} s for a message that never came{witness.where(error)}: every send needs "
-                "its receive, and two ranks that both wait for the other first wait forever."
+                f"{who} waited {timeout_s:g} s for a message that never arrived{witness.where(error)}: every send "
+                "needs its receive, and two ranks that both wait for the other first wait forever."
             )
         if not witness.is_theirs(error):
             return _RAISED, _sentence(witness.what_came_back(error))
@@ -174,20 +174,20 @@ def _verdict(trial, witness, timeout_s, ranks):
 
 
 def _with_return(text, witness):
-    """A sentence that complains of None, with the likely cause if the learner's function returned None."""
+    """Add the likely cause to a sentence about None if the learner's function returned None."""
     hint = "not None (is a `return` missing?)"
     return text if hint in text or not witness.returned_none() else text.replace("not None", hint, 1)
 
 
 def _sentence(text, names=()):
-    """The first line as a sentence; a name of the learner's code, as those of its parameters, stays as it is."""
+    """Return the first line as a sentence, without capitalising a name of the learner's code."""
     text = text.strip().split("\n")[0]
     begins = text[:1] if _CODE.match(text) or text.split(" ")[0] in names else text[:1].upper()
     return begins + text[1:] + ("" if text.endswith((".", "?", "!")) else ".")
 
 
 def _agree(verdict, ranks):
-    """The heaviest verdict of all ranks, of the lowest rank that has it."""
+    """Return the heaviest verdict of all ranks, from the lowest rank that has it."""
     if ranks is None:
         return verdict[1]
     verdicts = [None] * ranks.world_size

@@ -24,7 +24,7 @@ _held = {}  # what this rank held after the last answer, for the picture: "cells
 
 
 def draws(what):
-    """Make a check print on rank 0 what all ranks held after the learner's code: `what` names the columns."""
+    """Make a check print on rank 0 what all ranks held after the learner's code; `what` names the columns."""
 
     def decorate(check):
         @functools.wraps(check)
@@ -43,7 +43,7 @@ def draws(what):
 
 
 def _grid(everybody, what):
-    """The lines of a table: a row per rank, a column per place, all in one line for one place; a wrong cell has a ✗."""
+    """Return a table's lines: a row per rank, a column per place (one line for one place); ✗ marks wrong cells."""
     rows = [
         [f"{text or '-'}{'✗' if place in held['wrong'] else ' '}" for place, text in enumerate(held["cells"])]
         for held in everybody
@@ -58,13 +58,13 @@ def _grid(everybody, what):
 
 
 def _note(cells, wanted):
-    """Keep what this rank holds, as texts, and where that is not what is wanted."""
+    """Record what this rank holds, as texts, and which of its places are wrong."""
     wrong = [place for place, (ours, right) in enumerate(zip(cells, wanted, strict=True)) if ours != right]
     _held.update(cells=list(cells), wrong=wrong)
 
 
 def _picture(number, after, call):
-    """A check of one blank: `call(answer, x, parts)` returns what this rank holds; `after(rank, n)` what it should."""
+    """Check one blank: `call(answer, x, parts)` returns what this rank holds, `after(rank, n)` what it should hold."""
 
     @draws("holds")
     @exercise(f"A{number}", f"picture {number}", in_place=True)
@@ -135,7 +135,7 @@ PICTURES = {
 
 
 class Verdicts(dict):
-    """{number of a picture: verdict}, which a notebook does not echo, as each check has said its own already."""
+    """{number of a picture: verdict}. A notebook does not echo it, because each check has already printed its own."""
 
     def _ipython_display_(self):
         pass
@@ -201,7 +201,7 @@ def left_of(rank, n):
 
 
 def _note_sums(x_nnn, wanted):
-    """Keep for the picture whose numbers each chunk holds; `wanted`: for each chunk the ranks that it should hold."""
+    """Record for the picture which ranks' numbers each chunk holds; `wanted` lists those that each should hold."""
     n = len(x_nnn)
     cells = []
     for chunk in range(n):
@@ -214,7 +214,7 @@ def _note_sums(x_nnn, wanted):
 def _no_foreign_chunk(x_nnn):
     for chunk, other, source in x_nnn.nonzero().tolist():
         if other != chunk:
-            raise Wrong(f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: add what has the same number")
+            raise Wrong(f"chunk {chunk} holds numbers of rank {source}'s chunk {other}: add chunks of the same number")
 
 
 @draws("chunk")
@@ -222,13 +222,13 @@ def _no_foreign_chunk(x_nnn):
 def ring_reduce_scatter(answer, ranks):
     """`answer(chunks)` sums everybody's chunk rank + 1 into this rank's, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
-    # chunk c of rank r has one number at (c, r) and 0 elsewhere: so what it holds afterwards tells whose are in it. It
-    # is odd, and no float32 or int32 holds it
+    # Chunk c of rank r has one number at (c, r) and 0 elsewhere, so a chunk shows whose numbers it holds. The number
+    # is odd and too large for float32 and int32.
     number = 2 * luck(1).randrange(2**39, 2**40) + 1
     x_nnn = torch.zeros(n, n, n, dtype=torch.float64)  # [chunk, chunk, rank]
     x_nnn[range(n), range(n), rank] = number
     seen = _run_half(answer, ranks, x_nnn)
-    x_nnn /= number  # how often it came
+    x_nnn /= number  # how often it was added
     right = (rank + 1) % n
     _note_sums(x_nnn, [sorted((chunk + step) % n for step in range((rank - chunk) % n + 1)) for chunk in range(n)])
     _no_foreign_chunk(x_nnn)
@@ -242,7 +242,7 @@ def ring_reduce_scatter(answer, ranks):
         if times not in (0, 1):
             raise Wrong(f"chunk {right} holds rank {source}'s numbers {times:g} times; once each is the sum")
     if right not in finished:
-        if often[:, rank].sum() == often.sum() == n:  # each holds what it held, once
+        if often[:, rank].sum() == often.sum() == n:  # each chunk holds its own number, once
             raise Wrong("your chunks have not changed: `mine += arrived` writes into the chunk")
         whose = name_ranks(often[right].nonzero().flatten().tolist())
         if not often[right, rank]:
@@ -256,7 +256,7 @@ def ring_reduce_scatter(answer, ranks):
 def ring_all_gather(answer, ranks):
     """`answer(chunks)` takes chunk rank + 1 of each rank to all ranks, in place, by n-1 messages to the right."""
     n, rank = ranks.world_size, ranks.rank
-    # of each rank its unfinished chunks, and in the last row the finished ones
+    # each rank's unfinished chunks; the last row has the finished ones
     numbers = torch.randint(1, 2**40, (n + 1, n), generator=generator(1), dtype=torch.float64)
     right = (rank + 1) % n
     x_n5 = numbers[rank].clone()[:, None].repeat(1, 5)
@@ -266,12 +266,12 @@ def ring_all_gather(answer, ranks):
     wrong = [chunk for chunk in range(n) if (x_n5[chunk] != numbers[n, chunk]).any()]
     done = "".join(map(str, range(n)))
     _note(["?" if chunk in wrong else done for chunk in range(n)], [done] * n)
-    for chunk in sorted(wrong, key=lambda chunk: (x_n5[chunk] == numbers[rank, chunk]).all()):  # at last the untouched
+    for chunk in sorted(wrong, key=lambda chunk: (x_n5[chunk] == numbers[rank, chunk]).all()):  # untouched last
         source, other = whose.get(x_n5[chunk, 0].item(), (None, None))
         if source is None:
-            raise Wrong(f"chunk {chunk} holds numbers that were nobody's: in this half nothing is added, only copied")
+            raise Wrong(f"chunk {chunk} holds numbers that no rank had: in this half, copy and do not add")
         if source == n:
-            raise Wrong(f"chunk {chunk} holds the finished chunk {other}: receive each where the same number stands")
+            raise Wrong(f"chunk {chunk} holds the finished chunk {other}: receive it into that chunk")
         if (source, other) == (rank, chunk):
             raise Wrong(f"chunk {chunk} still holds this rank's unfinished sum: a finished one must arrive there")
         raise Wrong(f"chunk {chunk} holds an unfinished sum of rank {source}: first send the chunk that is finished")
@@ -279,7 +279,7 @@ def ring_all_gather(answer, ranks):
 
 
 def _run_half(answer, ranks, x_nk):
-    """What the answer did with the rows of x_nk as its list of chunks; raises Wrong if it did not work on these."""
+    """Run the answer on the rows of x_nk as its list of chunks; raise Wrong if it did not work on these rows."""
     views = list(x_nk.view(len(x_nk), -1).unbind())
     given = list(views)
     with wire.watch() as seen:
@@ -295,7 +295,7 @@ def _run_half(answer, ranks, x_nk):
 
 
 def _judge_messages(seen, right, n, halves, chunk, item_bytes):
-    """Raises Wrong unless this rank sent n-1 messages in each of the ring's `halves`, of at most `chunk` numbers."""
+    """Raise Wrong unless this rank sent n-1 messages in each of the ring's `halves`, of at most `chunk` numbers."""
     if others := sorted({call.op for call in seen.calls} - {"send", "recv", "barrier"}):
         raise Wrong(f"{right}, but it calls {listed(others)}; build it from messages to your neighbours")
     hops, formula = halves * (n - 1), ("n-1", "2(n-1)")[halves - 1]
@@ -313,12 +313,12 @@ def all_reduce_any_length(answer, ranks):
 
 @exercise(4, "the mended ring", in_place=True)
 def mended_ring(answer, ranks):
-    """The same demands, for lengths that the number of ranks divides."""
+    """The same requirements, for lengths that are divisible by the number of ranks."""
     _judge_ring(answer, ranks, [ranks.world_size * k for k in (1, 5, 300)])
 
 
 def _judge_ring(answer, ranks, lengths):
-    runs, n = [], ranks.world_size  # first every length on every rank, then the verdict: nobody is left waiting
+    runs, n = [], ranks.world_size  # run every length on every rank before judging, so that no rank is left waiting
     for length, (dtype, most) in itertools.product(lengths, ((torch.float64, 2**48), (torch.int64, 2**58))):
         drawn = [torch.randint(most, (length,), generator=generator(100 * length + r)).to(dtype) for r in range(n)]
         x_N = drawn[ranks.rank].clone()
@@ -362,7 +362,7 @@ def ring_seconds(answer, ranks=None):
 
 @exercise("F", "everybody sends, nobody hangs")
 def pass_right(answer, ranks):
-    """`answer(mine)` returns the left neighbour's tensor; all ranks call it, none waits for another's turn."""
+    """`answer(mine)` returns the left neighbour's tensor. All ranks call it, and no rank waits for another's turn."""
     _judge_pass(answer, ranks)
 
 
@@ -394,13 +394,13 @@ def _judge_pass(answer, ranks):
         if n > 1:
             expect_equal((seen.messages, seen.sent_bytes), (1, mine.nbytes), f"{what} (messages, bytes) that you send")
     rounds = max(_rounds(run) for run in zip(*all_programs, strict=True))
-    # blocking calls need two rounds: half of the ranks send, then the others; and three if n is odd
+    # blocking calls need two rounds (half of the ranks send, then the others), and three if n is odd
     if rounds > 2 + n % 2:
         raise Wrong(f"right, but ranks wait for their turn: {rounds} messages one after the other, and {2 + n % 2} do")
 
 
 def _rounds(programs):
-    """How many messages travel one after the other round a ring, by what each rank did in which order.
+    """Return how many messages travel round a ring one after the other, given each rank's order of calls.
 
     programs: of each rank its calls, a send to the right and a receive from the left, and whether it waited for the
     first before it began the second. With other calls the number of barriers, each of which may part two messages.
@@ -458,7 +458,7 @@ def estimate_pi(answer, ranks):
 @exercise(3, "speed-up and efficiency")
 def speed_up(answer, ranks=None):
     """`answer(seconds)`: {ranks: (speed-up, efficiency)} from {ranks: seconds}; the efficiency is a fraction."""
-    # in the last one a single rank is neither the first nor the slowest
+    # in the last table, one rank is neither the first entry nor the slowest
     for seconds in ({1: 8.03, 2: 4.21, 4: 2.09, 8: 1.06}, {1: 10.0, 4: 5.0}, {2: 16.0, 1: 8.0, 16: 1.0}):
         table = answer(dict(seconds))
         if not isinstance(table, dict) or set(table) != set(seconds):

@@ -1,8 +1,8 @@
 """Checks of lesson 09: a block in an online softmax, the ring, a block's gradients, zig-zag positions, positions to
 heads; split sizes, combine, experts' gradients, a bias for balance, a global balancing loss, capacity.
 
-All is in float64 and in the CPU's memory, where the trial group can send. What each rank is given follows from seeds,
-so that every rank knows the right answer without communicating.
+All tensors are float64 on the CPU, where the trial group can send. Each rank's inputs are drawn from seeds, so that
+every rank can compute the right answer without communicating.
 """
 
 import math
@@ -63,7 +63,7 @@ def _absorbed(state, s, v):
 
 
 def _mistaken_states(state, s, v):
-    """{which mistake: the state that it gives}."""
+    """Return {mistake: the state that it gives}."""
     largest, total, weighted = state
     new, right_total, right_weighted = _absorbed(state, s, v)
     shrink, block = (largest - new).exp(), s.amax(-1, keepdim=True)
@@ -89,7 +89,7 @@ def ring_forward(answer, ranks):
         given = [x[:, :, at[i]].clone() for x in (q, k, v)]
 
         def over(blocks, q=given[0], k=k, v=v, at=at, i=i):
-            """(attention, log of sums) over blocks: (positions that the mask is told, whose keys and values)."""
+            """Return (attention, log of sums) over blocks: (positions for the mask, owner of keys and values)."""
             told, keys, values = zip(*((at[a], k[:, :, at[b]], v[:, :, at[b]]) for a, b in blocks), strict=True)
             s = (q @ torch.cat(keys, 2).mT / math.sqrt(q.shape[-1])).masked_fill(
                 torch.cat(told)[None] > at[i][:, None], -math.inf
@@ -139,7 +139,7 @@ def block_gradients(answer, ranks=None):
 
 
 def _block_gradients(q, k, v, s, log_sums, d_out, delta):
-    """{"" or a mistake: the gradients that it gives}, the right ones first."""
+    """Return {"" or a mistake: the gradients that it gives}, the right ones first."""
     p, d_p, root = (s - log_sums).exp(), d_out @ v.mT, math.sqrt(q.shape[-1])
     alone = s.softmax(-1)
     own_delta = (alone * d_p).sum(-1, keepdim=True)
@@ -191,7 +191,7 @@ def to_heads(answer, ranks):
         }
         case, it_is = f"{where}with {each * n} heads what to_heads returns", "all positions of this rank's heads"
         expect_tensor(found, wanted, case, slips, it_is)
-        expect_traffic(seen, f"{case} is right", "one all_to_all does", calls=1, volume=given.nbytes)
+        expect_traffic(seen, f"{case} is right", "one all_to_all is enough", calls=1, volume=given.nbytes)
 
 
 def _choices(seed, N, E, k):
@@ -221,7 +221,7 @@ def split_sizes(answer, ranks):
         }
         expect_equal(to_each, leaving, f"{case} the rows to each rank", slips)
         slips = {
-            "that is what leaves; what arrives only the others know, so exchange the counts": leaving,
+            "that is what leaves; only the other ranks know what arrives, so exchange the counts": leaving,
             "those are from all ranks for each of my experts; add up by rank": sent[:, rank].sum(0).tolist(),
         }
         expect_equal(from_each, arriving, f"{case} the rows from each rank", slips)
@@ -265,7 +265,7 @@ def combine(answer, ranks=None):
 
 @exercise("G", "finish the gradients")
 def finish(answer, ranks):
-    """`answer(copies, experts, group)`: those of copies are averaged, experts' divided by n, unsent."""
+    """`answer(copies, experts, group)` averages the copies' gradients and divides the experts' by n, unsent."""
     (a, b, c), world = sizes(6, 3, 2, 6), ranks.world_size
     shapes = ((a, b), (c,), (a, b, c), (a, c, b))
     for group, members, where in groups_of(ranks):
@@ -297,7 +297,7 @@ def finish(answer, ranks):
             slips = {f"that is divided by all {world} ranks, and the group has {n}": n * wanted / world} | slips
             expect_tensor(p.grad, wanted, f"{where}p.grad of {what}", slips, it_is)
         volume = 2 * sum(p.nbytes for p in parameters[:2])
-        expect_traffic(seen, "all gradients are right", "one all_reduce for each copy does", calls=2, volume=volume)
+        expect_traffic(seen, "all gradients are right", "one all_reduce per copy is enough", calls=2, volume=volume)
 
 
 @exercise("H", "balance by a bias")

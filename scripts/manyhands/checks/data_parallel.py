@@ -1,7 +1,7 @@
-"""Checks of lesson 03: one start, gradients that are averaged, once, over all ranks, and no byte in vain.
+"""Checks of lesson 03: identical starts, and gradients averaged exactly once over all ranks.
 
-Every check knows the right gradients without communicating: the data of rank r is drawn from a seed that says r, so
-each rank computes the gradients of all. Models are tiny, in float64, on the CPU, where the trial group can send.
+Every check computes the right gradients without communicating: rank r's data is drawn from a seed that contains r, so
+each rank can compute all ranks' gradients. Models are tiny, in float64, on the CPU, where the trial group can send.
 """
 
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def same_start(answer, ranks):
         slips = {f"it is still this rank's own; {why}": own[name]}
         expect_tensor(tensor, _with_state(0).state_dict()[name], name, slips, "rank 0's")
     if any(a is not b for a, b in zip(model.state_dict(keep_vars=True).values(), kept, strict=True)):
-        raise Wrong("the numbers are right, but in new tensors, which no optimizer knows: write into the model's own")
+        raise Wrong("the numbers are right, but in new tensors, unseen by the optimizer: write into the model's own")
     enough = sum(tensor.nbytes for tensor in kept)
     expect_traffic(seen, "the start is the same", "broadcast each tensor once", payload=enough)
 
@@ -63,7 +63,7 @@ def mean_gradient(answer, ranks):
     _expect_mean(
         gradients(model, "leave a mean in each"), of_all, seen, own, "send p.grad itself, not p and not a copy"
     )
-    padding = 8 * (ranks.world_size - 1) * len(list(model.parameters()))  # what a reduce-scatter needs in equal parts
+    padding = 8 * (ranks.world_size - 1) * len(list(model.parameters()))  # padding: a reduce-scatter needs equal parts
     enough = 2 * (weights.nbytes + (padding if seen.count("reduce_scatter") else 0))
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, volume=enough)
 
@@ -74,7 +74,7 @@ def gradient_hook(answer, ranks):
     model = _mlp()
     weights = flat(model.parameters())
     answer(model)
-    for step in range(2):  # a hook stays: the second backward must be averaged as well
+    for step in range(2):  # hooks are permanent: the second backward must be averaged as well
         model.zero_grad()
         with wire.watch() as seen:
             _loss(model, ranks.rank, step).backward()
@@ -120,9 +120,9 @@ ORDER = (
 
 @exercise("D", "the hook of a bucket", if_calls_differ=ORDER)
 def bucket_hook(answer, ranks):
-    """`answer(waiting, bucket, p)` takes p's gradient into its bucket, and starts what is complete, in the order given.
+    """`answer(waiting, bucket, p)` takes p's gradient into its bucket and starts complete buckets in the given order.
 
-    Backward finishes the gradients in another order on every rank, as it may where the layers form no chain.
+    Backward finishes the gradients in a different order on every rank, as it may if the layers form no chain.
     """
     n = ranks.world_size
     for step in range(2):
@@ -149,7 +149,7 @@ def bucket_hook(answer, ranks):
 
 
 def _expect_started(buckets, waiting):
-    """Raise Wrong unless exactly those buckets have started that are complete and whose turn it is."""
+    """Raise Wrong unless the buckets that have started are exactly those that are complete and next in order."""
     begun = [bucket for bucket in buckets if bucket.starts]
     for bucket in begun:
         if bucket.starts > 1:
@@ -170,7 +170,7 @@ def _expect_started(buckets, waiting):
 
 
 class _Slot:
-    """A bucket that counts: how often it was started, and which parameters it took."""
+    """A bucket that counts how often it was started and which parameters it took."""
 
     def __init__(self, number, size, ranks):
         self.number, self.ranks, self.starts, self.taken, self.work = number, ranks, 0, [], None
@@ -193,7 +193,7 @@ class _Slot:
 
 
 class _OnItsWay(TorchDispatchMode):
-    """Notes in `changed` whether memory is written to after a collective with it has begun."""
+    """Record in `changed` whether memory is written to after a collective on it has begun."""
 
     def __init__(self, tensor):
         super().__init__()
@@ -213,7 +213,7 @@ NO_GRADIENT_HERE = "does one have grad None where its rank did not use the param
 
 @exercise(1, "tied, frozen and unused parameters", if_calls_differ=NO_GRADIENT_HERE)
 def untidy(answer, ranks):
-    """`answer(model)`, after backward, averages what is trainable: once, and also where this rank has no gradient."""
+    """`answer(model)`, after backward, averages each trainable parameter once, even if this rank has no gradient."""
     last = ranks.world_size - 1  # the only rank whose loss uses the rare parameter
     models = [_after_backward(_Untidy(), r, rare=r == last) for r in range(ranks.world_size)]
     of_all = [flat(_grad_or_zeros(p) for p in m.parameters() if p.requires_grad) for m in models]
@@ -224,11 +224,11 @@ def untidy(answer, ranks):
         answer(model)
     expect_unchanged(flat(model.parameters()), weights, "a weight")
     if model.frozen.grad is not None:
-        raise Wrong("the frozen parameter has a gradient now; leave alone what does not train")
+        raise Wrong("the frozen parameter has a gradient now; leave frozen parameters alone")
     if model.rare.weight.grad is None:
-        raise Wrong(f"rare.weight has no gradient here, but rank {last} used it: its mean belongs on all ranks")
+        raise Wrong(f"rare.weight has no gradient here, but rank {last} used it: every rank needs its mean")
     trainable = [p for p in model.parameters() if p.requires_grad]
-    # a rare gradient that is not averaged is another fault than one that was left out: it is nobody's own
+    # a rare gradient that is not averaged is a different fault from one that was left out
     own = [p * torch.nan if p is model.rare.weight else g for p, g in zip(trainable, before, strict=True)]
     _expect_mean(flat(map(_grad_or_zeros, trainable)), of_all, seen, flat(own), "send p.grad itself, not a copy of it")
     sent, enough, tied = seen.payload_bytes(), sum(p.nbytes for p in trainable), model.tied.weight.nbytes
@@ -242,10 +242,10 @@ def accumulation(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the mean over all micro-batches and ranks, averaged by one set of calls."""
     model = Watched(_mlp())
     ddp, weights = DistributedDataParallel(model), flat(model.parameters())
-    for _ in range(2):  # DDP arranges its buckets anew after its first backward, and sends a few bytes for that
+    for _ in range(2):  # DDP rebuilds its buckets after its first backward, which sends a few bytes
         _loss(ddp, ranks.rank, 0).backward()
     first = 0
-    for num in (3, 2, 1):  # a flag that one call leaves behind shows in the next
+    for num in (3, 2, 1):  # a flag that one call leaves set shows in the next call
         steps, first = range(first, first + num), first + num
         micro_batches = [_rows(ranks.rank, step) for step in steps]
         ddp.zero_grad()
@@ -285,7 +285,7 @@ def bytes_per_step(answer, ranks=None):
         payload, times = num_params * value, 1 if no_sync else micro_batches
         right = wire.ring_all_reduce_bytes(payload, n) * times
         slips = {
-            "one rank has nobody to send to": found if n == 1 else None,
+            "a single rank sends nothing": found if n == 1 else None,
             "that is what it hands to the all-reduce; on the ring it sends 2(n-1)/n of it": payload,
             "that is a whole gradient for every other rank; the ring sends chunks": (n - 1) * payload,
             "that is the reduce-scatter alone; then the finished chunks go round once more": right / 2,
@@ -295,17 +295,17 @@ def bytes_per_step(answer, ranks=None):
         }
         case = f"for {num_params:,} parameters of {value} bytes on {count(n, 'rank')}"
         case += f", {micro_batches} micro-batches {'with' if no_sync else 'without'} no_sync," * (micro_batches > 1)
-        chunks_of_whole_numbers = 2 * n * value * times  # so many bytes more or less
+        chunks_of_whole_numbers = 2 * n * value * times  # tolerance in bytes
         expect_number(found, right, f"{case} what a rank sends", "bytes", slips, close=chunks_of_whole_numbers)
 
 
 def _mlp():
-    """6 -> 4 -> 2, 38 parameters, always the same first weights."""
+    """Return a 6 -> 4 -> 2 network with 38 parameters, always the same initial weights."""
     return seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), 38).double()
 
 
 def _with_state(rank):
-    """6 -> 4 -> 2 with buffers and a frozen weight, and other numbers on every rank."""
+    """Return a 6 -> 4 -> 2 network with buffers and a frozen weight, with different numbers on every rank."""
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double(), 100 + rank)
     model[1].running_mean.copy_(normal(100 + rank, 4))
     model[1].num_batches_tracked.fill_(1 + rank)
@@ -314,7 +314,7 @@ def _with_state(rank):
 
 
 def _bucket(rank, step):
-    """The gradients of a rank in one piece of memory, of which every grad is a view."""
+    """A rank's gradients in one flat tensor; every grad is a view of it."""
     model = _after_backward(_mlp(), rank, step)
     parameters = list(model.parameters())
     flat_P = gradients(model)
@@ -324,7 +324,7 @@ def _bucket(rank, step):
 
 
 class _Untidy(nn.Module):
-    """One matrix used twice, one frozen, one that only some ranks use, one that nobody uses."""
+    """A model with one matrix used twice, one frozen, one used by some ranks only, and one unused."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class _Untidy(nn.Module):
 
 
 def _rows(rank, step):
-    """Inputs [5, 6] and targets [5, 2] of a rank at a step."""
+    """Return a rank's inputs [5, 6] and targets [5, 2] at a step."""
     return tuple(normal(1000 * step + 10 * rank + width, 5, width) for width in (6, 2))
 
 
@@ -369,9 +369,9 @@ def _mean(rows):
 
 
 def _expect_mean(given, of_all, seen, own=None, hint="", what="the gradients"):
-    """Raises Wrong unless `given` is the mean of the rows `of_all`; `own` is this rank's, `hint` why it still is.
+    """Raise Wrong unless `given` is the mean of the rows `of_all`.
 
-    `seen` are the calls that the answer has made.
+    `own`: this rank's row. `hint`: why `given` might still equal it. `seen`: the calls that the answer has made.
     """
     n, mean = len(of_all), _mean(of_all)
     slips = {

@@ -1,13 +1,13 @@
-"""Numbers and models that every rank can draw by itself, from seeds that say the rank: so all know the right answer.
+"""Draw numbers and models from seeds that contain the rank, so that every rank can compute the right answer.
 
-    for case in in_turn([(3, 4), (5, 2)]):                       # the second time in another order
-        n, m = sizes(1, 2, least=2, most=20)                     # unequal, without a common divisor
-        x_nm, first = normal(2, n, m), luck(3).randrange(n)      # other numbers the second time
+    for case in in_turn([(3, 4), (5, 2)]):                       # reversed in the second trial
+        n, m = sizes(1, 2, least=2, most=20)                     # unequal and coprime
+        x_nm, first = normal(2, n, m), luck(3).randrange(n)      # different in the second trial
 
-A check with another seed draws all of them anew. An answer is judged twice, the second time with other numbers, in
-another order, of the same sizes: who keeps sums by their shape is found.
+A different seed of the check draws everything again. An answer is judged twice: the second trial has different numbers
+of the same sizes in another order. This finds an answer that caches results by shape.
 
-And a model that sees how an answer calls it (Watched), and what the gradient of a loss over tokens should be.
+`Watched` is a model that records how an answer calls it. `expect_token_mean` checks the gradient of a loss over tokens.
 """
 
 import math
@@ -21,34 +21,34 @@ from torch import nn
 from manyhands.checks import TURN, Wrong
 from manyhands.checks.expect import expect_tensor
 
-CLOSE = 1e-6  # of the largest: a count divided by a count is a float32, and right all the same
-IGNORED = -100  # the target of a position that does not count, as F.cross_entropy has it
+CLOSE = 1e-6  # relative to the largest: a quotient of two counts may be a float32
+IGNORED = -100  # the target of an ignored position, as in F.cross_entropy
 
 
 def generator(seed):
-    """A torch.Generator for this seed, of this turn of the check."""
+    """Return a torch.Generator for this seed and this trial of the check."""
     return torch.Generator().manual_seed(_of_turn(seed))
 
 
 def luck(seed):
-    """A random.Random for this seed, of this turn of the check."""
+    """Return a random.Random for this seed and this trial of the check."""
     return random.Random(_of_turn(seed))
 
 
 def normal(seed, *shape, dtype=torch.float64):
-    """Normally distributed numbers of a shape."""
+    """Return normally distributed numbers of the given shape."""
     return torch.randn(*shape, generator=generator(seed), dtype=dtype)
 
 
 def seeded(make, seed):
-    """What `make()` draws after this seed; the generator of the process is left alone."""
+    """Return what `make()` draws after this seed, leaving the process's generator unchanged."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_of_turn(seed))  # the CPU's alone: others' are far slower to seed
+        torch.default_generator.manual_seed(_of_turn(seed))  # only the CPU's generator: others are far slower to seed
         return make()
 
 
 def sizes(seed, how_many, least=2, most=20):
-    """Unequal sizes from least to most, no two of which have a common divisor; in both turns of a check the same."""
+    """Return unequal, pairwise coprime sizes from least to most, the same in both trials of a check."""
     whole_check, _ = TURN.get()
     draws = random.Random(1_000_003 * whole_check + seed)
     while True:
@@ -58,7 +58,7 @@ def sizes(seed, how_many, least=2, most=20):
 
 
 def in_turn(cases):
-    """A list of cases as it stands the first time, and back to front the second."""
+    """Return the cases in order in the first trial and reversed in the second."""
     _, turn = TURN.get()
     return list(cases)[:: -1 if turn else 1]
 
@@ -69,12 +69,12 @@ def _of_turn(seed):
 
 
 def flat(tensors):
-    """All numbers of some tensors in one row, a copy."""
+    """Return all numbers of some tensors as one flat copy."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def gradients(model, cure="run a backward pass for each micro-batch"):
-    """The gradients of a model's parameters in one row; raise Wrong with the cure where one has none."""
+    """Return a model's gradients as one flat row; raise Wrong with the cure if a parameter has none."""
     found = [p.grad for p in model.parameters()]
     if any(gradient is None for gradient in found):
         raise Wrong(f"some gradients are None: {cure}")
@@ -84,7 +84,7 @@ def gradients(model, cure="run a backward pass for each micro-batch"):
 def expect_token_mean(found, make, parts, what="the row of all gradients"):
     """Raise Wrong unless `found` is the gradient of make() for the mean over all targets that count.
 
-    parts: of each rank its micro-batches, pairs of inputs and targets.
+    parts: for each rank, its micro-batches as pairs of inputs and targets.
     """
     n, m, every = len(parts), len(parts[0]), sum(parts, [])
     wanted, tokens, rows = _token_mean(make, every), _tokens(every), sum(y.numel() for _, y in every)
@@ -122,7 +122,7 @@ def _tokens(batches):
 
 
 def _token_mean(make, batches):
-    """The gradient of make() for the mean over all targets that count, in one process."""
+    """Return the gradient of make() for the mean over all counted targets, in one process."""
     model = make()
     losses = [F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") for x, y in batches]
     (sum(losses) / _tokens(batches)).backward()
@@ -130,10 +130,10 @@ def _token_mean(make, batches):
 
 
 class Watched(nn.Module):
-    """Calls `model`, and counts its forward passes and those whose activations are in memory at the same time.
+    """Call `model` and count its forward passes and those whose activations are in memory at the same time.
 
-    forwards: passes with a graph; largest: the most rows in one of them; graphs: those alive; most: as many at once. A
-    graph lives until a backward pass frees what it saved, so one that is retained does not count as done.
+    forwards: passes with a graph; largest: the most rows in one of them; graphs: live graphs now; most: the most live
+    graphs at once. A graph lives until a backward pass frees its saved tensors, so a retained one counts as live.
     """
 
     def __init__(self, model):
@@ -142,7 +142,7 @@ class Watched(nn.Module):
         self.begin()
 
     def begin(self):
-        """Count anew."""
+        """Reset the counters."""
         self.graphs, self.most, self.forwards, self.largest = weakref.WeakSet(), 0, 0, 0
 
     def forward(self, x):
@@ -150,13 +150,13 @@ class Watched(nn.Module):
         self.graphs.add(graph)
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: (graph, saved), lambda kept: kept[1]):
             outputs = self.model(x)
-        if outputs.requires_grad:  # else nothing keeps it
+        if outputs.requires_grad:  # nothing else references it
             self.forwards += 1
             self.most, self.largest = max(self.most, len(self.graphs)), max(self.largest, len(x))
         return outputs
 
     def expect_one_at_a_time(self, rows, done):
-        """Raise Wrong where more than the rows of a micro-batch were in memory at once, {done}: "it is right"."""
+        """Raise Wrong if more than one micro-batch was in memory at once; `done` begins the sentence: "it is right"."""
         if self.largest > rows:
             raise Wrong(f"{done}, but the model was given {self.largest} rows at once, and a micro-batch has {rows}")
         if self.most > 1:
@@ -167,4 +167,4 @@ class Watched(nn.Module):
 
 
 class _Graph:
-    """Of one forward pass: whatever it saves for backward holds this as well, and nobody else does."""
+    """A marker of one forward pass: only its saved tensors reference it."""

@@ -1,4 +1,4 @@
-"""What a check expects of an answer: a function for each kind of thing, and its sentence if it is not so.
+"""Compare an answer with what a check expects: one function per kind of value, with a sentence for a wrong one.
 
     @exercise("D", "the ring's time")
     def ring_seconds(answer, ranks=None):
@@ -11,12 +11,12 @@
     # The time of 4096 bytes on 4 ranks should be 0.003003 s, not 0.0005031 s: every hop pays alpha.
 
 `what` names the thing and the case, so that "... should be 3, not 4" can follow it. `slips` is {sentence: wrong value}:
-a sentence is a clause that can follow a colon, and is said only where what came *is* that value; else the check says
-what was expected and what came. So draw sizes and values at random, unequal and coprime: then no two slips give the
-same value.
+the sentence follows a colon, and is printed only if the answer equals that wrong value. Otherwise the check prints the
+expected value and the answer. Draw sizes and values at random, unequal and coprime, so that no two slips give the same
+value.
 
-Nothing here complains of a type alone unless it helps: what the check's own code raises over a strange answer is told
-as "your function returned ..., which the check cannot use", and a `...` that comes back is "not attempted".
+Types are checked only where that helps. An error that the check's own code raises over an unusable answer is reported
+as "your function returned ..., which the check cannot use". An answer that returns `...` is "not attempted".
 """
 
 import math
@@ -31,11 +31,11 @@ import torch
 from manyhands.checks import FACT, Wrong
 from manyhands.checks.witness import listed, said, shown
 
-FLOAT32 = 1e-5  # how far apart results may be that were computed in float32, relative to the largest number
+FLOAT32 = 1e-5  # tolerance for results computed in float32, relative to the largest number
 
 
 def number(found, unit=""):
-    """The finite number that an answer returned, as a float; one of numpy, torch or fractions will do.
+    """Return an answer's finite number as a float; numbers of numpy, torch and fractions are accepted.
 
     unit: "bytes", "s". Raises Wrong for None, text, lists, nan, ...
     """
@@ -49,10 +49,10 @@ def number(found, unit=""):
 
 
 def truth(found):
-    """True or False as an answer returned it, in any library's type."""
+    """Return an answer's True or False as a bool, whatever library's type it has."""
     can_say = hasattr(type(found), "__bool__") or hasattr(type(found), "__len__")  # any other object counts as True
     if found is not None and not isinstance(found, (str, bytes)) and can_say:
-        with suppress(TypeError, ValueError, RuntimeError):  # several numbers are neither
+        with suppress(TypeError, ValueError, RuntimeError):  # an array of several numbers is neither
             value = bool(found)
             if not isinstance(found, (int, float, np.generic, torch.Tensor)) or found == value:
                 return value
@@ -60,7 +60,7 @@ def truth(found):
 
 
 def plain(found):
-    """Numbers of numpy and torch as Python's; arrays, tensors, tuples, iterators, ... as lists; all else as it is."""
+    """Convert numpy and torch numbers to Python's, and arrays, tensors, tuples, iterators to lists; keep the rest."""
     if isinstance(found, (torch.Tensor, np.ndarray, np.generic)):
         return found.tolist()
     return [plain(part) for part in found] if isinstance(found, (list, tuple, range, Iterator)) else found
@@ -69,7 +69,7 @@ def plain(found):
 def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0):
     """Return `found` as a float; raise Wrong unless it is `wanted`, up to `rel` of that or up to `close`.
 
-    A fraction that was rounded to float32 is right up to that rounding. The value of a slip may also be a list of them.
+    A fraction that was rounded to float32 is right up to that rounding. A slip's value may also be a list of values.
     """
     value = number(found, unit)
 
@@ -83,7 +83,7 @@ def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0)
     why = _slip(slips, lambda other: is_near(other, min(rel, 1e-9), 0)) or _slip(slips, is_near)
     if not why and _is_float32(value) and is_near(wanted, FLOAT32 / 10):
         why = _slip(slips, lambda other: np.abs(value - np.array(other, float)).min() < abs(value - wanted))
-        if not why:  # nothing but torch's default dtype
+        if not why:  # the only cause: torch's default dtype
             return value
     said, right = told_apart(value, wanted)
     unit = f" {unit}" if unit else ""
@@ -91,7 +91,7 @@ def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0)
 
 
 def expect_equal(found, wanted, what, slips=None):
-    """Raise Wrong unless `found` is the number, text, list, ... `wanted`; for a list, a tuple or an array will do."""
+    """Raise Wrong unless `found` equals the number, text or list `wanted`; a tuple or an array counts as a list."""
     simple = (lambda value: value) if isinstance(found, range) and isinstance(wanted, range) else plain
     given, right = simple(found), simple(wanted)
     if _same(given, right):
@@ -104,8 +104,8 @@ def expect_equal(found, wanted, what, slips=None):
 def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
     """Raise Wrong unless `found` is a tensor of the shape, the dtype and the numbers of `wanted`.
 
-    `close`: how far apart numbers may be, relative to the largest one, if that is more than 1; 0 for equal ones.
-    `it_is`: what the tensor is, as "the sum over the ranks".
+    `close`: the tolerance, relative to the largest number if that exceeds 1; 0 demands equality.
+    `it_is`: a description of the tensor, such as "the sum over the ranks".
     """
     should_be = f"{what} should be {it_is}" if it_is else f"{what} is wrong"
     if not isinstance(found, torch.Tensor):
@@ -140,13 +140,13 @@ def expect_scalar(found, what, not_finite=""):
 
 
 def expect_unchanged(now, before, name, cure=""):
-    """Raise Wrong where a tensor that was given to an answer has other numbers now."""
+    """Raise Wrong if an answer changed the numbers of a tensor that it was given."""
     if not torch.equal(now, before):
         raise Wrong(f"{name} was changed; leave it as it is{cure}")
 
 
 def expect_refusal(ask, case, *numbers):
-    """Raise Wrong unless `ask()` raises a ValueError whose text names the numbers; a tuple is a choice of them."""
+    """Raise Wrong unless `ask()` raises a ValueError whose text names the numbers; of a tuple, one is enough."""
     choices = [one if isinstance(one, tuple) else (one,) for one in numbers]
     cure = "raise a ValueError" + f" that names {listed(one[0] for one in choices)}" * bool(choices)
     try:
@@ -164,10 +164,11 @@ def expect_refusal(ask, case, *numbers):
 
 
 def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volume=None):
-    """Raise Wrong where a rank communicated more than it needed to, {done}: "the gradients are right".
+    """Raise Wrong if a rank communicated more than it needed to.
 
-    `seen`: what `wire.watch` saw. calls: the most calls; only: names of those that may be made; payload: the most
-    bytes in all of them together; volume: the same, where an all-reduce counts twice (reduce-scatter, all-gather).
+    seen: the calls that `wire.watch` recorded; done: the start of the sentence, as "the gradients are right"; calls:
+    the most calls; only: names of the permitted calls; payload: the most bytes of all calls together; volume: the
+    same, with an all-reduce counted twice (a reduce-scatter and an all-gather).
     """
     made = [call for call in seen.calls if call.op != "recv"]
     ops = sorted({call.op for call in made})
@@ -191,7 +192,7 @@ def expect_traffic(seen, done, cure="", calls=None, only=(), payload=None, volum
 
 
 def told_apart(found, wanted):
-    """Two different numbers as text, with as many digits as they differ in, and four at least."""
+    """Format two different numbers with just enough digits to tell them apart, and at least four."""
     if all(isinstance(x, int) or (x.is_integer() and abs(x) < 2**53) for x in (found, wanted)):
         return f"{int(found):,}", f"{int(wanted):,}"
     for digits in range(4, 18):
@@ -202,7 +203,7 @@ def told_apart(found, wanted):
 
 
 def count(number, noun):
-    """1 message, 2 messages."""
+    """Format a number with its noun: 1 message, 2 messages."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -224,17 +225,17 @@ def _name(dtype):
 
 
 def _slip(slips, came):
-    """ ": sentence" of the first slip whose value came, or "". A value of None is no slip."""
+    """Return ": sentence" of the first slip whose value was found, or "". Slips with the value None are skipped."""
     return next((f": {why}" for why, value in (slips or {}).items() if value is not None and came(value)), "")
 
 
 def _is_float32(value):
-    """Whether it is a fraction that was rounded to float32; whole numbers are counts."""
+    """Return whether a value is a fraction that was rounded to float32; whole numbers are counts."""
     return abs(value) < 3e38 and not value.is_integer() and struct.unpack("f", struct.pack("f", value))[0] == value
 
 
 def _same(a, b):
-    """Whether two plain values are equal; a float is no whole number, and a truth value none either."""
+    """Return whether two plain values are equal; a float or a bool never equals a whole number."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_same, a, b))
     of_a_kind = all(isinstance(a, kind) <= isinstance(b, kind) for kind in (float, bool))
@@ -254,8 +255,8 @@ def _largest(b):
 
 
 def _first_difference(found, wanted, close):
-    """Where two tensors of one shape and dtype differ, and by how much, as the end of a sentence."""
-    wrong = found != wanted  # nan differs as well, and large whole numbers are no doubles
+    """Return, as the end of a sentence, where two tensors of one shape and dtype differ, and by how much."""
+    wrong = found != wanted  # nan counts as different, and large whole numbers do not fit into doubles
     if close:
         wrong &= ~torch.isclose(found.double(), wanted.double(), rtol=0, atol=close * _largest(wanted))
     i = int(wrong.flatten().nonzero()[0])

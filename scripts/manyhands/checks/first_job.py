@@ -1,7 +1,7 @@
 """Checks of lesson 04: a scheduler's one line, shares of a batch, why jobs wait, the first error of a log, walltimes,
 stale pairs.
 
-They judge reading as much as code, and need no messages: all of them also work with `ranks` None.
+They judge how well a log or a queue was read as well as code. None communicates, so all work with `ranks` None.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from manyhands.checks.drawn import in_turn, luck
 from manyhands.checks.expect import count, expect_equal, expect_refusal, number, truth
 from manyhands.checks.witness import said
 
-# What the recorded queue (assets/recorded/04_pending.out) asks for: job -> (what helps, why)
+# Answers for the recorded queue (assets/recorded/04_pending.out): job -> (what helps, why)
 ACTS = ("wait", "release", "ask for less", "cancel")
 PENDING = {
     4702: ("wait", "Resources: it is next in line and starts when two nodes are free"),
@@ -25,7 +25,7 @@ PENDING = {
     4706: ("release", "JobHeldUser: its owner put it on hold; scontrol release 4706 (PBS: qrls) lets it go"),
     4708: ("ask for less", "PartitionTimeLimit: it asks for a day, and this queue gives an hour"),
 }
-# What the recorded failure (assets/recorded/04_failed*.out) shows
+# Answers for the recorded failure (assets/recorded/04_failed*.out)
 FAILED_RANK, FAILED_LOCAL_RANK, FAILED_ERROR = 3, 1, "IndexError"
 REPORTS = ("ChildFailedError", "SignalException")
 ECHOES = ("RuntimeError", "DistBackendError", "ConnectionError", "DistNetworkError")
@@ -38,7 +38,7 @@ QUEUES = (  # nodes needed, from when each node is free, when the job ahead star
 
 @exercise(1, "when a job starts")
 def start_of(answer, ranks=None):
-    """`answer(need, free_at, previous)`: when a job starts that needs so many nodes, if nobody is overtaken."""
+    """`answer(need, free_at, previous)`: when a job that needs `need` nodes starts, if no job overtakes another."""
     draw = luck(1)
     drawn = [(draw.randint(1, 4), [draw.randint(0, 9) for _ in range(4)], draw.randint(0, 9)) for _ in range(12)]
     for need, free_at, previous in in_turn([*QUEUES, *drawn]):
@@ -55,7 +55,7 @@ def start_of(answer, ranks=None):
 
 
 def _free(free_at, minute):
-    """How many nodes are free at a minute."""
+    """Return how many nodes are free at a minute."""
     return sum(at <= minute for at in free_at)
 
 
@@ -87,7 +87,7 @@ def _judge_share(answer, global_batch, nodes, per_node, node, local):
         "ranks are counted through node by node": local * nodes + node,
     }
     slips = {why: range(begin * each, (begin + 1) * each) for why, begin in begins.items()}
-    slips["like cards, and a rank takes sequences that follow each other"] = range(rank, global_batch, n)
+    slips["in turn, but a rank takes consecutive sequences"] = range(rank, global_batch, n)
     what = f"of {case} what {place} takes, rank {rank} of {n},"
     expect_equal(share, range(rank * each, (rank + 1) * each), what, slips)
 
@@ -101,7 +101,7 @@ def why_it_waits(answer, ranks=None):
         if job not in answer:
             raise Wrong(f"job {job} is missing: say what helps it")
         if answer[job] not in ACTS:
-            raise Wrong(f"{answer[job]!r} for job {job} is none of {', '.join(ACTS)}")
+            raise Wrong(f"job {job}: unknown answer {answer[job]!r}; use one of {', '.join(ACTS)}")
         if answer[job] != act:
             raise Wrong(f"{job}: {answer[job]!r} does not help. {why}")
 
@@ -112,12 +112,12 @@ def first_error(answer, ranks=None):
     if any(one is None or one is ... for one in answer):
         raise NotImplementedError
     rank, error = answer
-    # the name of the error, with or without what it said, or the exception itself
+    # the error's name, with or without its message, or the exception itself
     error = error.__name__ if isinstance(error, type) else error.split(":")[0].strip()
     if error in REPORTS:
         raise Wrong(f"{error} is torchrun's: a report that some rank failed, not the failure")
     if error in ECHOES:
-        raise Wrong(f"a {error} in this log is an echo: its connection was closed because another rank had gone")
+        raise Wrong(f"a {error} in this log is an echo: its connection was closed because another rank had ended")
     if error != FAILED_ERROR:
         raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
     if rank == FAILED_LOCAL_RANK:
@@ -128,9 +128,9 @@ def first_error(answer, ranks=None):
 
 @exercise(2, "a walltime to ask for")
 def ask_for(answer, ranks=None):
-    """`answer(seconds)`: the walltime for so long a run, with half as much again and two minutes, as HH:MM:SS."""
+    """`answer(seconds)`: the walltime for a run of that length, times 1.5, plus two minutes, as HH:MM:SS."""
     draw = luck(2)
-    drawn = [40 * draw.randint(0, 60) + draw.randint(3, 37) for _ in range(4)]  # 1.5 times that: no whole minutes
+    drawn = [40 * draw.randint(0, 60) + draw.randint(3, 37) for _ in range(4)]  # odd: x 1.5 has half minutes
     for seconds in in_turn([10, 610, 2530, 108_050, *drawn]):
         whole, begun = math.floor(1.5 * seconds / 60), math.ceil(1.5 * seconds / 60)
         slips = {
@@ -140,7 +140,7 @@ def ask_for(answer, ranks=None):
             "the two minutes are added after the half as much again": math.ceil(1.5 * (seconds / 60 + 2)),
         }
         slips = {why: _walltime(minutes) for why, minutes in slips.items()}
-        slips["hours do not begin anew after a day"] = _walltime((begun + 2) % (24 * 60))
+        slips["hours do not wrap after a day"] = _walltime((begun + 2) % (24 * 60))
         expect_equal(answer(seconds), _walltime(begun + 2), f"the walltime for {seconds:,} s", slips)
 
 
@@ -164,7 +164,7 @@ def yesterdays_code(answer, ranks=None):
 _FIRST, _LOOP, _LAST = "steps = 10", "for _ in range(3):\n    steps *= 2\n    print(steps)", "print(steps)"
 _SCRIPT = [_FIRST, _LAST, _LOOP, _LAST]
 _PAIRS = [
-    # cells of the notebook, which file is newer, are outputs stored, is it stale, what to say of a wrong answer
+    # the notebook's cells, which file is newer, whether outputs are stored, whether it is stale, the hint if wrong
     (_SCRIPT, "notebook", False, False,
      "the notebook was saved after the script, but their cells are the same: nothing is stale. Times do not tell"),
     (["steps = 20", *_SCRIPT[1:]], "notebook", False, True,
@@ -184,8 +184,8 @@ _PAIRS = [
 
 
 def _pair(folder, cells, newer, with_outputs):
-    """(notebook, script) in `folder`: the script holds _SCRIPT, the notebook `cells`."""
-    import jupytext  # late: they take seconds to import
+    """Write a pair into `folder` and return (notebook, script): the script holds _SCRIPT, the notebook `cells`."""
+    import jupytext  # imported late because they take seconds
     import nbformat
 
     folder.mkdir()

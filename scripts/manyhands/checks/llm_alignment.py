@@ -1,4 +1,4 @@
-"""Checks of lesson 13: what a loss counts, the terms of GRPO and their divisors, the hand-over, DPO, rewards."""
+"""Checks of lesson 13: loss masks, GRPO's terms and divisors, handing over weights, DPO, rewards."""
 
 import itertools
 from unittest import mock
@@ -15,7 +15,7 @@ from manyhands.measure import wire
 
 @exercise("A", "the loss mask")
 def loss_mask(answer, ranks=None):
-    """`answer(ids_BT, assistant, end)` says of each token after the first whether the assistant wrote it."""
+    """`answer(ids_BT, assistant, end)` is a mask: for each token after the first, whether the assistant wrote it."""
     for user, assistant, end in ((90, 91, 92), (300, 45, 44), luck(1).sample(range(10, 500), 3)):
         question, reply = (user, 1, 2, end), (assistant, 3, 4, end)
         for talks, what in (
@@ -33,10 +33,10 @@ def loss_mask(answer, ranks=None):
                 "marker": F.pad(wanted_BT[:, :-1], (1, 0)),
                 "the end of an answer counts: without it the model never learns to stop": wanted_BT & ~ends_BT,
                 "an end marker that ends no answer does not count": wanted_BT | ends_BT,
-                "nobody has to learn what the user wrote": torch.ones_like(wanted_BT),
+                "the user's text is not a target": torch.ones_like(wanted_BT),
                 "an answer ends at its end marker": ((ids_BT == assistant).cumsum(1) > 0)[:, :-1],
             }
-            wanted_BT = wanted_BT.to(getattr(found_BT, "dtype", torch.bool))  # ones and zeros will do
+            wanted_BT = wanted_BT.to(getattr(found_BT, "dtype", torch.bool))  # ones and zeros are accepted
             expect_tensor(found_BT, wanted_BT, f"for a conversation {what} the mask of the targets", slips)
 
 
@@ -49,7 +49,7 @@ def _some_talk(seed, user, assistant, end, length=23):
 
 
 def _written(row, assistant, end):
-    """What the rule says, token by token: a plain copy of it, kept apart from the lesson's solution."""
+    """Return the mask by applying the rule token by token, independently of the lesson's solution."""
     found, speaks = [], False
     for token in row:
         found.append(speaks)
@@ -194,7 +194,7 @@ def dpo_loss(answer, ranks=None):
     draw, some = generator(13), sorted(sizes(13, 2, 2, 12))
     for b, num_pairs, beta, far in ((3, 3, 1.0, 1.0), (2, 8, 0.1, 1.0), (2, 4, 0.5, 900.0), (*some, 0.3, 1.0)):
         log_p = -torch.rand(b, 2, 5, generator=draw, dtype=torch.float64)
-        log_p[:, 0] *= far  # where it is far, the chosen answer is the unlikely one
+        log_p[:, 0] *= far  # with a large margin, the chosen answer is the unlikely one
         log_p.requires_grad_()
         mask = torch.ones(b, 2, 5, dtype=torch.bool)
         mask[:, :, 0], mask[:, 1, 3:], mask[0, 0, 4] = False, False, False
@@ -208,7 +208,7 @@ def dpo_loss(answer, ranks=None):
 
 
 def _dpo(log_p, mask, reference, beta, num_pairs):
-    """(value, gradient)"""
+    """Return (value, gradient) of the DPO loss."""
     leaf = log_p.detach().clone().requires_grad_()
     chosen_b, rejected_b = ((leaf * mask).sum(-1) - reference).unbind(1)
     loss = F.softplus(-beta * (chosen_b - rejected_b)).sum() / num_pairs
@@ -237,19 +237,19 @@ def _dpo_slips(log_p, mask, reference, beta, num_pairs):
 
 @exercise(2, "sharded at rest, gathered to compute")
 def shares(answer, ranks):
-    """`answer` is (own_share(row_P, rank, world_size), whole(share, P)): a row rests in n parts, whole by one call."""
+    """`answer` is (own_share(row_P, rank, world_size), whole(share, P)): a row in n parts, gathered by one call."""
     own_share, whole = answer
     n, rank = ranks.world_size, ranks.rank
     for P, first in ((8 * n, 1), (8 * n - 3, 101), (1, 7), (n + 1, luck(3).randint(2, 99))):
         row_P, each = torch.arange(first, first + P, dtype=torch.float64), -(-P // n)
-        row_P[3::4] = 0  # also a weight may be zero
+        row_P[3::4] = 0  # a weight may be zero too
         share = own_share(row_P, rank, n)
         case = f"of {count(P, 'number')} on {count(n, 'rank')} your share"
         it_is = f"ceil({P}/{n}) = {each} numbers: all shares are equally long, with zeros behind the end"
         expect_tensor(share, F.pad(row_P, (0, each * n - P)).chunk(n)[rank], case, it_is=it_is, close=0)
         if share.untyped_storage().nbytes() > share.nbytes:
             raise Wrong(f"{case} keeps all {share.untyped_storage().nbytes()} bytes: it is a view of the row; clone it")
-        own_share(row_P + 1, rank, n)  # whoever keeps a row elsewhere than in its share has only this one now
+        own_share(row_P + 1, rank, n)  # an answer that cached an earlier row now finds only this one
         with wire.watch() as seen:
             back_P = whole(share, P)
         slips = {
@@ -304,7 +304,7 @@ def credit(answer, ranks=None):
             if value > 1 - 1e-6 and text != right:
                 raise Wrong(f"for {word!r} the answer {text!r} gets {value:g} as well, and it is wrong")
         if max(value for text, value in got.items() if text != right) <= 0:
-            raise Wrong("no wrong answer gets anything: that is the verifier again, and no partial credit")
+            raise Wrong("no wrong answer gets anything: that is the verifier again, not partial credit")
         for text, i in itertools.product(got, range(len(right))):
             better = text[:i] + right[i] + text[i + 1 :]
             if len(text) == len(right) and got.get(better, 1) < got[text] - 1e-10:
@@ -312,7 +312,7 @@ def credit(answer, ranks=None):
 
 
 def _texts(right, letters):
-    """All texts of the right length over the letters, and what models come up with besides."""
+    """Return all texts of the right length over the letters, and other texts that models produce."""
     exact = ("".join(each) for each in itertools.product(letters, repeat=len(right)))
     besides = (
         "", right[:-1], right[0], right + right[-1], right + "a", right * 2, right[::-1], right.upper(), " " + right,

@@ -1,7 +1,7 @@
-"""Checks of lesson 12: MinHash, keys to ranks, pairs of equal keys, one merge, a document mask, the lowest point of a
-valley; bits per byte, tokens of a word, targets, the next loss.
+"""Checks of lesson 12: MinHash, keys to ranks, pairs of equal keys, one merge, a document mask, the minimum of a
+parabola; bits per byte, tokens of a word, targets, the next loss.
 
-Nothing here communicates: an answer is judged on each rank alone, on the same numbers everywhere.
+Nothing here communicates: each rank judges the answer by itself, on the same numbers.
 """
 
 import math
@@ -102,7 +102,7 @@ def colliding(answer, ranks=None):
             },
             "only neighbours are there; all that share a key meet": {p for group in each for p in pairwise(group)},
             "the smaller number comes first": {(j, i) for i, j in wanted},
-            "a document is no copy of itself": {(i, j) for group in each for i in group for j in group if i <= j},
+            "a document is not a copy of itself": {(i, j) for group in each for i in group for j in group if i <= j},
             "each pair is there twice": {(i, j) for group in each for i in group for j in group if i != j},
             "documents of different keys do not meet": set(
                 combinations(sorted({document for _, document in records}), 2)
@@ -154,7 +154,7 @@ def _some_merges():
 
 
 def _merged(ids, pair, new):
-    """Each pair from left to right; `new` itself is in no pair."""
+    """Merge each pair from left to right; `new` itself is not in a pair."""
     found = []
     for token in ids:
         if found and (found[-1], token) == pair:
@@ -182,7 +182,7 @@ def document_mask(answer, ranks=None):
 
 
 def _some_documents():
-    """Rows [B][T] of documents' numbers, each document in one piece."""
+    """Return rows [B][T] of document numbers, each document contiguous."""
     draw, (B, T) = luck(8), sizes(8, 2, 2, 9)
     numbers = [draw.sample(range(T), T) for _ in range(B)]
     return [[row[cut] for cut in sorted(draw.choices(range(T), k=T))] for row in numbers]
@@ -247,13 +247,13 @@ def encode_word(answer, ranks=None):
         expect_equal(answer(word, spell), wanted, f"the tokens of {word!r}{f' ({why})' if why else ''}")
     for table, word in _some_words():
         wanted = list(word)
-        for i, pair in enumerate(table):  # in the order of learning: none makes the pair of an earlier one
+        for i, pair in enumerate(table):  # in order of learning: no merge creates the pair of an earlier one
             wanted = _merged(wanted, pair, 256 + i)
         expect_equal(answer(word, table), wanted, f"with the table {table} the tokens of {word!r}")
 
 
 def _some_words():
-    """(a table that was learned from some text, a word) a few times."""
+    """Yield (a table learned from some text, a word) a few times."""
     draw = luck(10)
     for _ in range(12):
         ids, table = draw.choices(b"abn", k=40), []
@@ -301,7 +301,7 @@ def _some_law():
 def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
     """The best model of a budget C has a C^alpha parameters and a loss of b C^beta."""
     params_of, loss_of = (lambda budget: a * budget**alpha), (lambda budget: b * budget**beta)
-    points = [  # on exact parabolas, whose lowest points are the law's; none of them is a point
+    points = [  # on exact parabolas whose minima follow the law and lie between the points
         {
             "budget_flops": budget,
             "params": round(params_of(budget) * factor),

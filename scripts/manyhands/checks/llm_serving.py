@@ -1,7 +1,7 @@
-"""Checks of lesson 14: a cache in three rungs, its bytes, the time of a call, a cache that changes ranks; in MORE what
-is kept, judged draft tokens, users, shared blocks, a fair gate.
+"""Checks of lesson 14: a cache in three steps, its bytes, the time of a call, moving a cache to another rank; in MORE
+top-k and top-p, accepting draft tokens, users, shared blocks, a fair gate.
 
-All but `hand_over` do not communicate: every rank judges the same answer on the same numbers, in float64 on the CPU.
+Only `hand_over` communicates. In the others every rank judges the answer on the same numbers, in float64 on the CPU.
 """
 
 import math
@@ -50,7 +50,7 @@ def _some_dice():
 
 
 def _kept(p, top_k, top_p, crossing=True, of_rest=True):
-    """The right answer, and wrong ones: without the token that crosses the line, or top-p of everything."""
+    """Return the right answer and two wrong ones: without the token that crosses the line, and top-p of everything."""
     order = sorted(range(len(p)), key=lambda i: -p[i])[:top_k]
     whole = sum(p[i] for i in order) if of_rest else 1.0
     found, before = torch.zeros(len(p), dtype=torch.float64), 0.0
@@ -62,7 +62,7 @@ def _kept(p, top_k, top_p, crossing=True, of_rest=True):
 
 
 class Memory(dict):
-    """A dict that an answer gets itself, and no copy of it, whatever it puts in."""
+    """A dict that is passed to an answer without being copied, whatever it contains."""
 
 
 @exercise("A", "remember")
@@ -137,7 +137,7 @@ def _judge_attend(answer, cache, layer, full, start, stop):
 
 
 class Calls:
-    """A step that notes how it is called, and answers with an id that depends on all positions so far."""
+    """A step that records its calls and returns an id that depends on all positions so far."""
 
     def __init__(self, known):
         self.ids, self.computed, self.fault = list(known), 0, ""
@@ -222,7 +222,7 @@ def hand_over(answer, ranks=None):
     """`answer(cache, shape, src, dst)`: rank dst has the cache of rank src, which came in one message."""
     n, rank = (ranks.world_size, ranks.rank) if ranks else (1, 0)
     if n == 1:
-        FACT.set("One rank has nobody to send to: the check on two ranks says more")
+        FACT.set("A single rank has no peer: run this check on two or more ranks")
         return
     for turn, (src, dst) in enumerate(((0, 1), (n - 1, 0))):
         N, (B, H, S, E) = 3, sizes(17 + turn, 4, 2, 9)
@@ -255,7 +255,7 @@ PAIRS = (  # p, q
     ((0.1, 0.2, 0.7), (0.6, 0.3, 0.1)), ((0.5, 0.5), (0.9, 0.1)), ((0.0, 0.4, 0.6), (0.5, 0.5, 0.0)),
     ((0.3, 0.2, 0.1, 0.4), (0.05, 0.05, 0.0, 0.9)),  # three tokens to draw from after a refusal
 )  # fmt: skip
-# (u, v): a Fibonacci lattice. The share of its points in any [0, a) x [0, b) differs from a*b by 0.013 at most
+# (u, v): a Fibonacci lattice. The share of its points in any [0, a) x [0, b) is within 0.013 of a*b
 LATTICE = [((i + 0.5) / 144, (89 * i % 144 + 0.5) / 144) for i in range(144)]
 NEAR = 0.075
 
@@ -275,12 +275,12 @@ def judged(answer, ranks=None):
 
 
 def _of_each_draw(answer, draft, p_V, q_V):
-    """What is answered for each (u, v) of the lattice."""
+    """Return the answer for each (u, v) of the lattice."""
     for u, v in LATTICE:
         token, was_kept = answer(draft, p_V, q_V, u, v)
         again = answer(draft, p_V, q_V, u, v)
         if (number(token), bool(was_kept)) != (number(again[0]), bool(again[1])):
-            raise Wrong("the same u and v gave one answer, and then another: let them decide, and draw nothing else")
+            raise Wrong("the same u and v gave two different answers: decide by them alone, and draw nothing else")
         token = int(number(token))
         if not 0 <= token < len(p_V):
             raise Wrong(f"return a token from 0 to {len(p_V) - 1}, not {token}")
@@ -318,24 +318,24 @@ def _judge_distribution(written_V, held, p_V, q_V):
 
 @exercise(1, "how many users fit")
 def users_that_fit(answer, ranks=None):
-    """`answer(memory, P, N, KV, E, S, size)` -> whole users whose caches of S positions fit beside the weights."""
+    """`answer(memory, P, N, KV, E, S, size)` -> whole users whose caches of S positions fit along with the weights."""
     slips = {
         "keys *and* values are kept": 29,
         "each layer has keys and values of its own": 43,
         "the weights take memory, too": 20,
         "weights and cache have 4 bytes per number": [19, 58],
-        "a part of a user is none": 28000 / 1920,
+        "users come whole: round down": 28000 / 1920,
         "one user too many: the last does not fit whole": 15,
     }
     for memory, P, N, KV, E, S, size in (
-        (40_000, 3000, 3, 2, 4, 10, 4),  # the first: every likely mistake gives another number, so it is not made below
+        (40_000, 3000, 3, 2, 4, 10, 4),  # in the first case every likely mistake gives a different number
         (8 * 10**10, 7 * 10**9, 32, 32, 128, 4096, 2), (10_000, 1000, 2, 4, 2, 10, 8), (10_240, 0, 2, 1, 8, 10, 4),
         (10**6 + luck(16).randrange(10**6), *sizes(16, 5, 2, 20), 3), (1000, 600, 1, 2, 2, 4, 2),
     ):  # fmt: skip
         each, left = 2 * N * S * KV * E * size, memory - P * size
         case = f"for {memory:,} bytes, P={P:,}, N={N}, KV={KV}, E={E}, S={S:,} and {size} bytes a number what fits"
         expect_number(answer(memory, P, N, KV, E, S, size), max(0, left // each), case, "users", slips)
-        slips = {"the weights alone do not fit, so nobody does": [-4]}
+        slips = {"the weights alone do not fit, so no user does": [-4]}
 
 
 @exercise(2, "which blocks can be shared")
@@ -346,11 +346,11 @@ def reusable(answer, ranks=None):
         first, both = {(salt, *ids[:size])}, {(salt, *ids[:size]), (salt, *ids[: 2 * size])}
         for given, known, right, why in (
             (ids, both, 2 * size, "two blocks are known"),
-            (ids, both - first, 0, "the first block is not known: what lies behind a gap cannot be used"),
-            (ids[: 2 * size], both, size, "all positions are known, and the last one must be computed all the same"),
+            (ids, both - first, 0, "the first block is not known: blocks after a gap cannot be used"),
+            (ids[: 2 * size], both, size, "all positions are known, but the last one must be computed anyway"),
             (ids, {("b", *key[1:]) for key in both}, 0, "the blocks belong to another model"),
             ([*ids[: size - 1], 99, *ids[size:]], both, 0, "the last token of the first block differs"),
-            ([99, *ids[1:]], both, 0, "the first token differs, and every key behind it, too"),
+            ([99, *ids[1:]], both, 0, "the first token differs, and so does every later key"),
             (ids, first | {(salt, *ids[size : 2 * size])}, size, "a block is found by all ids before its end"),
             ([], set(), 0, "the prompt is empty"),
             (ids[: size - 1], first, 0, "the prompt is shorter than a block"),
@@ -358,7 +358,7 @@ def reusable(answer, ranks=None):
             before = set(known)
             found = answer(list(given), known, size, salt)
             if known != before:
-                raise Wrong("`known` was changed; only look things up")
+                raise Wrong("`known` was changed; only read it")
             case = f"what can be reused of {len(given)} positions in blocks of {size} ({why})"
             expect_number(found, right, case, "positions")
 
@@ -367,7 +367,7 @@ def reusable(answer, ranks=None):
 def may_serve(answer, ranks=None):
     """`answer(new, old, z)` -> whether the paired mean difference is at most z standard errors, all numbers finite."""
     n = luck(3).randint(7, 30)
-    old, wobble = (2 + normal(4, n)).tolist(), 0.1 * normal(5, n)  # windows differ much
+    old, wobble = (2 + normal(4, n)).tolist(), 0.1 * normal(5, n)  # the windows differ a lot
     wobble = (wobble - wobble.mean()).tolist()
     error = statistics.stdev(wobble) / math.sqrt(n)
 

@@ -1,6 +1,6 @@
 """Checks of lesson 10: coordinates, groups, bytes between nodes, exposed seconds, plans, orders of axes, phases.
 
-Nothing here needs a message: every rank judges the same numbers.
+Nothing here communicates: every rank judges the same numbers.
 """
 
 import functools
@@ -19,7 +19,7 @@ _drawn = {}  # {axis: the groups of CUBE that the learner's code returned}
 
 
 def draws_groups(check):
-    """Make the check of the groups print those of eight ranks by the learner's code, wrong ones with a ✗."""
+    """Make the check of the groups print the learner's groups of eight ranks, with a ✗ at wrong ones."""
 
     @functools.wraps(check)
     def and_draw(answer, ranks=None, **given):
@@ -39,7 +39,7 @@ def draws_groups(check):
 def coordinates(answer, ranks=None):
     """`answer(rank, shape)` is the list of coordinates of `rank` on a grid whose last axis runs fastest."""
     for shape in SHAPES:
-        for rank in reversed(range(prod(shape))):  # on rank 1 two likely mistakes give the same coordinates
+        for rank in reversed(range(prod(shape))):  # reversed: on rank 1 two likely mistakes agree
             wanted = _place(rank, shape)
             slips = {
                 "the last axis runs fastest, yours is the first": _place(rank, shape[::-1])[::-1],
@@ -92,13 +92,13 @@ def slow_bytes(answer, ranks=None):
             "that is 2 payloads per hop; of n ranks each sends 2 (n-1)/n of it": 2 * crossing * payload,
         }
         case = f"with {payload:g} bytes in the group {group} on nodes of {per_node}, what goes between nodes"
-        slips = slips if payload == 1201 else {}  # who made one of them has heard it of the first
+        slips = slips if payload == 1201 else {}  # later cases repeat these mistakes
         expect_number(answer(list(group), payload, per_node), crossing * each, case, "bytes", slips, CLOSE)
 
 
 @exercise("D", "exposed seconds")
 def exposed_s(answer, ranks=None):
-    """`answer(sent_bytes, bytes_per_s, behind_s)` is the part of the messages' seconds that outlasts `behind_s`."""
+    """`answer(sent_bytes, bytes_per_s, behind_s)` is the exposed communication time: the seconds beyond `behind_s`."""
     draw = luck(14)
     drawn = [
         (draw.uniform(1e9, 9e10), draw.choice((50e9, 450e9)), draw.choice((0.0, draw.uniform(0.01, 0.3))))
@@ -108,10 +108,10 @@ def exposed_s(answer, ranks=None):
         seconds = sent / rate
         wanted = max(0.0, seconds - behind)
         slips = {
-            "that is all of it; what passes behind the computing is not waited for": seconds,
-            "that is negative: messages that end early make nobody faster": min(0.0, seconds - behind),
+            "that is all of it; communication hidden behind computation is not waited for": seconds,
+            "that is negative: messages that end early do not save time": min(0.0, seconds - behind),
             "that is the part that is hidden": min(seconds, behind),
-            "that is the time left over behind which more could hide": max(0.0, behind - seconds),
+            "that is the computation left over to hide more communication": max(0.0, behind - seconds),
             "that is the messages and the computing one after the other": seconds + behind,
             "divide the bytes by bytes per second": rate / sent,
         }
@@ -154,7 +154,7 @@ def best_order(answer, ranks=None):
     """`answer(sizes, payloads, per_node)` is a tuple of axes, outermost first, with the least bytes between nodes."""
     draw, wrong, backwards = luck(11), "", True
     cases = [({"pipeline": 2, "data": 2, "tensor": 4}, {"pipeline": 1.0, "data": 3.0, "tensor": 50.0}, 8)]
-    while len(cases) < 20:  # in some of them the axis with the least bytes, or ranks, outermost is not best
+    while len(cases) < 20:  # in some cases, putting the axis with the fewest bytes, or ranks, outermost is not best
         axes = ("context", "pipeline", "data", "tensor")[draw.randint(0, 1) :]
         degrees, payloads = ({axis: draw.randint(1, most) for axis in axes} for most in (4, 100))
         if 2 <= (per_node := prod(degrees.values()) // draw.choice((2, 3))) <= 24:
@@ -258,7 +258,7 @@ def _crossing_on_a_line(group, per_node):
 
 
 def _between(order, sizes, payloads, per_node):
-    """Bytes between nodes of all axes with the axes in this order."""
+    """Return the bytes between nodes, over all axes, with the axes in this order."""
     shape = [sizes[axis] for axis in order]
     return sum(
         _crossing(group, per_node) * 2 * (len(group) - 1) / len(group) * payloads[axis]

@@ -1,7 +1,7 @@
-"""Checks of lesson 15: the cores beside a GPU, a NCCL log, one copy per node, the rows of a sweep, a job's directives,
-the nodes to leave out.
+"""Checks of lesson 15: the cores near a GPU, an NCCL log, one copy per node, the rows of a sweep, a job's directives,
+the nodes to exclude.
 
-Only the copies need messages, and a folder that all ranks see: the nodes are made up, some ranks each.
+Only the copies communicate. They need a folder that all ranks see; the nodes are simulated, with some ranks each.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from manyhands.checks.witness import listed, said, shown
 from manyhands.launch import recorded_runs
 from manyhands.measure import wire
 
-# Polaris as its guide shows it, and nodes where two or three GPUs share the nearest cores: [(cores, GPUs)]
+# [(cores, GPUs)] of Polaris according to its guide, and of nodes where two or three GPUs share the nearest cores
 POLARIS = [(list(range(8 * d, 8 * d + 8)), [3 - d]) for d in range(4)]
 
 
@@ -33,7 +33,7 @@ def _nodes():
         for d in range(domains):
             cores = list(range(first, first + share * draw.randint(3, 6) + draw.randrange(share) + 1))
             first += len(cores)
-            cores.remove(draw.choice(cores[1 : len(cores) // share]))  # the system keeps it for itself
+            cores.remove(draw.choice(cores[1 : len(cores) // share]))  # reserved for the system
             node.append((cores, gpus[share * d : share * (d + 1)]))
         found.append((f"a node of {count(domains, 'domain')} with {share} GPUs each", node))
     return found
@@ -57,7 +57,7 @@ def cores_beside(answer, ranks=None):
                     counted if not set(counted) & set(cores) else None
                 ),
                 f"those are all cores of its domain, which {len(gpus)} GPUs share": cores if shared else None,
-                "those are dealt like cards; cores that follow each other share caches": (
+                "those are dealt in turn; neighbouring cores share caches": (
                     cores[k :: len(gpus)][:each] if shared else None
                 ),
             }
@@ -65,18 +65,18 @@ def cores_beside(answer, ranks=None):
             expect_equal(found, cores[k * each : (k + 1) * each], f"on {name} the cores for GPU {gpu}", slips)
 
 
-MEET = ("barrier", "all_reduce", "all_gather", "all_to_all", "reduce_scatter")  # nobody leaves before all have come
+MEET = ("barrier", "all_reduce", "all_gather", "all_to_all", "reduce_scatter")  # barrier
 MESSAGES = ("send", "recv")
-SLOW_S = 0.15  # what one node's copy takes longer
+SLOW_S = 0.15  # extra time of the slow node's copy
 
 
 @exercise("C", "one copy per node", if_calls_differ="all ranks wait, also those that copy nothing")
 def stage(answer, ranks, folder):
-    """`answer(copy, source, target, local_rank)`: one rank of each node copies, and nobody returns before it has.
+    """`answer(copy, source, target, local_rank)`: one rank per node copies; no rank returns before all copies exist.
 
-    Each node is the slow one in turn, and each rank looks at all nodes' files as soon as it is back. A killed job has
-    left half a file at the name with ".part" on every node; the next time all nodes but the slow one have a whole file.
-    `folder`: one that all ranks see.
+    Each node is the slow one in turn, and each rank looks at all nodes' files as soon as its call returns. At first, a
+    killed job has left half a file with the suffix ".part" on every node; later, all nodes except the slow one have the
+    whole file. `folder`: a folder that all ranks see.
     """
     n, rank = ranks.world_size, ranks.rank
     cases = [
@@ -86,7 +86,7 @@ def stage(answer, ranks, folder):
         node, local_rank = divmod(rank, per_node)
         content = bytes(luck(10 * per_node + slow).randrange(256) for _ in range(100))
         source = Path(folder) / "build C, source"
-        where = f"of {per_node}, {slow} is slow{', others have it' * whole}"  # ranks that still look are not disturbed
+        where = f"of {per_node}, {slow} is slow{', others have it' * whole}"  # new names: ranks may still look
         targets = [Path(folder) / f"build C, node {k} {where}" for k in range(-(-n // per_node))]
         has_it = whole and node != slow
         if local_rank == 0:
@@ -120,10 +120,10 @@ def _holds(target, content):
 
 
 def _judge_copies(said, per_node, target, content):
-    """Raise Wrong by what the ranks say.
+    """Raise Wrong if the ranks' reports show a fault.
 
-    said: [(copies made, was one made under the name of the whole file?, had the node the file before?, nodes without
-    the file when it was back, its calls then)].
+    said: for each rank (copies made, whether one was written directly to the target, whether the node already had the
+    file, nodes without the file when the rank returned, its calls by then).
     """
     nodes = [said[first : first + per_node] for first in range(0, len(said), per_node)]
     case = f"on {count(len(nodes), 'node')} of up to {count(per_node, 'rank')}"
@@ -149,8 +149,8 @@ def _judge_copies(said, per_node, target, content):
 
 
 def _all_meet(calls, n):
-    """Whether after these calls each rank knows that all have come. (A check waits at each one: a job does not.)"""
-    if n == 1 or set(calls) & {*MEET, *MESSAGES}:  # whether messages are enough, the slow nodes have shown
+    """Return whether these calls are a barrier for every rank. (The check synchronises each call; a job does not.)"""
+    if n == 1 or set(calls) & {*MEET, *MESSAGES}:  # for point-to-point messages, the slow nodes have shown it
         return True
     to_one = [i for i, op in enumerate(calls) if op in ("reduce", "gather")]
     from_one = [i for i, op in enumerate(calls) if op in ("broadcast", "scatter")]
@@ -158,13 +158,13 @@ def _all_meet(calls, n):
 
 
 NETWORKS = ("IB", "Socket", "IBext_v8", "AWS Libfabric", "Mellanox Fabric")
-WAYS = range(4)  # two nodes, two channels from each to the other
+WAYS = range(4)  # two nodes, with two channels in each direction
 
 
 def _log(name, direct, per_node=2, inside="P2P/CUMEM"):
-    """What NCCL says of two nodes whose channels between them go over `name`, None: of one; direct: those of WAYS.
+    """Return NCCL's log for two nodes connected over `name`, or for one node if it is None.
 
-    inside: what its other channels go via.
+    direct: the entries of WAYS used between nodes. inside: the transport of the channels inside a node.
     """
     draw, nodes = luck(len(name or "")), 2 if name else 1
     lines, n, ways = [], nodes * per_node, iter(WAYS)
@@ -193,7 +193,7 @@ def _log(name, direct, per_node=2, inside="P2P/CUMEM"):
 def network(answer, ranks=None):
     """`answer(log)`: (network that carries data between nodes, do all its channels say GDRDMA?); None on one node."""
     drawn = "".join(luck(5).choices(string.ascii_uppercase, k=4))
-    some = [set(), {*WAYS}, *({*WAYS} - {one} for one in WAYS)]  # the one that is not direct may be any of them
+    some = [set(), {*WAYS}, *({*WAYS} - {one} for one in WAYS)]  # any one of the channels may be the indirect one
     cases = [(f"a log of two nodes over {name}", _log(name, direct), (name, direct == {*WAYS}))
              for name in (*NETWORKS, drawn) for direct in some if name != "Socket" or not direct]  # fmt: skip
     for inside in ("P2P/IPC", "P2P/CUMEM", "SHM/direct/direct", "P2P/MNNVL"):
@@ -243,7 +243,7 @@ def directives(answer, ranks=None):
                 raise Wrong(f"{case} --{option} should be {wanted}, and {found!r} is no number")
             expect_equal(int(number), wanted, f"{case} --{option}", slips)
         if "time" not in asked:
-            raise Wrong(f"{case} a line with --time is missing: the job would get what the queue gives by itself")
+            raise Wrong(f"{case} a line with --time is missing: the job would get the queue's default")
         if not re.fullmatch(r"(\d+-\d+|\d+)(:\d+){0,2}", asked["time"]):
             raise Wrong(f"{case} --time={asked['time']}: sbatch reads minutes, hours:minutes:seconds and days-hours")
         slips = {"one number is minutes, not seconds": 60 * minutes} if asked["time"].isdecimal() else {
@@ -253,7 +253,7 @@ def directives(answer, ranks=None):
 
 
 def _read_directives(lines):
-    """{long name of an option: its value}; raise Wrong for a line that sbatch would not read, or not as it is meant."""
+    """Return {long option: value}; raise Wrong for a line that sbatch would ignore or misread."""
     if not isinstance(lines, (list, tuple, str)):
         raise Wrong(f"return lines, not {shown(lines)}")
     asked = {}
@@ -273,7 +273,7 @@ def _read_directives(lines):
 
 
 def _minutes(text):
-    """Slurm's time in minutes: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    """Convert a Slurm time (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S) to minutes."""
     days, _, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if days:
@@ -302,8 +302,8 @@ def flags_of(answer, ranks=None):
         for task in range(1, rows + 1):
             found = _flags(answer, list(lines), task, rows)
             slips = {f"those are row {k}'s, and row 1 is task 1's": row for k, row in enumerate(words, 1)}
-            slips["the header holds names, and is no row"] = [word for name in names for word in (f"--{name}", name)]
-            slips["then this task trains with the defaults, and nobody is told"] = []
+            slips["the header holds names, and is not a row"] = [word for name in names for word in (f"--{name}", name)]
+            slips["then this task silently trains with the defaults"] = []
             expect_equal(found, words[task - 1], f"of a table of {count(rows, 'row')} the flags of task {task}", slips)
         for tasks in (rows - 1, rows + 1):
             case = f"an array of {tasks} for {count(rows, 'row')} leaves a row out, or a task without one"
@@ -311,12 +311,12 @@ def flags_of(answer, ranks=None):
 
 
 def _flags(answer, lines, task, rows):
-    """What the answer returns where there are as many tasks as rows; raise Wrong where it refuses that."""
+    """Return the answer's flags for as many tasks as rows; raise Wrong if it refuses that."""
     try:
         return answer(lines, task, rows)
     except ValueError as error:
         counted = {int(digits) for digits in re.findall(r"\d+", str(error))}
-        cause = "the header is no row, nor is a comment" if rows + 1 in counted else "count the rows"
+        cause = "the header is not a row, nor is a comment" if rows + 1 in counted else "count the rows"
         raise Wrong(
             f"{count(rows, 'task')} for {count(rows, 'row')} should do: {cause}; yours was {said(error)}"
         ) from None
@@ -324,7 +324,7 @@ def _flags(answer, lines, task, rows):
 
 @exercise(3, "leave out the slow node")
 def to_exclude(answer, ranks=None):
-    """`answer(measured, least)`, {(node, node): GB/s}: the nodes of which no pair reaches `least`, sorted."""
+    """`answer(measured, least)`, {(node, node): GB/s}: the sorted nodes none of whose pairs reaches `least`."""
     draw = luck(6)
     for num_slow in (1, 0, 2):
         nodes = [f"node{number:03d}" for number in draw.sample(range(1, 400), num_slow + draw.randint(3, 4))]

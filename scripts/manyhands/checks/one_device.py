@@ -34,7 +34,7 @@ WIDTH = 4  # of a block, and of its rows
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a network: bytes it keeps for backward if run normally, and if recomputed; FLOPs to recompute it."""
+    """A piece of a network: bytes kept for backward if run normally or recomputed, and the FLOPs to recompute it."""
 
     name: str
     kept: float
@@ -50,7 +50,7 @@ def parameters(answer, ranks=None):
     """`answer(V, T, D, N)` -> the parameters of a GPT with V tokens, T positions, width D and N layers."""
     for V, T, D, N in in_turn([*SIZES, sizes(1, 4, least=5, most=60)]):
         layers, outside = N * (12 * D**2 + 10 * D), D * (V + T) + 2 * D + V * (D + 1)
-        off = {  # {what is missing, or too much: by how much}; the smallest of the sizes tells all of these apart
+        off = {  # {what is missing or too much: by how much}; the smallest size distinguishes all of these
             "the head has a bias: a number for each token": -V,
             "embedding and head are two matrices here": -V * D,
             "the head has a matrix and a bias of its own": -V * (D + 1),
@@ -118,7 +118,7 @@ def ledger(answer, ranks=None):
 
 @exercise("C", "does it fit?")
 def does_it_fit(answer, ranks=None):
-    """`answer(config, device_bytes)` -> the most sequences beside 16 bytes per parameter, at 16 vectors in bf16."""
+    """`answer(config, device_bytes)` -> the most sequences that fit, at 16 bytes per parameter and 16 bf16 vectors."""
     for what, config, device_bytes in (
         ("the 7B on 141 GB", OLMO_7B, 141 * 10**9),
         ("the 1B on 80 GB", OLMO_1B, 80 * 10**9),
@@ -130,7 +130,7 @@ def does_it_fit(answer, ranks=None):
         each, left = 32 * config.n_embd * config.n_layer * config.block_size, device_bytes - state
         found = number(answer(config, device_bytes), "sequences")
         slips = {
-            "sequences come whole": None if found.is_integer() else found,
+            "round down to whole sequences": None if found.is_integer() else found,
             "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
             "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
             "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
@@ -140,16 +140,16 @@ def does_it_fit(answer, ranks=None):
             "the last one does not fit whole": math.ceil(left / each),
         }
         if left < 0:
-            slips = {"not even the parameters fit, and fewer than 0 sequences there are not": found}
+            slips = {"not even the parameters fit, so the answer is 0 sequences": found}
         what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
         expect_number(found, max(0, left // each), what, "sequences", slips, rel=0)
 
 
 @exercise("D", "the backward that recomputes")
 def recompute(answer, ranks=None):
-    """`answer(block, x, dy)`, where autograd is off, -> x's gradient; it adds to those of the block's parameters."""
+    """`answer(block, x, dy)`, with autograd off, -> x's gradient; the block's parameter gradients accumulate."""
     block, plain = _Block(), _Block()
-    for turn in range(2):  # the second one adds to the first
+    for turn in range(2):  # the second gradient is added to the first
         rows, dy = _rows(10 + turn), _rows(20 + turn)
         x, expected, of_sum = (rows.clone().requires_grad_() for _ in range(3))
         old = gradients(plain) if turn else None
@@ -170,7 +170,7 @@ def recompute(answer, ranks=None):
         mine = gradients(block, "the gradient of x is right, but the block's parameters must learn, too")
         right = gradients(plain)
         what = "the gradient of x is right, but what the parameters' grads hold"
-        alone = "it is the second one alone; add to what is in their grad already"
+        alone = "it is the second one alone; add to their existing grad"
         slips, it_is = ({}, "their gradients") if old is None else ({alone: right - old}, "the sum of two gradients")
         expect_tensor(mine, right, what, slips, it_is, CLOSE)
         if block.forwards > 1:
@@ -184,7 +184,7 @@ def _rows(seed):
 
 
 class _Block(Watched):
-    """A block of width 4, in float64."""
+    """A float64 block of width 4."""
 
     def __init__(self):
         layers = seeded(lambda: (nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)), 5)
@@ -267,7 +267,7 @@ def _trade_offs():
     equal = [Piece(f"block {i}", 16, 1, 10) for i in range(4)]
     yield "four equal blocks, and room for all", equal, 64
     yield "four equal blocks, and half of the bytes", equal, 34
-    # the best price per byte frees too little, so that one needs the dear piece anyway
+    # the cheapest piece per byte frees too little, so the expensive one is needed anyway
     yield "one large and two small pieces", [
         Piece("large", 110, 10, 100), Piece("small", 70, 10, 50), Piece("other", 50, 10, 40),
     ], 150  # fmt: skip
@@ -275,14 +275,14 @@ def _trade_offs():
         Piece("norm", 5, 20, 1), Piece("mlp", 90, 10, 80), Piece("attention", 60, 10, 30),
     ], 85  # fmt: skip
     draw = luck(12)
-    for _ in range(5):  # whatever is chosen first by some price: in one of them it is not the best
+    for _ in range(5):  # every greedy order fails in one of them
         pieces = [Piece(f"p{i}", 20 + draw.randint(1, 99), draw.randint(1, 19), draw.randint(1, 99)) for i in range(10)]
         yield "ten unequal pieces", pieces, sum(piece.kept for piece in pieces) * draw.uniform(0.4, 0.7) // 1
     yield "four equal blocks, and too little even for their inputs", equal, 3.5
 
 
 def _cheapest(pieces, budget):
-    """The set of names with the fewest FLOPs that fits, None if there is none."""
+    """Return the set of names with the fewest FLOPs that fits, or None."""
     cheapest = {0: (0, ())}  # bytes kept by the pieces so far: (FLOPs, names to recompute)
     for piece in pieces:
         ways = [
@@ -290,7 +290,7 @@ def _cheapest(pieces, budget):
             for kept, (flops, names) in cheapest.items()
             for more, cost, name in ((piece.kept, 0, ()), (piece.input, piece.flops, (piece.name,)))
         ]
-        cheapest = dict(sorted(ways, reverse=True))  # of several ways to keep as much the cheapest stays
+        cheapest = dict(sorted(ways, reverse=True))  # of several ways to keep equally many bytes, keep the cheapest
     fits = [way for kept, way in cheapest.items() if kept <= budget]
     return set(min(fits)[1]) if fits else None
 
@@ -313,7 +313,7 @@ def uneven_accumulation(answer, ranks=None):
 
 
 def _judge_gradients(what, model, micro_batches):
-    """Raise Wrong unless `model` has the gradient of the mean over all counted tokens, made one piece at a time."""
+    """Raise Wrong unless `model` has the gradient of the mean over all counted tokens, computed piece by piece."""
     cure = ": leave gradients, and no step, behind"
     expect_unchanged(flat(model.parameters()), flat(_Model().parameters()), f"{what}: a weight", cure)
     expect_token_mean(gradients(model), _Model, [micro_batches], f"{what}: the row of all gradients")

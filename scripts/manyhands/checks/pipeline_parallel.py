@@ -1,9 +1,9 @@
-"""Checks of lesson 08: who waits for whom, orders of stages and what they hold, forward and backward across a cut,
-balanced stages, numbers of micro-batches.
+"""Checks of lesson 08: dependencies, orders of stages and what they hold, forward and backward across a cut, balanced
+stages, numbers of micro-batches.
 
-Orders are judged by simulation (`predict.pipeline_schedules`): every action once, nobody waits in a circle, no more
-micro-batches in flight and no more idle time than is needed. Any order that keeps these is right, however it was made.
-The checks of the chart's rungs draw what the learner's code makes of four stages, with wrong actions marked.
+Orders are judged by simulation (`predict.pipeline_schedules`): every action once, no circular wait, no more
+micro-batches in flight and no more idle time than necessary. Every order with these properties is accepted.
+The checks of the chart draw what the learner's code makes of four stages, with wrong actions marked.
 """
 
 import functools
@@ -38,9 +38,9 @@ P = 4  # stages of a drawn chart
 
 
 def draws(name, charted):
-    """Make a check draw on rank 0 the chart of the learner's code; what is not attempted is not drawn: it would tell.
+    """Make a check draw on rank 0 the chart of the learner's code; nothing is drawn for an answer not attempted.
 
-    `charted(answer)` returns (title, slots, notes, wrong slots); what is wrong is marked only if the check says so.
+    `charted(answer)` returns (title, slots, notes, wrong slots). Slots are marked only if the check finds a fault.
     """
 
     def decorate(check):
@@ -65,7 +65,7 @@ def draws(name, charted):
 
 
 def _by_needs(answer, m=2):
-    """The chart of GPipe by the learner's `needs`: wrong is an action for which it returns something else."""
+    """Chart GPipe by the learner's `needs`; an action is wrong if `needs` returns something else for it."""
     orders = orders_of("GPipe", P, m)
 
     def by_answer(action, p):
@@ -77,7 +77,7 @@ def _by_needs(answer, m=2):
 
 
 def _by_order(name, m=8):
-    """The chart of the learner's orders: wrong is the first action of a rank at which it leaves this schedule."""
+    """Chart the learner's orders; on each rank, the first action that departs from this schedule is wrong."""
 
     def charted(answer):
         orders = [[Action(*one) for one in answer(s, P, m)] for s in range(P)]
@@ -86,7 +86,7 @@ def _by_order(name, m=8):
         for rank, (order, right) in enumerate(zip(orders, orders_of(name, P, m), strict=True)):
             at = next((k for k, one in enumerate(order) if [one] != right[k : k + 1]), len(order))
             ran = [slot for slot in slots if slot.rank == rank]
-            if at == done[rank] < len(order):  # it waits for ever: drawn where it waits
+            if at == done[rank] < len(order):  # deadlock: drawn where it waits
                 end = ran[-1].end if ran else 0
                 slots.append(Slot(rank, order[at], end, end + TIMES[order[at].kind]))
                 ran.append(slots[-1])
@@ -116,7 +116,7 @@ def _judge_needs(given, action, p):
         if not 0 <= one[1] < p:
             raise Wrong(f"{case}: there is no stage {one[1]}; the stages are 0 to {p - 1}")
         if one not in wanted:
-            why = "micro-batches know nothing of each other; that a stage does one at a time is its order"
+            why = "micro-batches do not depend on each other; that a stage does one at a time is its order"
             if one[2] == action[2]:
                 why = {
                     "FF": "forward goes from stage 0 upwards", "BB": "backward comes from the last stage",
@@ -154,7 +154,7 @@ def ahead(answer, ranks=None):
         for s in range(p):
             right, case = min(m, p - s), f"with p = {p} and m = {m}, forwards of stage {s} before its first backward"
             slips = {
-                "then the last stage begins with a backward of nothing": p - s - 1,
+                "then the last stage would begin with a backward that has no forward": p - s - 1,
                 f"there are only {m} micro-batches": p - s,
                 "that is GPipe, which holds them all": m,
                 "micro-batch 0 must reach the last stage and come back: the first stage waits longest": min(m, s + 1),
@@ -176,7 +176,7 @@ def one_f_one_b(answer, ranks=None):
                     raise Wrong(f"{case}: stage {s} does {kind} of micro-batches {micros}; they go in order")
             held, limit = in_flight(order), min(m, p - s)
             if held > limit:
-                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, where {limit} are enough")
+                raise Wrong(f"{case}: stage {s} holds up to {held} micro-batches, and {limit} are enough")
         _judge_bubble(orders, bubble_formula("1F1B", p, m), case)
 
 
@@ -202,7 +202,7 @@ def _table():
 
 
 def _judge_backward(answer, stages, x, dy, case="", also="", loss=lambda y: y):
-    """One micro-batch on a stage and its two copies, (stage, with the right gradients, with those of y.sum())."""
+    """Judge one micro-batch on (a stage, its copy with the right gradients, its copy with those of y.sum())."""
     stage, reference, of_ones = stages
     x.requires_grad_(x.is_floating_point())
     leaf = x.detach().clone().requires_grad_(x.requires_grad)
@@ -220,7 +220,7 @@ def _judge_backward(answer, stages, x, dy, case="", also="", loss=lambda y: y):
         }
         expect_tensor(given, leaf.grad, f"{case}what came back", slips, "the gradient of x")
         if given.requires_grad:
-            raise Wrong("what came back has a graph of its own; a message is only numbers")
+            raise Wrong("the result has a graph of its own; a message has only numbers")
     try:
         torch.autograd.backward(y, dy)
     except RuntimeError:
@@ -240,7 +240,7 @@ def _judge_weights(stage, reference, of_ones, also=""):
 
 
 def _actions(given, case):
-    """An answer's actions as a list of (kind, stage, micro-batch)."""
+    """Return an answer's actions as a list of (kind, stage, micro-batch)."""
     found = [tuple(entry) for entry in plain(sorted(given) if isinstance(given, set) else given)]
     for entry in found:
         if len(entry) != 3 or entry[0] not in ("F", "B"):
@@ -262,7 +262,7 @@ def forward_of(answer, ranks=None):
 
 
 def _judge_forward(answer, make, arrived, targets, m, where):
-    """Forward on a stage and on a copy of it, then backward on both."""
+    """Run forward on a stage and on a copy of it, then backward on both."""
     stage, reference, leaf = make(), make(), arrived.clone().requires_grad_(arrived.is_floating_point())
     wanted = reference(leaf)
     x, y = answer(stage, arrived.clone(), targets, m)
@@ -299,7 +299,7 @@ def _judge_forward(answer, make, arrived, targets, m, where):
 
 @exercise(1, "a schedule for less memory")
 def fitting(answer, ranks=None):
-    """`answer(p, m, room)` is the orders of all stages: at most `room` in flight, idle as little as that allows."""
+    """`answer(p, m, room)` is the orders of all stages: at most `room` in flight, and the least idle time possible."""
     for p, m, room in ((4, 8, 4), (4, 8, 2), (4, 8, 1), (3, 6, 2), (4, 6, 3), (2, 5, 8), tuple(sizes(7, 3, 2, 9))):
         case = f"with p = {p}, m = {m} and room for {room}"
         given = answer(p, m, room)
@@ -308,7 +308,7 @@ def fitting(answer, ranks=None):
         orders = [_read_order(order, s, m, case) for s, order in enumerate(given)]
         for s, held in enumerate(map(in_flight, orders)):
             if held > room:
-                raise Wrong(f"{case}: stage {s} holds {held} micro-batches at most, and there is room for {room}")
+                raise Wrong(f"{case}: stage {s} holds up to {held} micro-batches, and there is room for {room}")
         best = simulate([_capped(s, p, m, room) for s in range(p)]).bubble
         _judge_bubble(orders, best, case)
 
@@ -319,7 +319,7 @@ def fewest(answer, ranks=None):
     draw = luck(8)
     drawn = [(draw.randint(2, 8), draw.randint(12, 60), draw.choice((0.11, 0.19, 0.29))) for _ in range(12)]
     given = [(4, 24, 0.29), (4, 8, 0.28), (4, 36, 0.12), (4, 30, 0.19), (4, 12, 0.61), (4, 16, 0.05)]
-    for p, sequences, most_idle in [*given, *drawn]:  # no bubble is equal to one of these
+    for p, sequences, most_idle in [*given, *drawn]:  # chosen so that no bubble equals one of these
         equal = [m for m in range(1, sequences + 1) if sequences % m == 0]
         right = next((m for m in equal if (p - 1) / (m + p - 1) <= most_idle), None)
         case = f"for {sequences} sequences on {p} stages, idle at most {100 * most_idle:g} %, what you return"
@@ -339,7 +339,7 @@ def fewest(answer, ranks=None):
 
 
 def _unlike(slips, right):
-    """The slips whose value is neither right nor another slip's: a sentence names a fault only if it is that one."""
+    """Keep the slips whose value is neither right nor another slip's, so that no sentence names a wrong fault."""
     values = [*slips.values(), right]
     return {why: value for why, value in slips.items() if values.count(value) == 1}
 
@@ -357,7 +357,7 @@ def held(answer, ranks=None):
             to_input = max(accumulate({"F": 1, "W": 0}.get(kind, -1) for kind, *_ in plainly))
             right = in_flight(order)
             slips = {
-                "an I frees nothing, the W does": to_input,
+                "I frees nothing; W does": to_input,
                 "those are all micro-batches": m,
                 "those are all forwards": m * v,
             }
@@ -366,7 +366,7 @@ def held(answer, ranks=None):
 
 
 def _read_order(given, s, m, case):
-    """An answer's order of stage s as a list of actions, each of them once."""
+    """Return an answer's order of stage s as a list of actions, each exactly once."""
     order = _actions(given, f"{case}, stage {s}")
     for kind, stage, i in order:
         if stage != s:
@@ -386,20 +386,20 @@ def _judge_bubble(orders, best, case):
     try:
         run = simulate(orders)
     except ValueError as error:
-        raise Wrong(f"{case}: {str(error).replace('rank ', 'stage ')}") from None  # here each rank is one stage
+        raise Wrong(f"{case}: {str(error).replace('rank ', 'stage ')}") from None  # each rank is one stage here
     if run.bubble > best:
         idle, possible = (f"{100 * float(share):.0f} %" for share in (run.bubble, best))
-        raise Wrong(f"{case}: {idle} of the step are idle, and {possible} are possible: start forwards earlier")
+        raise Wrong(f"{case}: {idle} of the step are idle, and {possible} is possible: start forwards earlier")
 
 
 def _capped(s, p, m, room):
-    """1F1B with at most `room` forwards ahead: the order of that stage of 1F1B which begins with so many."""
+    """Return 1F1B's order with at most `room` forwards ahead: that of the stage that begins with this number."""
     alike = orders_of("1F1B", p, m)[p - min(room, p - s)]
     return [(kind, s, i) for kind, _, i in alike]
 
 
 COSTS = (([0.5, 1, 1, 1, 1, 2], 2), ([0.25, 1, 1, 1, 1, 1, 1, 1, 1, 4], 4), ([2, 2, 2, 2], 4), ([1, 2, 3], 1))
-NEARLY = {  # what a plausible answer keeps small instead of the largest time
+NEARLY = {  # what a plausible but wrong answer minimises instead of the largest time
     "that is the least variance": lambda times: sum(time**2 for time in times),
     "that is the largest minimum": lambda times: -min(times),
     "that is the least difference between slowest and fastest": lambda times: max(times) - min(times),
@@ -408,7 +408,7 @@ NEARLY = {  # what a plausible answer keeps small instead of the largest time
 
 @exercise("E", "balance uneven layers")
 def balance(answer, ranks=None):
-    """`answer(costs, p)` says how many consecutive layers each stage gets; the slowest is as fast as can be."""
+    """`answer(costs, p)` is the number of consecutive layers per stage; the slowest is as fast as possible."""
     for costs, p, nearly in (*((*case, {}) for case in COSTS), *map(_misleading, NEARLY)):
         counts, case = plain(answer(list(costs), p)), f"costs {costs} on {p} stages"
         if len(counts) != p:
@@ -427,7 +427,7 @@ def balance(answer, ranks=None):
 
 
 def _misleading(why):
-    """(costs, stages, {why: the times of that split}) where a split that is nearly right is not the best."""
+    """Yield (costs, stages, {why: the times of that split}) in which a nearly right split is not the best."""
     draw = luck(90 + len(why))
     while True:
         costs, p = [draw.randint(1, 9) for _ in range(draw.randint(5, 9))], draw.randint(3, 4)

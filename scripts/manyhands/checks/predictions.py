@@ -1,10 +1,10 @@
-"""Committed predictions: a learner types a number, the next cell compares it, and the lesson's card lists them all.
+"""Compare a learner's predictions with results: a cell takes a number, the next compares it, a card lists all.
 
     guess = None  # MB at rank 0 with 100 ranks: type a number
     compare("rank 0 with 100 ranks", guess, 3960, "MB")     # you said 400 MB, it is 3,960 MB
     card("a collective is a call that all ranks make", ..., figure="ring", command="srun -n 8 python scripts/02_...")
 
-All ranks may call these; rank 0 prints. They send no message.
+All ranks may call these functions; rank 0 prints. They do not communicate.
 """
 
 import math
@@ -14,10 +14,10 @@ from manyhands.checks.witness import shown
 from manyhands.launch.program import say
 from manyhands.launch.ranks import joined, wrapped
 
-____ = None  # a guess that nobody has typed yet
-CLOSE = 0.02  # a guess within 2 % of a number is right: it was rounded
+____ = None  # not typed yet
+CLOSE = 0.02  # a guess within 2 % is right, to allow for rounding
 
-_sentences: dict[str, str] = {}  # {what was asked: how the guess compares}, in the order in which they were asked
+_sentences: dict[str, str] = {}  # {question: how the guess compares}, in the order of the questions
 
 
 def compare(what, guess, answer, unit=""):
@@ -31,7 +31,7 @@ def compare(what, guess, answer, unit=""):
 
 
 def card(*lines, figure, command):
-    """Print on rank 0 what to take home: the lines, one figure, one command for the cluster, and all predictions.
+    """Print the lesson's card on rank 0: the lines, one figure, one command for the cluster, and all predictions.
 
     lines: one sentence each. figure: the name of a figure of the lesson. command: one line for a shell.
     """
@@ -43,7 +43,7 @@ def card(*lines, figure, command):
 
 
 def forget():
-    """Forget all comparisons: a new lesson begins."""
+    """Forget all comparisons, at the start of a lesson."""
     _sentences.clear()
 
 
@@ -74,7 +74,7 @@ def _compared(guess, answer, unit):
 
 
 def _number(guess):
-    """The finite number that was typed, also as "3,960 MB" or one of numpy or torch; None for anything else."""
+    """Return the finite number that was typed (as "3,960 MB", or of numpy or torch), or None for anything else."""
     if isinstance(guess, str):
         found = re.fullmatch(r"\s*([-+]?[\d,_]*\.?\d+(?:[eE][-+]?\d+)?)\s*\D*", guess)
         guess = found[1].replace(",", "").replace("_", "") if found else None

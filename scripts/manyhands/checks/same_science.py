@@ -1,8 +1,8 @@
 """Checks of lesson 05: an order that survives a change of ranks, a loss that counts every token once, a learning rate,
-who read what, and whether losses betray on how many ranks they were made.
+which rank read what, and whether losses reveal the number of ranks.
 
-Orders and rates need no message between ranks, and the checks say so. Those of a loss compute the right gradients
-without a message, as the data of rank r is drawn from a seed that says r.
+Orders and rates need no communication, and their checks require that. The checks of a loss compute the right gradients
+without communication, because rank r's data is drawn from a seed that contains r.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def sharded_order(answer, ranks=None):
             raise Wrong("the sequences come in the order of the file; shuffle them")
         for one, other in itertools.combinations(range(10), 2):
             if orders[one] == orders[other]:
-                raise Wrong(f"epochs {one} and {other} have the same order; the epoch belongs into the seed")
+                raise Wrong(f"epochs {one} and {other} have the same order; put the epoch into the seed")
         for length, epoch, done, n in (
             (64, 3, 32, 3), (101, 3, 48, 5), (101, 3, 48, 8), (13, 3, 8, 1), (24, 3, 12, 4), (64, 0, 0, 4),
             (64, 4, 17, 3), (64, 1, 63, 2), (64, 2, 64, 4), (64, 7, 1, 5),
@@ -67,11 +67,11 @@ def sharded_order(answer, ranks=None):
 
 
 def _shares(answer, length, epoch, done, n):
-    """Every rank's list, each as if in a process of its own: with other random numbers, another id and clock."""
+    """Return every rank's list, each as if in a separate process: other random numbers, process id and clock."""
     shares, plain_hash = [], hash
     own = {
         "os.getpid": lambda: 1000 + rank, "time.time": lambda: 1e9 + 60 * rank, "time.time_ns": lambda: 10**18 + rank,
-        # that of texts, alone or in a tuple, is another one in each process of Python
+        # the hash of a text, alone or in a tuple, differs between Python processes
         "builtins.hash": lambda x: plain_hash(x) + rank * any(isinstance(it, (str, bytes)) for it in tree_leaves(x)),
     }  # fmt: skip
     with unspoilt(RANDOM_STATE), contextlib.ExitStack() as process:
@@ -85,7 +85,7 @@ def _shares(answer, length, epoch, done, n):
 
 
 def _goes_on(answer, length, epoch, done, n):
-    """What n ranks read together after a stop, step by step, is the epoch's one order: then one may stop again."""
+    """Raise Wrong unless n ranks together read the rest of the epoch in its order, so that a second stop works too."""
     (order,) = _shares(answer, length, epoch, 0, 1)
     shares, case = _shares(answer, length, epoch, done, n), f"{length} sequences, {done} of them read"
     if done and sum(map(len, shares)) == length:
@@ -102,12 +102,12 @@ def _goes_on(answer, length, epoch, done, n):
 
 
 def _each_once(shares, before, length, case):
-    """Raise Wrong unless the ranks' shares hold, with those from before a stop, every sequence, and equally many."""
+    """Raise Wrong unless the shares, with what was read before a stop, hold every sequence once, in equal numbers."""
     counts = Counter(i for share in before + shares for i in share)
     lost = [i for i in range(length) if not counts[i]]
     repeated = [i for i, times in counts.items() if times > 1]
     if foreign := [i for i in counts if i not in range(length)]:
-        raise Wrong(f"{case}: {foreign[0]} is no sequence; they are 0 to {length - 1}")
+        raise Wrong(f"{case}: {foreign[0]} is not a sequence; they are 0 to {length - 1}")
     if lost and repeated:
         raise Wrong(
             f"{case}: {len(lost)} lost (the first is {lost[0]}) and {len(repeated)} read twice; all ranks must cut one "
@@ -118,7 +118,7 @@ def _each_once(shares, before, length, case):
             raise Wrong(f"{case}: {len(wrong)} {happened} (the first is {wrong[0]})")
     sizes = list(map(len, shares))
     if max(sizes) - min(sizes) > 1:
-        raise Wrong(f"{case}: the ranks read {sizes}, so some wait for others; sizes may differ by one")
+        raise Wrong(f"{case}: the ranks read {sizes}, so some would wait; sizes may differ by at most one")
 
 
 @exercise("B", "the token-weighted loss")
@@ -166,7 +166,7 @@ def rate_rule(answer, ranks=None):
     with wire.watch() as seen:
         for kind, base, k, updates in (
             ("SGD", 0.1, 4, 100), ("Adam", 0.001, 4, 100), ("SGD", 0.02, 9, 40), ("Adam", 0.3, 9, 250),
-            ("SGD", 1.0, 1, 100), ("SGD", 0.1, 4, 5),  # of 5 a tenth is less than one
+            ("SGD", 1.0, 1, 100), ("SGD", 0.1, 4, 5),  # a tenth of 5 is less than one update
             *((kind, luck(1).uniform(0.01, 0.2), *sizes(2, 2, least=5, most=90)) for kind in ("SGD", "Adam")),
         ):  # fmt: skip
             rates = [number(answer(kind, base, k, step, updates)) for step in range(updates)]
@@ -175,7 +175,7 @@ def rate_rule(answer, ranks=None):
 
 
 def _judge_schedule(rates, kind, base, k):
-    """The rates of all updates of one training: those after the warm-up first, then how they climb."""
+    """Judge the rates of all updates of one training: first those after the warm-up, then the warm-up."""
     updates, full = len(rates), base * (k if kind == "SGD" else k**0.5)
     warm_up = max(1, updates // 10)
     case = f"{kind}, base {base:g}, k = {k}, {updates} updates: "
@@ -221,23 +221,23 @@ def diagnose(answer, ranks=None):
 
 
 def recorded(kind, n, length, seed=0, num_epochs=4, since=0, until=None, ahead=-1):
-    """What DistributedSampler handed out in a training loop that is FINE, or forgot set_epoch, or called it unevenly.
+    """Return DistributedSampler's indices in a training loop that is FINE, forgot set_epoch or called it unevenly.
 
-    In a run that is DISAGREE the rank `ahead`, -1 for the last one, is one epoch ahead in epochs [since:until].
+    In a DISAGREE run, the rank `ahead` (-1: the last one) is one epoch ahead in epochs [since:until].
     Returns read[epoch][rank], a list of indices.
     """
     samplers = [DistributedSampler(range(length), n, r, shuffle=True, seed=seed) for r in range(n)]
     read, uneven = [], range(num_epochs)[since:until]
     for epoch in range(num_epochs):
         for rank, sampler in enumerate(samplers):
-            if kind != SAME:  # a rank that counts one more is enough to disagree
+            if kind != SAME:  # one rank that is an epoch ahead is enough to disagree
                 sampler.set_epoch(epoch + (kind == DISAGREE and rank == ahead % n and epoch in uneven))
         read.append([list(sampler) for sampler in samplers])
     return read
 
 
 def three_runs():
-    """Three recorded runs of eight epochs over 240 sequences on four ranks, under names that do not tell."""
+    """Return three recorded runs of eight epochs over 240 sequences on four ranks, under neutral names."""
     return {
         name: recorded(kind, 4, 240, num_epochs=8) for name, kind in zip("ABC", (SAME, DISAGREE, FINE), strict=True)
     }
@@ -247,9 +247,9 @@ def three_runs():
 def token_weighted(answer, ranks):
     """`answer(ddp, micro_batches)` leaves the gradient of the mean over all tokens of all ranks and micro-batches."""
     n = ranks.world_size
-    for step, fewest in ((0, 1), (1, 0), (2, 0)):  # then micro-batches, then a whole rank, without a token
+    for step, fewest in ((0, 1), (1, 0), (2, 0)):  # then micro-batches, then a rank, with no token
         empty = n - 1 if step == 2 and n > 1 else None
-        # one micro-batch more than ranks: a factor that is wrong says which of the two it comes from
+        # one micro-batch more than ranks, so that a wrong factor shows which of the two it comes from
         batches = [_micro_batches(r, step, fewest, empty == r, number=n + 1, rows=64) for r in range(n)]
         model, mine = Watched(_classifier()), batches[ranks.rank]
         ddp = DistributedDataParallel(model)
@@ -260,7 +260,7 @@ def token_weighted(answer, ranks):
         expect_unchanged(flat(ddp.parameters()), flat(_classifier().parameters()), "a weight", cure)
         expect_token_mean(found, _classifier, batches)
         model.expect_one_at_a_time(len(mine[0][0]), "the gradients are right")
-        # a count may travel as it likes, it is far smaller than the tokens of a rank
+        # a count may be sent in any way: it is far smaller than a rank's tokens
         cure = "keep all but the last micro-batch inside no_sync, and send counts, not tokens"
         tokens = sum(y.nbytes for _, y in mine)
         expect_traffic(seen, "the gradients are right", cure, payload=found.nbytes + tokens - 1)
@@ -271,7 +271,7 @@ def _classifier():
 
 
 def _micro_batches(rank, step, fewest, empty, number, rows):
-    """`number` micro-batches (x [rows, 6], y [rows]) of a rank, with `fewest` or more targets each, or all padding."""
+    """Return `number` micro-batches (x [rows, 6], y [rows]) of a rank, with at least `fewest` targets or none."""
     draw, batches = generator(100 * step + rank), []
     for i in range(number):
         x = torch.randn(rows, 6, generator=draw, dtype=torch.float64)
@@ -282,13 +282,13 @@ def _micro_batches(rank, step, fewest, empty, number, rows):
     return batches
 
 
-LIMIT = 1000  # what the lesson allows for rounding, in eps: the relative rounding of one operation
+LIMIT = 1000  # the lesson's tolerance for rounding, in units of eps, the relative rounding of one operation
 ROUNDING, A_FAULT = 100, 1e4  # well below, well above
 
 
 @functools.cache
 def three_trainings(num_ranks=4, updates=12):
-    """{"A", "B", "C": (losses on one rank, losses on `num_ranks`, dtype)}, lists; one of them betrays the number."""
+    """Return {"A", "B", "C": (losses on one rank, losses on `num_ranks`, dtype)}; one reveals the rank count."""
     kinds = {"A": (torch.float32, True), "B": (torch.float32, False), "C": (torch.float64, True)}
     return {
         name: (_train(1, updates, dtype, weigh), _train(num_ranks, updates, dtype, weigh), dtype)
@@ -297,7 +297,7 @@ def three_trainings(num_ranks=4, updates=12):
 
 
 def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
-    """Losses per row of a linear classifier, trained on n shares; `weigh` False: by the mean of the shares' means."""
+    """Return the losses per row of a linear classifier trained on n shares; `weigh` False: mean of their means."""
     generator = torch.Generator().manual_seed(5)
     truth_DC = torch.randn(width, classes, generator=generator, dtype=torch.float64)
     w_DC = torch.zeros(width, classes, dtype=dtype)
@@ -306,7 +306,7 @@ def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
         x_BD = torch.randn(rows, width, generator=generator, dtype=torch.float64)
         noise_BC = torch.randn(rows, classes, generator=generator, dtype=torch.float64)
         y_B = (x_BD @ truth_DC + noise_BC).argmax(1)
-        counts_B = torch.rand(rows, generator=generator) < often_B  # fewer and fewer from the first share on
+        counts_B = torch.rand(rows, generator=generator) < often_B  # each share has fewer targets than the one before
         gradient_DC, total = torch.zeros_like(w_DC), torch.zeros((), dtype=dtype)
         for x_bD, y_b, counts_b in zip(x_BD.chunk(n), y_B.chunk(n), counts_B.chunk(n), strict=True):
             x_bD, y_b = x_bD[counts_b].to(dtype), y_b[counts_b]
@@ -314,7 +314,7 @@ def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
             wanted_bC = torch.nn.functional.one_hot(y_b, classes).to(dtype)
             share = int(counts_B.sum()) if weigh else n * len(y_b)
             gradient_DC += x_bD.T @ (logs_bC.exp() - wanted_bC) / share
-            total -= (logs_bC * wanted_bC).sum(1).cumsum(0)[-1]  # one by one, as it rounds most
+            total -= (logs_bC * wanted_bC).sum(1).cumsum(0)[-1]  # one by one, which rounds most
         losses.append((total / int(counts_B.sum())).item())
         w_DC -= 0.5 * gradient_DC
     return losses
@@ -322,13 +322,13 @@ def _train(n, updates, dtype, weigh, classes=6, width=8, rows=960):
 
 @exercise(3, "spot the rank count")
 def betrays(answer, ranks=None):
-    """`answer(one, many, dtype)` is the first update whose loss differs by more than rounding, or None."""
+    """`answer(one, many, dtype)` is the first update whose loss differs by more than rounding errors, or None."""
     for one, many, dtype, wanted, why in _pairs_of_losses():
         expect_equal(answer(list(one), list(many), dtype), wanted, f"{why}: the first update that differs")
 
 
 def _pairs_of_losses():
-    """(losses on one rank, on many, dtype, first update that betrays the number of ranks or None, why)."""
+    """Yield (losses on one rank, on many, dtype, first update that reveals the rank count or None, why)."""
     for name, (one, many, dtype) in three_trainings().items():
         limit = LIMIT * torch.finfo(dtype).eps
         wanted = next((i for i, (a, b) in enumerate(zip(one, many, strict=True)) if abs(a - b) > limit * a), None)
@@ -336,12 +336,12 @@ def _pairs_of_losses():
     falling, nan = [4.0 * 0.97**step for step in range(30)], float("nan")
     for dtype in (torch.float32, torch.float64):
         eps = torch.finfo(dtype).eps
-        for off, wanted, why in (  # by how many eps each loss is off
+        for off, wanted, why in (  # the error of each loss in eps
             (lambda i: (-1) ** i * ROUNDING * i / 30, None, f"a difference that grows to {ROUNDING} eps is rounding"),
             (lambda i: A_FAULT * (i == 7), 7, f"one loss is off by {A_FAULT:g} eps, and later ones are not"),
             (lambda i: A_FAULT, 0, "the very first losses differ: they did not start alike"),
             (lambda i: -A_FAULT * (i >= 3), 3, f"the losses of many ranks are too small by {A_FAULT:g} eps"),
-            (lambda i: nan if i >= 5 else 0, 5, "nan is no rounding"),
+            (lambda i: nan if i >= 5 else 0, 5, "nan is not a rounding error"),
         ):
             yield falling, [a * (1 + eps * off(i)) for i, a in enumerate(falling)], dtype, wanted, f"in {dtype} {why}"
         large = [1000 * a for a in falling]

@@ -1,8 +1,8 @@
-"""Checks of lesson 00: the sum, who is here, who am I, is this one world, whose turn is it, a profile, how fast we are.
+"""Checks of lesson 00: the sum, the roll call, who am I, is this one world, whose turn is it, a profile, throughput.
 
 The environments below were recorded under the launchers that they name (two Slurm nodes, MPICH's and Open MPI's
-mpiexec, torchrun), but for PALS, whose variables are those of the sites' documentation, and Open MPI's on a second
-node, where the numbers alone are another rank's.
+mpiexec, torchrun). There are two exceptions: PALS's variables come from the sites' documentation, and in Open MPI's on
+a second node the numbers were changed to those of another rank.
 """
 
 import json
@@ -41,7 +41,7 @@ def sum_over_ranks(answer, ranks):
         expect_traffic(seen, "the sum is right", "one all-reduce is enough", calls=1, only=("all_reduce",))
 
 
-# who it is, its environment, and (rank, world size, local rank)
+# description, environment, (rank, world size, local rank)
 ENVIRONMENTS = [
     (who, dict(pair.split("=") for pair in environ.split()), place)
     for who, environ, place in (
@@ -80,27 +80,27 @@ def who_am_i(answer, ranks):
             as_text = {"variables are text, make numbers of them with int()": str(wanted)}
             expect_equal(value, wanted, f"for {who}, which has {has}, the {name}", as_text)
         if given != environ:
-            raise Wrong("leave the environment as it is: somebody else reads it after you")
+            raise Wrong("do not change the environment: other code reads it later")
 
 
 @exercise("B", "the roll call")
 def roll_call(answer, ranks):
     """answer(rank, started) -> on every rank how many said that they are rank 0, 1, ..., by one all-reduce."""
     n, runs = ranks.world_size, []
-    # first every roll on every rank, then the verdict: nobody is left waiting by a fault found early
+    # run every roll on every rank before judging, so that an early fault leaves no rank waiting
     per_node = max(1, n // 2)
     for said, started in (
         (list(range(n)), n),
-        (list(range(n)), n + 2),  # two did not come
-        ([rank % per_node for rank in range(n)], n),  # two nodes, and the local rank is taken for the rank
+        (list(range(n)), n + 2),  # two are missing
+        ([rank % per_node for rank in range(n)], n),  # two nodes; the local rank was used as the rank
     ):
         with wire.watch() as seen:
-            found = torch.as_tensor(answer(said[ranks.rank], started)).tolist()  # at once: it may be used again
+            found = torch.as_tensor(answer(said[ranks.rank], started)).tolist()  # the answer may reuse the tensor
         runs.append((said, started, [int(x) if x == int(x) else x for x in found], seen))
     for said, started, counts, seen in runs:
         slips = {
-            "return one number for each that was started": None if len(counts) == started else counts,
-            "of two that say the same, both count": [int(r in said) for r in range(started)],
+            "return one number for each process that was started": None if len(counts) == started else counts,
+            "count both processes if two report the same rank": [int(r in said) for r in range(started)],
             "that is this rank's own 1 alone": [int(r == said[ranks.rank]) for r in range(started)],
             "count what each says, the argument `rank`, not who it is": [int(r < n) for r in range(started)],
             "all put their 1 at the same place": [n] + [0] * (started - 1),
@@ -108,12 +108,12 @@ def roll_call(answer, ranks):
         what = f"where the ranks say {said} and {started} should be there, what every rank holds"
         expect_equal(counts, [said.count(r) for r in range(started)], what, slips)
         if not seen.calls:
-            raise Wrong("the roll is right, but nobody was asked: one all-reduce tells it to every rank")
+            raise Wrong("the roll is right, but no rank was asked: use one all-reduce")
         cure = "one all-reduce is enough, and leaves the roll on every rank"
         expect_traffic(seen, "the roll is right", cure, calls=1, only=("all_reduce",), payload=8 * started)
 
 
-# how many processes were started, what each said as (rank, world size)
+# number of processes started, and what each reported as (rank, world size)
 STARTS = {
     "torchrun --nproc-per-node 4": (4, [(2, 4), (0, 4), (3, 4), (1, 4)]),
     "mpiexec -n 4, but of another MPI": (4, [(0, 1), (0, 1), (0, 1), (0, 1)]),
@@ -134,7 +134,7 @@ STARTS = {
 
 @exercise(1, "one world or many")
 def is_one_world(answer, ranks=None):
-    """answer(started, said) -> bool, for starts that went well and starts that went wrong in different ways."""
+    """answer(started, said) -> bool, for correct starts and for starts that went wrong in different ways."""
     for what, (started, said) in STARTS.items():
         expected = sorted(said) == [(rank, started) for rank in range(started)]
         if truth(answer(started, list(said))) != expected:
@@ -146,7 +146,7 @@ def is_one_world(answer, ranks=None):
 @exercise(2, "whose turn is it")
 def in_turn(answer, ranks):
     """answer(append, ranks) appends this rank's line to one file, in rank order, with send and recv alone."""
-    # in the run's folder, which is on a shared disk where nodes are many
+    # in the run's folder, which is shared by all nodes
     shared = [run_folder(ranks) / f"in_turn.{time.time_ns()}.txt" if ranks.rank == 0 else None]
     dist.broadcast_object_list(shared)
     (path,), lines, made_before = shared, [], []
@@ -154,7 +154,7 @@ def in_turn(answer, ranks):
     def append(line):
         lines.extend(str(line).splitlines() or [""])
         made_before.append(len(seen.calls))
-        time.sleep(0.1 * (ranks.world_size - ranks.rank))  # low ranks write slowly: who does not wait overtakes
+        time.sleep(0.1 * (ranks.world_size - ranks.rank))  # low ranks write slowly, to be overtaken
         with open(path, "a") as file:
             file.write(json.dumps([ranks.rank, str(line)]) + "\n")
 
@@ -173,7 +173,10 @@ def in_turn(answer, ranks):
 
 
 def _judge_messages(calls, made_before):
-    """Whether the order came of messages: of each rank its calls [(op, peer)], and how many it made before it wrote."""
+    """Raise Wrong unless messages enforced the order.
+
+    calls: for each rank [(op, peer)]; made_before: how many of them it made before its write.
+    """
     n = len(calls)
     if others := sorted({op for of_rank in calls for op, _ in of_rank} - {"send", "recv"}):
         raise Wrong(f"the order is right, but you used {', '.join(others)}; send and recv are enough")
@@ -182,8 +185,8 @@ def _judge_messages(calls, made_before):
         raise Wrong(f"the order is right, but {messages} messages were sent; {enough} are enough")
     for rank in range(1, n):
         before = calls[rank][: made_before[rank]]
-        if ("recv", rank - 1) not in before and ("recv", None) not in before:  # None: from anybody
-            raise Wrong(f"the order is right, but by luck: rank {rank} wrote before it heard from rank {rank - 1}")
+        if ("recv", rank - 1) not in before and ("recv", None) not in before:  # None: from any rank
+            raise Wrong(f"the order is right, but by luck: rank {rank} wrote before it received from rank {rank - 1}")
         if ("send", rank) not in calls[rank - 1][made_before[rank - 1] :]:
             raise Wrong(f"the order is right, but by luck: rank {rank - 1} sent to rank {rank} before it wrote")
 
@@ -196,7 +199,7 @@ PROFILE = [
     (1, "forward", 10, 0.017), (1, "backward", 10, 0.034), (1, "Adam.step", 10, 0.048),
     (1, "make the batch and the rest", 10, 0.003),
 ]  # fmt: skip
-# one step is as long as what happens once: one step more or less shows; what is deeper may be called more often
+# one step takes as long as the set-up, so one step more or less shows; deeper rows may have more calls
 SLOW = [
     (0, "train", 1, 25.0), (1, "read", 4, 4.0), (1, "compile", 1, 3.0), (2, "parse", 1, 2.0), (1, "step", 4, 16.0),
     (2, "wait", 40, 6.0), (1, "save", 1, 2.0),
@@ -214,16 +217,16 @@ def predict_seconds(answer, ranks=None):
         once_below = sum(seconds for depth, _, calls, seconds in profile if depth > 1 and calls == 1)
         slips = {
             **{f"that is the time of {n} steps": _seconds(profile, iterations, n) for n in (steps - 1, steps + 1)},
-            "you multiplied all of it, also what happens once": whole * steps / iterations,
-            "what happens once is missing": expected - _seconds(profile, iterations, 0),
-            "a row's seconds hold those of the deeper rows below it": [expected + once_below, expected - once_below],
+            "you multiplied everything, including the set-up that happens once": whole * steps / iterations,
+            "the set-up, which happens once, is missing": expected - _seconds(profile, iterations, 0),
+            "a row's seconds include those of the deeper rows below it": [expected + once_below, expected - once_below],
         }
         what = f"with {iterations} iterations in {whole:g} s the time of {steps}"
         expect_number(found, expected, what, "seconds", slips, rel=0.01)
 
 
 def _seconds(profile, iterations, steps):
-    """What the whole takes for so many steps: what happens once, once, the rest in proportion."""
+    """Return the seconds of `steps` steps: the set-up once, the rest in proportion."""
     whole = profile[0][3]
     once = sum(total for depth, _, calls, total in profile if depth == 1 and calls == 1)
     return once + (whole - once) / iterations * steps
@@ -243,7 +246,7 @@ def samples_per_s(answer, ranks=None):
         means = statistics.fmean(step_s), statistics.median(step_s)
         slips = {
             "these are steps per second, the batch is missing": [m / s for s in step_s for m in (1, n) if batch > 1],
-            "that is one rank's share, all of them work": [batch / s for s in step_s if n > 1],
+            "that is one rank's share; count all ranks": [batch / s for s in step_s if n > 1],
             "a step ends when the slowest rank has done it": (
                 [sum(batch / s for s in step_s), *(batch * n / s for s in (*step_s, *means))]
             ),

@@ -1,4 +1,4 @@
-"""Ends what an answer does not end: a loop, the process of a rank, threads and processes that it leaves behind."""
+"""Stop an answer that does not end, and end the threads and processes that it leaves behind."""
 
 import ctypes
 import os
@@ -11,27 +11,26 @@ from unittest import mock
 
 import psutil
 
-WALL = 6  # times the patience: a process that waits for a busy machine, or for others, uses little time of its own
+WALL = 6  # wall-clock limit as a multiple of the patience: a process that waits uses little processor time
 _LOOK_EVERY_S = 0.5
 
 
 class NeverEnds(BaseException):
-    """Stops an answer; no `except Exception` of the answer may keep it."""
+    """Stop an answer; a BaseException, so that the answer's `except Exception` does not catch it."""
 
 
 class LeftRunning(Exception):
-    """An answer has returned, and a thread or a process that it started had not ended."""
+    """An answer returned before a thread or a process that it started had ended."""
 
 
 @contextmanager
 def stopped_after(patience_s):
-    """The block ends, in the main thread, within so many seconds of processor time; afterwards its threads and the
-    processes that it started have ended.
+    """Stop the block after `patience_s` seconds of processor time; then end the threads and processes that it started.
 
-    It raises NeverEnds there: in a Python loop soon, in a call of a library when that returns, in an import never: half
-    a module would stay behind, and its time does not count. Where the block catches it, it raises it again in the very
-    next line, which is the handler's, and so goes past it. os._exit raises SystemExit, but in children that were
-    forked. Raises LeftRunning where a thread or a process had to be ended.
+    In the main thread, raise NeverEnds inside the block. In a Python loop this happens soon, in a library's call when
+    it returns. An import is never interrupted, because half a module would remain, and its time does not count. If the
+    block catches NeverEnds, it is raised again at the next line. os._exit raises SystemExit, except in forked children.
+    Raise LeftRunning if a thread or a process had to be ended.
     """
     before, here, leave = set(threading.enumerate()), os.getpid(), os._exit
     others = _processes()
@@ -55,7 +54,7 @@ def stopped_after(patience_s):
     hears_signals = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGALRM, look) if hears_signals else None
     try:
-        if hears_signals:  # again and again: what it raises may be caught
+        if hears_signals:  # repeatedly, because the block may catch the exception
             signal.setitimer(signal.ITIMER_REAL, patience_s, _LOOK_EVERY_S)
         with mock.patch.object(os, "_exit", stays):
             yield
@@ -73,7 +72,7 @@ def stopped_after(patience_s):
 
 
 def _raised_again(stop, frame):
-    """Each line that runs from now on in `frame` and its callers, up to the block, raises `stop`."""
+    """Make every further line of `frame` and its callers, up to the block, raise `stop`."""
 
     def trace(_, event, __):
         if event == "line":
@@ -87,7 +86,7 @@ def _raised_again(stop, frame):
 
 
 def _imports(frame):
-    """Whether what runs now, since the block began, is an import."""
+    """Return whether an import that began inside the block is running."""
     while frame and frame.f_code.co_filename != __file__:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
             return True
@@ -96,7 +95,7 @@ def _imports(frame):
 
 
 def _ended(threads, patience_s):
-    """Those that did not end by themselves; each raises SystemExit as soon as it runs Python code again."""
+    """Return the threads that did not end by themselves, after raising SystemExit in each."""
     deadline = time.monotonic() + patience_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -109,7 +108,7 @@ def _ended(threads, patience_s):
 
 
 def _has_children():
-    """Whether this process has any: to find which, all processes of the machine are looked at, and that takes long."""
+    """Return whether this process has children. Listing them is slow, because it scans all processes of the machine."""
     with suppress(ChildProcessError):
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return True
@@ -117,17 +116,17 @@ def _has_children():
 
 
 def _processes():
-    """The processes that this one has started, but not the helper that multiprocessing keeps for itself."""
+    """Return the child processes, without multiprocessing's own helper."""
     found = set()
     for child in psutil.Process().children() if _has_children() else ():
-        with suppress(psutil.Error):  # it has ended by now
+        with suppress(psutil.Error):  # it has ended meanwhile
             if "resource_tracker" not in " ".join(child.cmdline()):
                 found.add(child)
     return found
 
 
 def _killed(processes, patience_s):
-    """Those that did not end by themselves, and are killed."""
+    """Kill the processes that did not end by themselves, and return them."""
     _, left = psutil.wait_procs(processes, patience_s)
     for process in left:
         with suppress(psutil.Error):

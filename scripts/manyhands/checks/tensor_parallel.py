@@ -1,7 +1,7 @@
 """Checks of lesson 07: f and g, split linears, positions, unfinished gradients, the loss of split logits, heads.
 
-All is in float64 and in the CPU's memory, where the trial group can send. What each rank is given follows from seeds
-that say the rank, so that every rank knows the right answer without communicating. Answers get the trial's group.
+All tensors are float64 on the CPU, where the trial group can send. Each rank's inputs are drawn from seeds that contain
+the rank, so that every rank can compute the right answer without communicating. Answers get the trial's group.
 """
 
 from itertools import product
@@ -30,7 +30,7 @@ from manyhands.measure import wire
 
 
 class Move(torch.autograd.Function):
-    """`forward(x)` there and `backward(gradient)` on the way back; None leaves it as it is."""
+    """Apply `forward(x)` in forward and `backward(gradient)` in backward; None is the identity."""
 
     @staticmethod
     def forward(ctx, x, there, back):
@@ -43,7 +43,7 @@ class Move(torch.autograd.Function):
 
 
 def of(group):
-    """The sum over the ranks of a group (None: all) as a function that returns a new tensor."""
+    """Return a function that sums over the ranks of a group (None: all) into a new tensor."""
 
     def summed(x):
         total = x.clone(memory_format=torch.contiguous_format)
@@ -54,10 +54,10 @@ def of(group):
 
 
 class Pass:
-    """`function` forward on x and backward from v: what came back of x and of `others`, and which calls it took.
+    """Run `function` forward on x and backward from v; keep the gradients of x and `others`, and the calls made.
 
-    Raises Wrong where no tensor comes back, x or v is changed, or backward does not arrive at x. A gradient may be
-    contiguous or not: backward runs on both.
+    Raise Wrong if it returns no tensor, changes x or v, or if backward does not reach x. Backward runs with a
+    contiguous gradient and with one that is not.
     """
 
     def __init__(self, name, function, x, v, *others):
@@ -78,7 +78,7 @@ class Pass:
             expect_unchanged(sent, v, f"the gradient that arrived at {name}", ": work in a new tensor")
 
     def expect_forward(self, wanted, it_is, slips=None, volume=0, calls=1):
-        """volume: bytes of the `calls` that it may make, twice if they are all-reduces; 0 for none."""
+        """Judge forward; volume: bytes of the permitted `calls`, all-reduces counted twice, 0 for none."""
         what = f"forward, what {self.name} returns"
         expect_tensor(self.result, wanted, what, slips, it_is)
         expect_traffic(self.there, f"{what} is right", calls=calls * (volume > 0), volume=volume)
@@ -101,7 +101,7 @@ def f_and_g(answers, ranks):
         n, me, shape = len(members), group.rank(), (len(members), *sizes(1, 2, 2, 6))
         x, uses = normal(1, *shape), [normal(10 + r, *shape) for r in members]
         seen = Pass(f"{where}f", lambda x, group=group: f(x, group), x, uses[me])
-        slips = {"that is the sum over the ranks; x is the same on all of them, nothing is to be added up": n * x}
+        slips = {"that is the sum over the ranks; x is the same on all of them, so nothing is to be summed": n * x}
         seen.expect_forward(x, "x itself", slips)
         slips = {
             "that is this rank's partial sum; the other ranks have used x as well, so add up": uses[me],
@@ -113,7 +113,7 @@ def f_and_g(answers, ranks):
         seen = Pass(f"{where}g", lambda x, group=group: g(x, group), parts[me], use)
         slips = {
             "that is this rank's partial sum alone; g adds them up": parts[me],
-            "that is the mean; g adds the partial sums up": sum(parts) / n,
+            "that is the mean; g sums the partial sums": sum(parts) / n,
         }
         seen.expect_forward(sum(parts), "the sum of the ranks' partial sums", slips, volume=2 * x.nbytes, calls=2)
         slips = {f"that is {n} times as much: all ranks have the same loss, so it was counted {n} times": n * use}
@@ -190,7 +190,7 @@ def gathered_and_scattered(answers, ranks):
         seen.expect_forward(torch.cat(parts, dim=1), "all positions", slips, volume)
         slips = {
             "that is what this rank alone found for its positions; the others have used them, too": uses[me][:, mine],
-            "that is the mean of the partial sums; they are added up": sum(uses)[:, mine] / n,
+            "that is the mean of the partial sums; sum them": sum(uses)[:, mine] / n,
         }
         seen.expect_backward(sum(uses)[:, mine], "the sum over the ranks", slips, volume)
 
@@ -199,7 +199,7 @@ def gathered_and_scattered(answers, ranks):
         own, total = parts[me][:, mine], sum(parts)[:, mine]
         slips = {
             "those are its positions of this rank's own partial sum; the other ranks' belong to the sum": own,
-            "that is the mean of the partial sums; they are added up": total / n,
+            "that is the mean of the partial sums; sum them": total / n,
         }
         seen.expect_forward(total, "this rank's positions of the sum", slips, volume)
         alone = torch.zeros_like(parts[0])
@@ -238,13 +238,13 @@ def split_loss(answer, ranks):
     each, N = sizes(6, 2, 3, 8)
     for group, members, where in groups_of(ranks):
         _judge_split_loss(answer, 1.0, where, each, N, group, members)
-        large = f"{where}for logits as large as 400 "  # exp(710) is more than a float64 holds
+        large = f"{where}for logits as large as 400 "  # exp(710) overflows float64
         _judge_split_loss(answer, 400.0, large, each, N, group, members)
 
 
 def _judge_split_loss(answer, scale, case, each, N, group, members):
     what = f"{case}the loss"
-    n, me, V = len(members), group.rank(), each * len(members) - 1  # the last rank has one token less
+    n, me, V = len(members), group.rank(), each * len(members) - 1  # the last rank has one token fewer
     logits = (scale * normal(80 + members[0], N, V)).requires_grad_()
     targets = torch.randint(V, (N,), generator=generator(81 + members[0]))
     targets[0], targets[1] = 0, V - 1
@@ -281,7 +281,7 @@ def agree(answer, ranks):
     """`answer(parallel, single, x, group)` is True on every rank only if outputs and products agree on all of them."""
     shape = sizes(7, 2, 3, 7)
     for group, members, where in groups_of(ranks):
-        torch.manual_seed(1000 + ranks.rank)  # ranks' own generators differ, as in real runs
+        torch.manual_seed(1000 + ranks.rank)  # the ranks' generators differ, as in real runs
         for fault, parallel in _suspects(group, members, shape):
             x, old = normal(90, *shape).requires_grad_(), normal(91, *shape)
             x.grad = old.clone()
@@ -295,11 +295,11 @@ def agree(answer, ranks):
                 raise Wrong(f"{where}this one is wrong, and you said True: {fault}")
             if not fault and not verdict:
                 asked = "is v the same on all ranks, and the limit 1e-10?"
-                raise Wrong(f"{where}a right function was said to be wrong: {asked}")
+                raise Wrong(f"{where}a right function was called wrong: {asked}")
 
 
 def _suspects(group, members, shape):
-    """[(what is wrong, "" for a right one; function)]; the single one is 3 tanh(x)."""
+    """Return [(fault or "", function)]; the single-process function is 3 tanh(x)."""
 
     def off(change):
         return lambda x: torch.tanh(Move.apply(x, None, change)) * 3
@@ -307,7 +307,7 @@ def _suspects(group, members, shape):
     me, last, weights = group.rank(), group.rank() == len(members) - 1, [normal(92 + r, *shape).exp() for r in members]
     share, seesaw = weights[me] / sum(weights), torch.zeros(*shape, dtype=torch.float64)
     seesaw[0, 0], seesaw[0, 1] = 1e-3, -1e-3
-    apart = 1e-3 * ((me == 0) - last)  # on the first rank one way, on the last the other
+    apart = 1e-3 * ((me == 0) - last)  # on the first rank in one direction, on the last in the other
     only, opposite = f"on rank {members[-1]} only, so all ranks must say False", f"on ranks {members[0]}, {members[-1]}"
     means = "its backward replaces the gradient by the columns' means, which v of ones would not show"
     return [

@@ -1,12 +1,12 @@
-"""A process group for one answer: thrown away with all that the answer left in it, watched while it lasts.
+"""Run one answer in a temporary process group, and compare the ranks' calls before they run.
 
-gloo ends a process that receives into less than was sent, or that sends to a rank which does not exist: all variables
-of its notebook would be gone. So the ranks tell each other, over the store of the trial's group, what they are about to
-call, and a call that does not match is an exception with a sentence instead.
+gloo aborts a process that receives into less than was sent, or that sends to a rank that does not exist. A notebook
+would lose all its variables. So each rank announces its next call in the store of the trial's group, and a call that
+does not match raises an exception with an explanation.
 
-A collective waits for what the other ranks say of theirs. A message cannot: a rank may post its receive long before it
-sends what the other one waits for. There each end says its bytes and then looks for the other's, so that the end which
-comes second, at least, sees both.
+A collective waits for the other ranks' announcements. A send or receive cannot wait: a rank may post its receive long
+before it sends what its peer waits for. There each end announces its bytes and then looks up its peer's, so at least
+the end that comes second sees both.
 """
 
 import json
@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from manyhands.checks.witness import listed
 from manyhands.launch.ranks import name_ranks
 
-_NAMES_OF_ONE_TRIAL = 1000  # groups that one answer may make; no name may come twice in a store
+_NAMES_OF_ONE_TRIAL = 1000  # limit of groups that one answer may create; a name must not repeat in a store
 _LOOK_EVERY_S = 0.002
-_ANY_SIZE = 2**62  # bytes: no receive from anybody is waiting
+_ANY_SIZE = 2**62  # bytes: no receive from any source is waiting
 _WAYS_TO_WAIT = ("wait", "synchronize", "is_completed", "get_future")
-# The dispatcher's names, where they are not those of torch.distributed
+# the dispatcher's names that differ from torch.distributed's
 _NAMES = {
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce", "allgather_": "all_gather",
     "_allgather_base_": "all_gather_into_tensor", "allgather_coalesced_": "all_gather",
@@ -41,14 +41,14 @@ _NAMES = {
 
 @contextmanager
 def trial_group(ranks, timeout_s):
-    """Swap the default process group for a fresh one (gloo, short time-out), so that plain dist calls use it.
+    """Replace the default process group by a fresh one (gloo, short time-out), so that plain dist calls use it.
 
-    Yields it; None where there is nobody to talk to.
+    Yield it, or None if there are no other ranks.
     """
     if ranks is None or not dist.is_initialized():
         yield None
         return
-    dist.barrier()  # with the group's own patience: a rank that still draws a figure must not use up the trial's
+    dist.barrier()  # with the main group's time-out: waiting for a rank that draws a figure must not use up the trial's
     registry = _Registry()
     trial = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     c10d._update_default_pg(trial)
@@ -59,17 +59,17 @@ def trial_group(ranks, timeout_s):
             yield trial
         finally:
             made = registry.put_back()
-        dist.barrier()  # nobody hangs up while another still waits for its message
-    finally:  # also on the way out of an interrupt, when the others cannot be waited for
+        dist.barrier()  # no rank closes its connections while another waits for its message
+    finally:  # also after an interrupt, when the others cannot be waited for
         for group in {trial, *made}:
             group.abort()
 
 
 def groups_of(ranks):
-    """[(group, its ranks, "in which group, ")] to try an answer in: all ranks, and this rank's part of them.
+    """Create the groups to try an answer in, all ranks and this rank's part: [(group, its ranks, "in which group, ")].
 
-    On four ranks the parts are 0, 2 and 1, 3; on two or three each rank is one. All are made before one is used, so
-    that nobody waits here for a rank that has found a fault.
+    On four ranks the parts are 0, 2 and 1, 3; on two or three, each rank is a part. All groups are created before one
+    is used, so that no rank waits here for one that has found a fault.
     """
     n, world = ranks.world_size, dist.group.WORLD
     parts = [list(range(first, n, 2 if n % 2 == 0 else n)) for first in range(2 if n % 2 == 0 else n)]
@@ -80,10 +80,10 @@ def groups_of(ranks):
 
 
 class _Registry:
-    """The process groups that torch.distributed knows by now, to be known again after an answer has destroyed them.
+    """A record of torch.distributed's process groups, to register them again if an answer destroys them.
 
-    An answer, or the control line of a notebook that frees a rank, may end "all groups", and with them those of the
-    session: torch ends those that have names, so these are hidden, and forgets all, so they are registered again.
+    An answer, or a notebook's control line that frees a rank, may destroy all groups, including the session's. torch
+    destroys groups that have names, so the names are hidden. It also forgets all groups, so they are registered again.
     """
 
     def __init__(self):
@@ -100,7 +100,7 @@ class _Registry:
             del c10d._world.pg_names[group]
 
     def put_back(self):
-        """Only the groups of before are known; returns those that were made since."""
+        """Restore the recorded groups; return those that were created since."""
         world, before = c10d._world, self._kept["pg_names"]
         made = [group for group in list(world.pg_map) if group not in before]
         c10d._unregister_all_process_groups()
@@ -115,7 +115,7 @@ class _Registry:
 
 
 class CallsDiffer(Exception):
-    """What the ranks call does not match: one sentence, the same on all ranks that see it."""
+    """The ranks' calls do not match: one sentence, the same on all ranks that see it."""
 
 
 class NobodyCalls(Exception):
@@ -127,11 +127,11 @@ class NobodyCalls(Exception):
 
 
 class Matching(TorchDispatchMode):
-    """Inside it each communication of this rank is compared with the others'. All ranks of `group` enter and leave it.
+    """Compare each communication of this rank with the other ranks'. All ranks of `group` enter and leave the block.
 
-    `by_answer()` says whether the learner's code makes the call that runs now, `given_group()` in which group it was
-    asked to, None if in any, `begins_async()` whether it does not wait for it; `fault` is the first sentence, also
-    where an answer has swallowed the exception; `not_waited_for` names the collectives on their way.
+    `by_answer()`: whether the learner's code makes the running call. `given_group()`: the group that it should use,
+    None for any. `begins_async()`: whether the call is asynchronous. `fault`: the first sentence, kept even if an
+    answer swallowed the exception. `not_waited_for`: the names of unfinished collectives.
     """
 
     def __init__(self, group, patience_s, by_answer, given_group=lambda: None, begins_async=lambda: False):
@@ -141,7 +141,7 @@ class Matching(TorchDispatchMode):
         self._patience_s, self._by_answer, self._given_group = patience_s, by_answer, given_group
         self._begins_async, self._begun = begins_async, {}  # {id of a handle: (the handle, name of its collective)}
         self._made, self.fault = Counter(), None
-        # of receives without a source: [(channel, this rank, ranks in the group)]
+        # receives without a source: [(channel, this rank, ranks in the group)]
         self._from_anybody, source_of = [], dist.Work._source_rank
 
         def noted(work):
@@ -149,7 +149,7 @@ class Matching(TorchDispatchMode):
             return source
 
         self._patches = ExitStack()
-        self._patched = {"_source_rank": noted}  # which dist.recv asks for
+        self._patched = {"_source_rank": noted}  # dist.recv calls it
         self._new_group = dist.new_group
         self._patched |= {name: self._waiting(getattr(dist.Work, name)) for name in _WAYS_TO_WAIT}
 
@@ -158,7 +158,7 @@ class Matching(TorchDispatchMode):
         return [name for _, name in self._begun.values()]
 
     def _waiting(self, wait):
-        """One of the ways to wait for a handle, which notes that it came to an end."""
+        """Wrap one of the ways to wait for a handle, so that it records the end of the wait."""
 
         def noted(work, *args, **kwargs):
             ended = wait(work, *args, **kwargs)
@@ -194,7 +194,7 @@ class Matching(TorchDispatchMode):
         return found
 
     def _announced_group(self, *args, **kwargs):
-        """A new group, as a collective: all ranks make it, also those that are not in it, unless it says otherwise."""
+        """Announce a new group like a collective: by default all ranks must create it, even those outside it."""
         world = dist.group.WORLD
         if self._by_answer() and not kwargs.get("use_local_synchronization") and world.size() > 1:
             if self.fault is not None:
@@ -207,18 +207,18 @@ class Matching(TorchDispatchMode):
         return self._new_group(*args, **kwargs)
 
     def _compare(self, operator, given):
-        """Raises CallsDiffer or NobodyCalls where the call of `operator` with these arguments must not run."""
+        """Raise CallsDiffer or NobodyCalls if the call of `operator` with these arguments must not run."""
         group = _group_of(given)
         if group is None:
             return
-        if self.fault is not None:  # the ranks are no longer at the same call
+        if self.fault is not None:  # after a fault, the ranks are no longer at the same call
             raise self.fault
         try:
             name = _name(operator)
             for tensor in tree_leaves(list(given.values())):
-                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":  # which gloo may not take
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":  # gloo may not support it
                     what = f"rank {self._rank} hands {name} a tensor of {tensor.device}"
-                    raise CallsDiffer(f"{what}, and here the ranks talk over gloo: make it on the CPU")
+                    raise CallsDiffer(f"{what}, and here the ranks communicate over gloo: create it on the CPU")
             self._in_its_group(name, group)
             if {"dst", "src", "tag"} & given.keys():
                 self._message(given, group)
@@ -242,7 +242,7 @@ class Matching(TorchDispatchMode):
         ranks, me, sends = dist.get_process_group_ranks(group), group.rank(), "dst" in given
         peer, channel = given.get("dst", given.get("src")), f"{group.group_name}/{given['tag']}"
         n_bytes = _bytes(given.get("tensors", given.get("tensor")))
-        if peer is None:  # from anybody: it may take whichever message is on its way
+        if peer is None:  # from any source: it may take any message on its way
             self._from_anybody.append((channel, me, len(ranks)))
             for source in range(len(ranks)):
                 self._meet(channel, source, me, ranks, n_bytes, sends)
@@ -250,13 +250,13 @@ class Matching(TorchDispatchMode):
         what = f"rank {ranks[me]} {'sends to' if sends else 'receives from'}"
         _must_exist(peer, ranks, what)
         if peer == me:
-            raise CallsDiffer(f"{what} itself; a message goes to another rank")
+            raise CallsDiffer(f"{what} itself; a message must go to another rank")
         source, target = (me, peer) if sends else (peer, me)
         self._meet(channel, source, target, ranks, n_bytes, sends)
         self._made[f"{channel}/{source} to {target}"] += 1
 
     def _meet(self, channel, source, target, ranks, n_bytes, sends):
-        """Raises CallsDiffer where the other end of a message has said its bytes, and they do not fit with ours."""
+        """Raise CallsDiffer if the other end of a message has announced its bytes and they do not match ours."""
         key = f"{channel}/{source} to {target}"
         number, (ours, theirs) = self._made[key], ("sent", "room") if sends else ("room", "sent")
         self._store.set(f"{key}/{ours} {number}", str(n_bytes))
@@ -269,11 +269,11 @@ class Matching(TorchDispatchMode):
                 )
 
     def _has_come(self, source):
-        """A message has come to a receive without a source: it counts as one from there, and the next needs its own."""
+        """Count a message that a receive without a source took as one from its actual source."""
         if self._from_anybody:
             channel, me, n = self._from_anybody.pop(0)
             self._made[f"{channel}/{source} to {me}"] += 1
-            if not self._from_anybody:  # none of the others' next messages is for it
+            if not self._from_anybody:  # it no longer takes the next message of another rank
                 for key in [f"{channel}/{other} to {me}" for other in range(n)]:
                     self._store.set(f"{key}/room {self._made[key]}", str(_ANY_SIZE))
 
@@ -289,18 +289,18 @@ class Matching(TorchDispatchMode):
         keys = {r: f"{key}/{number}/{i}" for i, r in enumerate(ranks)}
         if missing := self._wait_for(keys):
             sentence = f"rank {ranks[me]} waits in {name}, which {name_ranks(missing)} did not call"
-            done = f"rank {ranks[me]} has come to the end of your code, and {name_ranks(missing)} did not"
+            done = f"rank {ranks[me]} has finished your code, and {name_ranks(missing)} has not"
             raise NobodyCalls(sentence if by_answer else done, by_answer)
         calls = {r: json.loads(self._store.get(keys[r])) for r in ranks}
         if sentence := _difference(calls):
             raise CallsDiffer(sentence)
 
     def _wait_for(self, keys):
-        """The ranks that have not set their key, {rank: key}, within our patience or before they left."""
+        """Return the ranks that have not set their key, {rank: key}, within the time-out or before they left."""
         deadline = time.monotonic() + self._patience_s
         while not self._store.check(list(keys.values())):
             patient = time.monotonic() < deadline
-            gone = [r for r in keys if self._store.check([f"left/{r}"])]  # first this: who leaves has called before
+            gone = [r for r in keys if self._store.check([f"left/{r}"])]  # first: it announces, then leaves
             missing = [r for r, key in keys.items() if not self._store.check([key])]
             if missing and (not patient or set(missing) & set(gone)):
                 return missing
@@ -313,7 +313,7 @@ def _name(operator):
 
 
 def _group_of(given):
-    """The process group among an operator's arguments: itself, or by its name; None without one."""
+    """Return the process group among an operator's arguments, given as an object or by name, or None."""
     if "process_group" in given:
         return dist.ProcessGroup.unbox(given["process_group"])
     group = given.get("group_name")
@@ -321,13 +321,13 @@ def _group_of(given):
 
 
 def _must_exist(peer, ranks, what):
-    """Raises CallsDiffer where `peer` is no place in a group of these ranks."""
+    """Raise CallsDiffer if `peer` is not a rank of the group."""
     if not 0 <= peer < len(ranks):
         raise CallsDiffer(f"{what} rank {peer}, and there are {len(ranks)} ranks: 0 to {len(ranks) - 1}")
 
 
 def _communicated(name, given, group):
-    """{"bytes", "dtype"}, which all ranks must have alike; of an all-to-all {"to": [...], "from": [...]} in bytes."""
+    """Return {"bytes", "dtype"}, equal on all ranks; for an all-to-all, {"to": [...], "from": [...]} in bytes."""
     if name.startswith("all_to_all"):
         sources = given.get("input_tensors", given.get("input"))
         if not isinstance(sources, torch.Tensor):
@@ -345,7 +345,7 @@ def _communicated(name, given, group):
 
 
 def _split(tensor, sizes, n):
-    """Bytes of each of the n parts of an all-to-all; equal ones where no sizes are given."""
+    """Return the bytes of each of the n parts of an all-to-all; equal parts if no sizes are given."""
     rows = tensor.shape[0] if tensor.dim() else 1
     return [_bytes(tensor) * size // max(rows, 1) for size in (sizes or [rows // n] * n)]
 
@@ -357,7 +357,7 @@ def _bytes(tensors):
 
 
 def _difference(calls):
-    """What does not match among the calls of one collective, {rank: what it said}: a sentence, or ""."""
+    """Return a sentence on what does not match among the calls of one collective, {rank: announcement}, or ""."""
     first, *others = calls
     asked = ("call", "root", "bytes", "dtype")
     alike = all(calls[r].get(part) == calls[first].get(part) for r in others for part in asked)
@@ -391,10 +391,10 @@ def _difference(calls):
 
 @contextmanager
 def waits(calls):
-    """Notes when this process waits for a message while the block runs, itself or in a call that does so.
+    """Record when this process waits for a message inside the block, directly or inside another call.
 
-    calls: the calls that were watched so far, a list that grows (`wire.watch`). Yields a list of how many of them had
-    been made at each wait, in order; empty if there was none.
+    calls: the growing list of watched calls (`wire.watch`). Yield a list with the number of calls made before each
+    wait, in order; it is empty if there was no wait.
     """
     after, wait = [], dist.Work.wait
 

@@ -1,4 +1,4 @@
-"""What an answer may change for the whole process, and that is as before once it has been judged."""
+"""Process-wide settings that an answer may change, and that are restored once it has been judged."""
 
 import os
 import random
@@ -20,11 +20,11 @@ def _go_to(folder):
 
 
 def _environment():
-    """As it is kept, in bytes: to decode it costs more than many an answer, and this is asked for at each call."""
+    """Return the environment in its internal bytes: decoding it at every call would take longer than many an answer."""
     return dict(vars(os.environ)["_data"])
 
 
-# (what it is now, how to set it) of what a function may set and forget to set back
+# (read, set) of each setting that a function may change and forget to restore
 SETTINGS = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
@@ -43,7 +43,7 @@ RANDOM_STATE = (
 
 @contextmanager
 def unspoilt(states):
-    """Afterwards everything of `states`, pairs of a function that reads and one that sets, is as it was."""
+    """Restore `states` on exit; each is a pair of functions, one that reads a setting and one that sets it."""
     before = [read() for read, _ in states]
     try:
         yield
@@ -54,10 +54,10 @@ def unspoilt(states):
 
 
 def own_copy(value):
-    """`value` to be handed to an answer: lists and dictionaries that hold further ones are copied with these.
+    """Copy `value` for an answer if it is a list or dictionary that contains further ones; else return it as it is.
 
-    So an answer that uses up what it is given spoils no table of a check. What holds only numbers, texts or tensors is
-    handed over itself: each check makes it anew, and may look whether it was left alone.
+    So an answer that modifies a nested argument does not damage a check's table. A container of only numbers, texts or
+    tensors is passed on as it is: each check makes a new one, and may check that it was not changed.
     """
     parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
     nested = any(type(part) in (dict, list, tuple) for part in parts)

@@ -1,8 +1,8 @@
-"""Checks of lesson 11: who did not make which call, a save that is whole or not there, what a resumed run has
-forgotten, which rank's copy of the model is not that of the others.
+"""Checks of lesson 11: which rank missed which call, an atomic save, the state that a resumed run needs, which rank's
+copy of the model differs.
 
-Two of them communicate, that of a save by all ranks and that of the copies; in the others every rank judges the answer
-on the same cases, drawn from fixed seeds.
+The check of a save and that of the copies communicate. In the others every rank judges the answer on the same cases,
+drawn from fixed seeds.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from manyhands.checks.expect import expect_equal, plain
 from manyhands.checks.witness import said, shown
 from manyhands.launch import recorded_runs
 
-LAYOUTS = (  # the groups of a made-up hang: one, a grid's, two of different sizes that overlap, and chains
+LAYOUTS = (  # groups of generated hangs: one group, a grid, two overlapping groups of different sizes, and chains
     ((0, 1, 2, 3),),
     ((0, 1, 2, 3), (0, 1), (2, 3)),
     ((0, 1, 2, 3), (2, 3, 4)),
@@ -57,14 +57,14 @@ def missing_call(answer, ranks=None):
         waiting, silent = set(range(len(calls))) - set(odd), [r for r in odd if number not in calls[r]]
         slips = {
             "those made it, and wait in it; return the ranks that did not": (number, sorted(waiting)),
-            "who made another call under this number is missing, too": (number, silent),
+            "a rank that made a different call under this number counts as missing too": (number, silent),
         }
         expect_equal(found, truth, f"{name}: the call and the ranks without it", slips)
 
 
 @exercise(1, "three hangs, find the culprit")
 def culprit(answer, ranks=None):
-    """`answer(records, members)` -> (rank, group, number): the call that was not made, and who did not make it."""
+    """`answer(records, members)` -> (rank, group, number): the call that was missed, and the rank that missed it."""
     for name, members, records, truth in _hangs():
         found = answer(records, {group: list(its_ranks) for group, its_ranks in members.items()})
         why = _overlooked(plain(found), truth, members, records)
@@ -72,7 +72,7 @@ def culprit(answer, ranks=None):
 
 
 def _overlooked(found, truth, members, records):
-    """What a wrong (rank, group, number) overlooks, where that is clear; else ""."""
+    """Return a sentence on what a wrong (rank, group, number) overlooks, or "" if that is unclear."""
     if not (isinstance(found, list) and len(found) == 3 and found[1] in members and found[0] in members[found[1]]):
         return ""
     rank, group, number = found
@@ -87,19 +87,19 @@ def _overlooked(found, truth, members, records):
     if number < min(made, default=0):
         return f"the buffer of rank {rank} no longer holds call {number} of {group!r}, so its absence says nothing"
     if number > max(number for of_rank in calls for number in of_rank):
-        return f"nobody in {group!r} made a call number {number}, so nobody waits for it"
+        return f"nobody in {group!r} made a call number {number}, so no rank waits for it"
     if rank == truth[0]:
         return f"rank {rank} is missing in {group!r} because of what it left out before, in {truth[1]!r}"
     return f"rank {rank} did not make call {number} of {group!r}, but only because it waits in another group"
 
 
 def _calls_in(group, records):
-    """What each rank called in this group: [{number: call}]."""
+    """Return each rank's calls in this group: [{number: call}]."""
     return [{number: call for name, number, call, _ in record if name == group} for record in records]
 
 
 def _hangs_of_one_group():
-    """(name, calls, truth): the recorded hangs of one group, and made-up ones in which less than half are at fault."""
+    """Yield (name, calls, truth): recorded hangs of one group, and generated ones with a minority of ranks at fault."""
     for i, hang in enumerate(recorded_runs.numbers("11_hangs.json")["hangs"][:2]):
         rank, group, number = hang["culprit"]
         yield f"hang {i}", _calls_in(group, hang["calls"]), (number, [rank])
@@ -110,14 +110,14 @@ def _hangs_of_one_group():
         if seed % 5 == 0:
             odd = []  # all made the same calls
         elif seed % 5 == 1:
-            last = 1  # they called nothing in this group
+            last = 1  # these ranks called nothing in this group
         instead = {r: luck.choice([None, "reduce_scatter"]) for r in odd}
         calls = _calls_in("all", _records([("all", range(n))], instead, "all", last, luck))
         yield f"another hang (seed {seed})", calls, (last, odd) if odd else None
 
 
 def _hangs():
-    """(name, members, records, truth): the three that were recorded, and a number that are made up from seeds."""
+    """Yield (name, members, records, truth) of the three recorded hangs and of hangs generated from seeds."""
     for i, hang in enumerate(recorded_runs.numbers("11_hangs.json")["hangs"]):
         records = [list(map(tuple, calls)) for calls in hang["calls"]]
         yield f"hang {i}", hang["members"], records, tuple(hang["culprit"])
@@ -126,30 +126,30 @@ def _hangs():
 
 
 def _made_up(seed, layout):
-    """(members, records, truth): the groups' names and order, the rank at fault and where it stops are drawn."""
+    """Return (members, records, truth) of a hang with random group names and order, rank at fault and place to stop."""
     luck = random.Random(f"hang {seed}")
     order = list(zip(luck.sample(NAMES, len(layout)), luck.sample(layout, len(layout)), strict=True))
     members = dict(sorted(order))
-    # who is in two groups may be missing in both, the harder case, and is drawn twice as often
+    # a rank in two groups may be missing in both, the harder case, so it is drawn twice as often
     culprit, group = luck.choice([(r, name) for name, its in order for r in its if _can_be_told(r, layout)])
     number = luck.randrange(4, 10)
-    # of two ranks with different calls nobody could say which one is wrong
+    # with two ranks and different calls, it is undecidable which one is wrong
     other = luck.choice(["broadcast", "all_gather", None]) if len(members[group]) > 2 else None
     return members, _records(order, {culprit: other}, group, number, luck), (culprit, group, number)
 
 
 def _can_be_told(rank, layout):
-    """Whether records show where this rank stopped: of two groups only if another rank of both waits in the first."""
+    """Return whether records show where this rank stopped: another rank of its two groups must wait in the first."""
     own = [set(its_ranks) for its_ranks in layout if rank in its_ranks]
     return all(len(one & other) > 1 for one in own for other in own)
 
 
 def _records(order, instead, where, last, luck):
-    """What each rank's recorder holds, [(group, number, call, length)], and not more than its last calls.
+    """Return each rank's recorder, [(group, number, call, length)], limited to its last calls.
 
-    In each step a rank calls all-reduce in each of its groups, [(group, its ranks)] in one order. As number `last` of
-    the group `where` the ranks of `instead`, {rank: call or None}, call that or nothing, and nothing after it. The
-    others go on until each of them waits.
+    In each step a rank calls all-reduce in each of its groups, [(group, its ranks)], in a fixed order. As call number
+    `last` of the group `where`, the ranks of `instead`, {rank: call or None}, make that call or none, and then stop.
+    The other ranks continue until each of them waits.
     """
     records = {r: [] for _, its_ranks in order for r in its_ranks}
     stuck, number = set(), 0
@@ -161,13 +161,13 @@ def _records(order, instead, where, last, luck):
             for r in calling:
                 if call := here.get(r, "all_reduce"):
                     records[r].append((name, number, call, 50))
-            if here or len(calling) < len(its_ranks):  # one is missing: who has called waits
+            if here or len(calling) < len(its_ranks):  # a rank is missing, so those that have called wait
                 stuck |= set(calling)
     return [records[r][-luck.choice([4, 6, 100]) :] for r in sorted(records)]
 
 
 class Trainee:
-    """Like the lesson's, of one rank: a row of weights that the model looks at, Adam's averages, dropout, a step."""
+    """A trainee of one rank, like the lesson's: weights viewed by the model, Adam's averages, dropout, a step."""
 
     num_params = 100
 
@@ -182,7 +182,7 @@ class Trainee:
         self.state = {"weights": self.row_P[:]} | averages
 
     def train_step(self):
-        """The loss of one step: batch k is drawn from k alone, dropout from torch's generator."""
+        """Train one step and return its loss: batch k is drawn from k alone, dropout from torch's generator."""
         x_B99 = normal(self.step, 8, 99)
         self.model.zero_grad()
         loss = (self.model(x_B99) - x_B99.sin().sum(1, keepdim=True)).square().mean()
@@ -198,7 +198,7 @@ class Trainee:
 
 
 class Loop:
-    """A training loop with all that one may forget: 10 rows per epoch, one per step, in a new order each epoch."""
+    """A training loop with all state that can be forgotten: 10 rows per epoch, one per step, reshuffled each epoch."""
 
     rows = 10
 
@@ -212,7 +212,7 @@ class Loop:
         self.y = self.x.sum(1, keepdim=True).sin()
 
     def train_step(self):
-        """The loss of the next row."""
+        """Train on the next row and return its loss."""
         if self.position == self.rows:
             self.order, self.position = torch.randperm(self.rows, generator=self.shuffle), 0
         row = self.order[self.position]
@@ -227,7 +227,7 @@ class Loop:
         return loss.item()
 
 
-# What goes on alike, in the order in which it is told: (the sentence where it does not, what to compare)
+# What must be restored, in the order of checking: (sentence if it is not, how to read it)
 DROPOUT = (
     "dropout draws other masks: the state of torch's random numbers is not restored",
     lambda _: torch.get_rng_state(),
@@ -243,12 +243,12 @@ OF_TRAINEE = [
 ]  # fmt: skip
 OF_LOOP = [
     ("the weights are not those that were saved", lambda loop: loop.model.state_dict()),
-    ("the optimizer's memory is not what was saved: AdamW goes on with other averages",
+    ("the optimizer's memory is not what was saved: AdamW continues with other averages",
         lambda loop: loop.optimizer.state_dict()["state"]),
     ("the loop is at step {now}, not {then}: the learning rate follows it", lambda loop: int(loop.step)),
-    ("the order of this epoch is another one: some rows come twice and some not at all",
+    ("the order of this epoch has changed: some rows come twice and some not at all",
         lambda loop: torch.as_tensor(loop.order)),
-    ("the next row is number {now} of the epoch, not {then}: rows come twice or never",
+    ("the next row is number {now} of the epoch, not {then}: rows are repeated or skipped",
         lambda loop: int(loop.position)),
     ("the next epoch will have another order: the generator `shuffle` is not where it was",
         lambda loop: loop.shuffle.get_state()),
@@ -258,19 +258,19 @@ OF_LOOP = [
 
 @exercise("B", "what a step reads")
 def trainee_state(answer, ranks=None):
-    """`answer` is (state_of, go_on): a fresh trainee that takes the state must go on alike, bit for bit."""
+    """`answer` is (state_of, go_on): a fresh trainee that loads the state must continue identically, bit for bit."""
     _goes_on(Trainee, 5, answer, _through_a_shard, OF_TRAINEE, "model.training")
 
 
 @exercise(3, "nothing forgotten")
 def resume(answer, ranks=None):
-    """`answer` is (all_of, put_back): a fresh loop that takes the state must train on as the first, bit for bit."""
+    """`answer` is (all_of, put_back): a fresh loop that loads the state must continue like the first, bit for bit."""
     besides = "optimizer.param_groups and model.training"
     _goes_on(Loop, 13, answer, _through_a_file, OF_LOOP, besides)  # saved in the second epoch; two more follow
 
 
 def _goes_on(make, steps, answer, through, parts, besides):
-    """Raises Wrong unless a fresh make(seed) that takes the state of one after some steps makes the same next steps."""
+    """Raise Wrong unless a fresh make(seed) that loads another's state after some steps makes the same next steps."""
     take, put_back = answer
     first = make(1)
     for _ in range(steps):
@@ -282,7 +282,7 @@ def _goes_on(make, steps, answer, through, parts, besides):
     wanted = [first.train_step() for _ in range(2 * steps)]
     another = make(3)
     another.train_step()
-    take(another)  # whoever keeps a state elsewhere than in what it returns has only this one now
+    take(another)  # an answer that keeps state outside its return value now has only this one
     fresh = make(2)  # a new process: other weights, other random numbers
     put_back(fresh, state)
     for (sentence, read), then in zip(parts, before, strict=True):
@@ -292,11 +292,11 @@ def _goes_on(make, steps, answer, through, parts, besides):
     losses = [fresh.train_step() for _ in range(2 * steps)]
     if losses != wanted:
         differ = f"the next losses are {losses[:2]} ..., not {wanted[:2]} ..."
-        raise Wrong(f"all that the check has compared is restored, but {differ}: compare {besides} as well")
+        raise Wrong(f"everything that the check compares is restored, but {differ}: check {besides} as well")
 
 
 def _through_a_shard(state):
-    """A state of this rank, saved with safetensors and loaded; raises Wrong where it cannot be or is too large."""
+    """Save this rank's state with safetensors and load it; raise Wrong if that is impossible or it is too large."""
     for name, part in state.items():
         if not torch.is_tensor(part):
             raise Wrong(f"a shard holds tensors, and {name!r} is {shown(part)}; torch.tensor(number) makes a tensor")
@@ -318,21 +318,21 @@ def _through_a_file(state):
 
 
 def _equal(a, b):
-    """Whether two nested dicts hold the same tensors and numbers, to the last bit."""
+    """Return whether two nested dicts hold bitwise equal tensors and numbers."""
     if isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in b)
     return type(a) is type(b) and (torch.equal(a, b) if torch.is_tensor(b) else a == b)
 
 
 SHARD_BYTES = 100_003
-LATE_S = 0.15  # so late is one rank's disk
+LATE_S = 0.15  # delay of the slow rank's disk
 
 
 @exercise("C", "whole, or not there")
 def save_whole(answer, ranks, folder):
-    """`answer(path, name, content, rank, gather)`: all shards and a manifest under `path`, in one moment.
+    """`answer(path, name, content, rank, gather)`: all shards and a manifest appear under `path` atomically.
 
-    `folder` is one that all ranks see. First the last rank's disk is slow, then that of rank 0.
+    `folder` is visible to all ranks. First the last rank's disk is slow, then rank 0's.
     """
     for slow in dict.fromkeys((ranks.world_size - 1, 0)):
         own = Path(folder) / f"build C, slow {slow}"
@@ -351,7 +351,7 @@ def save_whole(answer, ranks, folder):
         dist.all_gather_object(renames, disk.rename_synced)
         if sum(of_all) < n + 1:
             raise Wrong(
-                f"{sum(of_all)} of {n + 1} files, the shards and the manifest, were forced onto the disk: use write"
+                f"{sum(of_all)} of {n + 1} files, the shards and the manifest, were synced to the disk: use `write`"
             )
         if sum(of_all) > n + 1:
             raise Wrong(f"the ranks wrote {of_all} files, and {n + 1} are needed: one rank alone writes the manifest")
@@ -360,9 +360,9 @@ def save_whole(answer, ranks, folder):
 
 
 class _Disk:
-    """A slow one: it counts files that are forced onto it, and notes whether `path` was there before they were.
+    """A slow disk that counts synced files and records whether `path` existed before they were synced.
 
-    It also notes whether the folder that holds `path` was forced onto it after the rename.
+    It also records whether the parent folder of `path` was synced after the rename.
     """
 
     def __init__(self, path, late_s):
@@ -393,7 +393,7 @@ class _Disk:
 
 
 class _Gather:
-    """The `gather` of an answer: each rank's object comes back to all, in rank order, and its bytes are counted."""
+    """The `gather` passed to an answer: it returns every rank's object to all, in rank order, and counts its bytes."""
 
     def __init__(self, n):
         self._n, self.sent_bytes = n, 0
@@ -406,7 +406,7 @@ class _Gather:
 
 
 def _judge_save(path, rank, names, disk, sent_bytes):
-    """Raises Wrong with what this rank saw, at once after its answer has returned."""
+    """Raise Wrong for any fault that this rank sees immediately after its answer has returned."""
     n = len(names)
     there, left = path.is_dir(), sorted(file.name for file in path.parent.iterdir() if file != path)
     if disk.early:
@@ -414,11 +414,11 @@ def _judge_save(path, rank, names, disk, sent_bytes):
     if sent_bytes > SHARD_BYTES // 2:
         raise Wrong(f"you gathered {sent_bytes:,} bytes: each rank writes its own shard, only names and sums travel")
     if not there:
-        why = "nobody has renamed anything to it" if rank == 0 else "a rank that is done must not find it missing"
+        why = "no rank renamed a folder to it" if rank == 0 else "it must exist before any rank returns"
         beside = ", ".join(left) or "nothing"
         raise Wrong(f"{path.name} was not there when rank {rank} returned (in the folder: {beside}): {why}")
     if not disk.synced:
-        raise Wrong(f"rank {rank} forced no file onto the disk: `write` does it")
+        raise Wrong(f"rank {rank} synced no file to the disk: use `write`, which does")
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     files = None
     with contextlib.suppress(KeyError, ValueError, TypeError):
@@ -451,7 +451,7 @@ def _about(content):
 @exercise(2, "is it damaged?")
 def damaged(answer, ranks=None):
     """`answer(path, part, parts)` -> the sorted names of files that are not as the manifest says, of this part."""
-    whole = {_shard(r): _content(r) for r in (2, 0, 1)}  # nothing says that a manifest is sorted
+    whole = {_shard(r): _content(r) for r in (2, 0, 1)}  # a manifest need not be sorted
     manifest = _manifest(whole)
     flipped = [_content(r)[:-5] + bytes([_content(r)[-5] ^ 1]) + _content(r)[-4:] for r in range(3)]
     cut = {_shard(1): _content(1)[:-1]}
@@ -464,16 +464,16 @@ def damaged(answer, ranks=None):
         ("a missing file", {_shard(0): None}, [0], "what the manifest lists must be there"),
         ("one bit flipped, the size unchanged", {_shard(1): flipped[1]}, [1],
             "a size proves little: compare the sha256 of all the bytes"),
-        ("one bit flipped in a shard of another name", of_another_name, [other], "the manifest has the names"),
+        ("one bit flipped in a shard of another name", of_another_name, [other], "take the names from the manifest"),
         ("two files at once", {_shard(2): b"", _shard(0): flipped[0]}, [0, 2], "name all of them, sorted"),
         ("two shards exchanged", {_shard(0): _content(1), _shard(1): _content(0)}, [0, 1],
             "each file must match its own entry of the manifest"),
         ("a file too many, left over from another run", {_shard(3): b"old"}, [],
-            "what the manifest does not list is nobody's business"),
-        ("a manifest cut in half", {"manifest.json": manifest[:90]}, None, "half a JSON cannot be read"),
+            "ignore files that the manifest does not list"),
+        ("a manifest cut in half", {"manifest.json": manifest[:90]}, None, "half a JSON file cannot be parsed"),
         ("no manifest", {"manifest.json": None}, None, "without a manifest nothing can be trusted"),
         ("three files damaged, read as part 1 of 2", {_shard(r): flipped[r] for r in range(3)}, [1],
-            "this part is number 1 of the sorted names; numbers 0 and 2 are somebody else's", 1, 2),
+            "this part is number 1 of the sorted names; numbers 0 and 2 belong to the other part", 1, 2),
     ):  # fmt: skip
         wanted = ["manifest.json"] if wrong is None else [w if isinstance(w, str) else _shard(w) for w in wrong]
         with tempfile.TemporaryDirectory() as scratch:
@@ -503,14 +503,14 @@ def damaged(answer, ranks=None):
         expect_equal(found, wanted, f"{case}: the list", slips)
 
 
-PRINT_BYTES = 160  # for each tensor and rank, its name included: a sha256 in hexadecimal digits fits
+PRINT_BYTES = 160  # per tensor and rank, including its name: enough for a hexadecimal sha256
 
 
 @exercise(4, "which copy is wrong?")
 def odd_one_out(answer, ranks):
     """`answer(model, gather)` is (rank, name) of the parameter in which one rank differs from the others, or None.
 
-    With two ranks the rank is None: nobody can say which of two copies is the wrong one.
+    With two ranks the rank is None, because it is undecidable which of two copies is wrong.
     """
     n, rank, last = ranks.world_size, ranks.rank, ranks.world_size - 1
     for case, odd, name, change in (
@@ -529,7 +529,7 @@ def odd_one_out(answer, ranks):
         found = plain(answer(model, gather))
         wanted = None if odd is None or n == 1 else [odd if n > 2 else None, name]
         slips = {
-            f"with two copies nobody can say which is the wrong one; return (None, {name!r})": (
+            f"with two copies it is undecidable which is wrong; return (None, {name!r})": (
                 found if n == 2 and found and found[1] == name else None
             ),
             "nan is not equal to itself, but its bits are": found if found and found[1] == "2.bias" else None,
@@ -541,7 +541,7 @@ def odd_one_out(answer, ranks):
 
 
 def _model():
-    """The same on all ranks: a bias of zeros, and one that is nan on every rank."""
+    """Return a model that is identical on all ranks, with a bias of zeros and one that is nan."""
     model = seeded(lambda: nn.Sequential(nn.Linear(32, 24), nn.LayerNorm(24), nn.Linear(24, 16)), 3)
     model[2].bias.data.fill_(float("nan"))
     return model

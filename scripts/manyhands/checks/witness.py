@@ -1,7 +1,7 @@
-"""Who is to blame: what the learner's functions returned, and whose code raised an error.
+"""Record what the learner's functions returned, and decide whose code raised an error.
 
 A check calls an answer many times, hooks of an answer run long after it has returned, and an answer calls functions of
-the check. So an error is told by its traceback: code that is neither the check's nor a library's is the learner's.
+the check. So the traceback decides: code that belongs neither to the check nor to a library is the learner's.
 """
 
 import functools
@@ -34,31 +34,34 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 12
 
 
 class Changed(Exception):
-    """An answer has changed a tensor or an array that it was given."""
+    """An answer changed a tensor or an array that it was given."""
 
 
 class Witness:
-    """Sees each call of the learner's functions: what came back last, what they raised, which group they were given."""
+    """Record each call of the learner's functions: its last result, what it raised, which group it was given."""
 
     def __init__(self, body, in_place=False, in_flight=False, earlier=None):
-        """body: the function of the check, whose frames are not the learner's; in_place, in_flight: see `exercise`;
-        earlier: the witness of the first time, when this is the second."""
+        """Start without records.
+
+        body: the check's function, whose frames are not the learner's; in_place, in_flight: see `exercise`; earlier: in
+        the second trial, the witness of the first.
+        """
         self.body, self._in_place, self.in_flight, self._answer, self.group = body, in_place, in_flight, None, None
-        self._earlier, self._came = earlier, []  # prints of the numbers that came back
+        self._earlier, self._came = earlier, []  # fingerprints of the results
         self._called = self._returned = self._raised = None
 
     def watched(self, answer):
-        """`answer` as the check is to call it: a function, or a tuple with functions; anything else as it is.
+        """Wrap `answer`, a function or a tuple with functions, for the check; return anything else as it is.
 
-        Each call gets copies of nested lists and the like, and what it sets for the whole process is put back after it.
-        It raises Changed where it has changed a tensor or an array that it was given.
+        Each call gets copies of nested containers, and process-wide settings are restored after it. A call raises
+        Changed if the answer has changed a tensor or an array that it was given.
         """
         if self._answer is None:
             self._answer = answer
         if type(answer) is tuple:
             return tuple(map(self.watched, answer))
         if not callable(answer) or (isinstance(answer, type) and issubclass(answer, BaseException)):
-            return answer  # the class of an error is a name
+            return answer  # an exception class is a name
 
         @functools.wraps(answer)
         def call(*args, **kwargs):
@@ -72,7 +75,7 @@ class Witness:
                     self._returned = answer(*args, **kwargs)
                 self._came.append(_print(self._returned))
                 if unfinished(self._returned) or (self._returned is None and _is_blank(answer)):
-                    raise NotImplementedError  # an exercise as it is handed out
+                    raise NotImplementedError  # an exercise before it is attempted
             except BaseException as error:
                 self._raised = error
                 raise
@@ -84,17 +87,17 @@ class Witness:
         return call
 
     def came_before(self):
-        """Whether the numbers that came back last had come back the first time as well."""
+        """Return whether the last result also occurred in the first trial."""
         return bool(self._earlier and self._came and self._came[-1] and self._came[-1] in self._earlier._came)
 
     def is_theirs(self, error):
-        """Whether the learner's code raised it, or what that called."""
+        """Return whether the learner's code, or code that it called, raised the error."""
         return error is self._raised or any(map(self._learners, _places(error)))
 
     def where(self, error, text=" ({})"):
-        """The learner's innermost line when `error` was raised, as " (line 3: x[9])"; "" where none is known.
+        """Return the learner's innermost line when `error` was raised, as " (line 3: x[9])", or "" if there is none.
 
-        text: what stands around it.
+        text: the template around it.
         """
         trace, at = error.__traceback__, None
         while trace is not None:
@@ -106,7 +109,7 @@ class Witness:
         return text.format(f"line {at.tb_lineno}" + f": {source}" * bool(source))
 
     def said_so(self, error):
-        """Whether a line with `raise` in the learner's code (or the check's) raised it, not a library below it."""
+        """Return whether a `raise` in the learner's or the check's code raised it, not a library below."""
         trace = error.__traceback__
         while trace.tb_next is not None:
             trace = trace.tb_next
@@ -115,7 +118,7 @@ class Witness:
         return ours and "raise" in linecache.getline(path, trace.tb_lineno)
 
     def is_running(self):
-        """Whether the learner's code has called what runs now: itself, or through a library."""
+        """Return whether the learner's code made the running call, directly or through a library."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_code is not self.body.__code__:
             if self._learners(frame.f_code):
@@ -124,7 +127,7 @@ class Witness:
         return False
 
     def begins_async(self):
-        """Whether the learner's own code, no library, calls what runs now with async_op=True."""
+        """Return whether the learner's own code, not a library, makes the running call with async_op=True."""
         frame, asked = sys._getframe(1), False
         while frame is not None and frame.f_code.co_filename not in _TORCH_DISTRIBUTED:
             frame = frame.f_back
@@ -134,17 +137,17 @@ class Witness:
         return asked and frame is not None and self._learners(frame.f_code)
 
     def names(self):
-        """What the learner's functions call their arguments."""
+        """Return the parameter names of the learner's functions."""
         answers = self._answer if type(self._answer) is tuple else (self._answer,)
         codes = [code for code in map(_code, answers) if code]
         return {name for code in codes for name in code.co_varnames[: code.co_argcount]} - {"a"}
 
     def returned_none(self):
-        """Whether the last call of the learner's functions came back with None."""
+        """Return whether the last call of the learner's functions returned None."""
         return self._called is not None and self._raised is None and self._returned is None
 
     def what_came_back(self, error):
-        """A sentence for `error`, which the check's own code raised because of what it was given."""
+        """Return a sentence for `error`, which the check's own code raised over an unusable answer."""
         if self._called is None:
             return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
         if self.returned_none():
@@ -156,7 +159,7 @@ class Witness:
 
 
 def _numbers(answer, args, kwargs):
-    """[(what the answer calls it, itself, a copy)] of the tensors and arrays among its arguments."""
+    """Return [(parameter name, argument, copy)] for the tensors and arrays among the arguments."""
     code, found = _code(answer), []
     names = code.co_varnames[: code.co_argcount] if code else ()
     for name, given in (*itertools.zip_longest(names, args), *kwargs.items()):
@@ -168,7 +171,7 @@ def _numbers(answer, args, kwargs):
 
 
 def _print(found):
-    """What tells the fractions and tensors of a result from those of another; () where it holds none."""
+    """Return a fingerprint of a result's fractions and tensors, or () if it has none."""
     leaves = [x for x in tree_leaves(found) if isinstance(x, float) or (isinstance(x, torch.Tensor) and x.numel())]
     with suppress(RuntimeError, NotImplementedError):  # a tensor without numbers
         return tuple(_bytes_of(x) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
@@ -176,25 +179,25 @@ def _print(found):
 
 
 def _bytes_of(tensor):
-    """(shape, type, a hash of the bytes)."""
+    """Return (shape, type, a hash of the bytes)."""
     flat = tensor.detach().cpu().flatten().contiguous()
     return tuple(tensor.shape), tensor.dtype, hash(flat.view(torch.uint8).numpy().tobytes())
 
 
 def unfinished(found):
-    """Whether it is, or holds, the `...` or a blank `____` of an exercise as it is handed out."""
+    """Return whether a value is, or contains, the `...` or blank `____` of an unattempted exercise."""
     parts = found.values() if type(found) is dict else found if type(found) in (list, tuple) else ()
     return any(part is ... or has_blanks(part) for part in (found, *parts))
 
 
 def said(error):
-    """The error's class and the first line of what it says, where it says anything."""
+    """Return the error's class and the first line of its message, if any."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def shown(found):
-    """A value and its type in one short line: the list [3, 4, 1]; without the type where it is plain."""
+    """Describe a value in one short line with its type (the list [3, 4, 1]); omit the type if it is obvious."""
     text = " ".join(_short.repr(found).split())
     if found is None or isinstance(found, (bool, int, float)):
         return text
@@ -202,13 +205,13 @@ def shown(found):
 
 
 def listed(values):
-    """0, 1 and 2."""
+    """Join items for a sentence: 0, 1 and 2."""
     *front, last = map(str, values)
     return f"{', '.join(front)} and {last}" if front else last
 
 
 def _places(error):
-    """The code objects from where the error was caught to where it was raised."""
+    """Return the code objects from where the error was caught to where it was raised."""
     places, trace = [], error.__traceback__
     while trace is not None:
         places.append(trace.tb_frame.f_code)
@@ -217,16 +220,16 @@ def _places(error):
 
 
 def _is_library(code):
-    """Whether code is ours, Python's or an installed package's."""
+    """Return whether code is ours, Python's or an installed package's."""
     return code.co_filename.startswith(_LIBRARIES)
 
 
 def _is_blank(function):
-    """Whether a function that returned None is as short as an empty one: an exercise that is handed out as `...`."""
+    """Return whether a function that returned None is as short as an empty one, such as an unattempted exercise."""
     code = _code(function)
     return code is not None and len(code.co_code) == len((lambda: None).__code__.co_code)
 
 
 def _code(function):
-    """The code of a function, below its decorators; None where there is none in Python."""
+    """Return the code object of a function below its decorators, or None if it is not a Python function."""
     return getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

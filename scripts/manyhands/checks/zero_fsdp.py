@@ -1,8 +1,8 @@
-"""Checks of lesson 06: shares, ZeRO's movements, the global norm, predicted bytes, a model that is never whole.
+"""Checks of lesson 06: shares, ZeRO's collectives, the global norm, predicted bytes, a model that is never whole.
 
-The right answers are known without communicating: gradients are drawn from seeds that say the rank, so that each rank
-knows all of them, and the full models of builds C and D and of exercise 3 are small enough for a reference. Everything
-is in the CPU's memory, where the trial group can send. A unit is like the lesson's own: its parameters are views of a
+The right answers need no communication: gradients are drawn from seeds that contain the rank, so that each rank can
+compute all of them, and the full models of builds C and D and of exercise 3 are small enough for a reference. All
+tensors are on the CPU, where the trial group can send. A unit is like the lesson's: its parameters are views of a
 padded row.
 """
 
@@ -25,20 +25,20 @@ from manyhands.measure import wire
 
 
 def _padded(row_P, n):
-    """The row with the fewest zeros behind it that let n divide it."""
+    """Return the row with the fewest zeros appended that make its length divisible by n."""
     return F.pad(row_P, (0, -len(row_P) % n))
 
 
 def _small_storage(tensor, what):
-    """Raise Wrong where a tensor is a view of a larger one, which stays in memory as long as it does."""
+    """Raise Wrong if a tensor is a view of a larger one, which it would keep in memory."""
     held = tensor.untyped_storage().nbytes()
     if held > tensor.nbytes:
-        raise Wrong(f"{what} is right, but a view of {held} bytes, all of which stay; clone what you keep")
+        raise Wrong(f"{what} is right, but it is a view of {held} bytes, which all stay in memory; clone it")
 
 
 @exercise("A", "your share of the row")
 def my_share(answer, ranks=None):
-    """`answer(row_P, n, rank)` is the rank's piece of the row, padded and cut in n, in memory of its own."""
+    """`answer(row_P, n, rank)` is a copy of the rank's piece of the row, padded and cut in n."""
     drawn = luck(1).randrange(20, 60), luck(2).randrange(3, 8)
     for length, n in ((38, 2), (38, 4), (40, 4), (3, 5), (9, 1), drawn):
         row_P = torch.arange(1, length + 1, dtype=torch.float64)
@@ -47,7 +47,7 @@ def my_share(answer, ranks=None):
             found = answer(row_P, n, rank)
             slips = {
                 f"{n} such pieces leave out the last {length % n}; put zeros at the end": row_P[rank * size :][:size],
-                f"n divides {length}, so no zeros are needed: -{length} % {n} is 0": (
+                f"n divides {length}, so add no zeros: -{length} % {n} is 0": (
                     None if missing else F.pad(row_P, (0, n)).chunk(n)[rank]
                 ),
                 "that is the whole row; keep this rank's piece": _padded(row_P, n),
@@ -62,7 +62,7 @@ def my_share(answer, ranks=None):
 
 
 SHAPES = ((3, 5), (7,), (2, 2))  # of a unit's parameters: 26 numbers
-NO_GRADIENT = 1  # the parameter that has none, on any rank
+NO_GRADIENT = 1  # the parameter without a gradient, on every rank
 
 
 class Unit:
@@ -80,13 +80,13 @@ class Unit:
         self.share_p = nn.Parameter(share_p.clone() if apart else share_p)
 
     def gradient_row(self):
-        """The gradients in one row, padded; zeros for a parameter that has none."""
+        """Return the gradients in one padded row, with zeros for a parameter that has none."""
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         return F.pad(flat(found), (0, self.padding))
 
     @property
     def held_bytes(self):
-        """Bytes in the row's storage: 0 while it is freed."""
+        """Return the bytes in the row's storage, 0 while it is freed."""
         return self.whole_P.untyped_storage().nbytes()
 
 
@@ -111,13 +111,13 @@ def reduce_scatter(answer, ranks):
     if left := sum(p.grad.nbytes for p in unit.parameters if p.grad is not None):
         raise Wrong(f"right, but the parameters still hold {left} bytes of gradients: set each p.grad to None")
     _small_storage(grad, "share_p.grad")
-    cure = "one reduce_scatter of the row, 1 P"
+    cure = "one reduce_scatter of the row (1 P)"
     expect_traffic(seen, "share_p.grad is right", cure, calls=1, volume=unit.whole_P.nbytes)
 
 
 @exercise("B", "bring the weights back")
 def all_gather(answer, ranks):
-    """`answer(unit)` fills the unit's row, of which this rank has its updated share alone, for 1 P."""
+    """`answer(unit)` fills the unit's row, of which this rank has only its updated share, for 1 P."""
     n, rank = ranks.world_size, ranks.rank
     unit = Unit([nn.Parameter(normal(66 + i, *shape)) for i, shape in enumerate(SHAPES)], n, rank, apart=True)
     wanted_P = unit.whole_P + 1.0
@@ -132,11 +132,11 @@ def all_gather(answer, ranks):
     } | {f"every piece is that of rank {r}": wanted_P.chunk(n)[r].repeat(n) for r in range(n if n > 1 else 0)}
     expect_tensor(unit.whole_P, wanted_P, "the row of weights", slips, "everybody's updated share, in order of rank")
     expect_tensor(unit.share_p.detach(), wanted_P.chunk(n)[rank], "unit.share_p", it_is="as it was")
-    expect_traffic(seen, "the row is right", "one all_gather of the shares, 1 P", calls=1, volume=unit.whole_P.nbytes)
+    expect_traffic(seen, "the row is right", "one all_gather of the shares (1 P)", calls=1, volume=unit.whole_P.nbytes)
 
 
 def _unit_with_gradients(n, rank):
-    """A unit of the same weights on all ranks, with what backward left on `rank`: None for one parameter."""
+    """Return a unit with the same weights on all ranks and the gradients of `rank`, None for one parameter."""
     unit = Unit([nn.Parameter(normal(66 + i, *shape)) for i, shape in enumerate(SHAPES)], n, rank)
     for i, p in enumerate(unit.parameters):
         p.grad = None if i == NO_GRADIENT else (1 + rank) * normal(660 + 10 * rank + i, *p.shape)
@@ -144,7 +144,7 @@ def _unit_with_gradients(n, rank):
 
 
 class Net(nn.Module):
-    """A first and a last layer, which are the root's, and three blocks between them."""
+    """A network with a first and a last layer, which belong to the root, and three blocks between them."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Net(nn.Module):
         return self.last(x).square().mean()
 
     def freed_units(self, n, rank):
-        """{name: (unit, modules)}, the root last, each with its row freed."""
+        """Return {name: (unit, modules)}, the root last, each with its row freed."""
         one, two, three = self.blocks
         found, ends = {}, [*self.first.parameters(), *self.last.parameters()]
         for name, modules in (("block 0", [one]), ("the unit of blocks 1 and 2", [two, three]), ("the root", [self])):
@@ -242,9 +242,9 @@ def _judge_reductions(units, done, seen, turn, n, rank):
 
 
 class Watching(TorchDispatchMode):
-    """Raises Wrong where an operator uses a row that is freed, and keeps the most bytes of rows that were whole.
+    """Raise Wrong if an operator uses a freed row, and record the peak bytes of unsharded rows.
 
-    Without it the process could end there: nothing lies under such a tensor.
+    Without this check the process could crash, because such a tensor has no memory.
     """
 
     def __init__(self, units):
@@ -254,7 +254,7 @@ class Watching(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         self.most_bytes = max(self.most_bytes, sum(unit.held_bytes for unit in self.units.values()))
-        if not operator._schema.name.endswith(("_like", "::detach", "::alias")):  # these read no number
+        if not operator._schema.name.endswith(("_like", "::detach", "::alias")):  # these do not read the data
             for tensor in tree_leaves((args, kwargs)):
                 storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) and tensor.numel() else None
                 if storage is not None and storage._cdata in self._rows and not storage.nbytes():
@@ -267,7 +267,7 @@ class Watching(TorchDispatchMode):
 
 
 def _judge_step(units, seen, watching, n, rank):
-    """Raise Wrong unless each share has its mean gradient, all rows are freed, and nothing was gathered needlessly."""
+    """Raise Wrong unless each share has its mean gradient, all rows are freed, and no gather was unnecessary."""
     for name, unit in units.items():
         if unit.share_p.grad is None:
             raise Wrong(f"after backward {name}'s share has no gradient: reduce_in_backward(unit, ...) does that")
@@ -297,7 +297,7 @@ def clip_by_global_norm(answer, ranks):
     of_all = [[*(normal(60 + r, length) * (1 + r) for length in (7, 3 + 2 * r, 0)), None] for r in range(n)]
     norm = _norm(of_all).item()
     zeros = [[g if g is None else 0 * g for g in of_one] for of_one in of_all]
-    # in float32, which is what a new tensor is made of where no gradient says more
+    # in float32, the dtype of a new tensor if no gradient gives another
     last_has_none = [[g if g is None else g.float() for g in of_one] for of_one in of_all[:-1]] + [[None, None]]
     _judge_clipping(answer, ranks, of_all, 0.1 * norm, "where the limit is a tenth of the norm,")
     _judge_clipping(answer, ranks, of_all, 2 * norm, "where the limit is twice the norm,")
@@ -306,7 +306,7 @@ def clip_by_global_norm(answer, ranks):
 
 
 def _judge_clipping(answer, ranks, of_all, max_norm, case):
-    """Raise Wrong unless the answer clips what ranks hold: `of_all` lists gradients, or None, of each."""
+    """Raise Wrong unless the answer clips the ranks' gradients; `of_all` lists them, or None, for each rank."""
     mine, n = of_all[ranks.rank], ranks.world_size
     kept = [g for g in mine if g is not None]
     shares = [nn.Parameter(torch.ones(5) if g is None else torch.ones_like(g)) for g in mine]
@@ -317,15 +317,15 @@ def _judge_clipping(answer, ranks, of_all, max_norm, case):
     lengths, norm = [_norm([of_one]).item() for of_one in of_all], _norm(of_all)
     slips = {
         "all ranks call all_reduce, also one with a sum of 0": None if kept else 0.0,
-        "that is the norm of this rank's shares alone; the others' squares belong to it": lengths[ranks.rank],
-        "that is the sum of the ranks' norms; their squares add up, and the root comes after the sum": sum(lengths),
-        "that is its square; the root is missing": norm.item() ** 2,
-        "the squares were averaged over the ranks; they add up": norm.item() / n**0.5,
+        "that is the norm of this rank's shares alone; add the other ranks' squares": lengths[ranks.rank],
+        "that is the sum of the ranks' norms; sum their squares, then take the root": sum(lengths),
+        "that is its square; take the root": norm.item() ** 2,
+        "the squares were averaged over the ranks; sum them": norm.item() / n**0.5,
     }
     rel = 1e-10 if norm.dtype == torch.float64 else 1e-5
     expect_number(found, norm.item(), f"{case} the norm of all gradients, before clipping,", "", slips, rel, rel * 1e-3)
     if [share.grad is None for share in shares] != [g is None for g in mine]:
-        raise Wrong(f"{case} a share had no gradient and has one now, or lost it; leave None alone")
+        raise Wrong(f"{case} a share had no gradient and has one now, or lost it; leave a gradient of None unchanged")
     if not kept:
         return
     own, now = flat(kept), flat(share.grad for share in shares if share.grad is not None)
@@ -333,8 +333,8 @@ def _judge_clipping(answer, ranks, of_all, max_norm, case):
         raise Wrong(f"{case} they became nan: add 1e-6 to the norm before you divide by it")
     factor = (max_norm / (norm + 1e-6)).to(own.dtype)
     slips = {
-        "they are as they were; scale share.grad in place": own,
-        "scale only what is too long, never up": factor * own,
+        "they are unchanged; scale share.grad in place": own,
+        "scale only gradients with a larger norm, and never up": factor * own,
     }
     one_factor = "scaled by one factor on all ranks, max_norm / (the norm of all + 1e-6)"
     expect_tensor(now, factor.clamp(max=1) * own, f"{case} the row of gradients", slips, one_factor, close=1e-6)
@@ -342,7 +342,7 @@ def _judge_clipping(answer, ranks, of_all, max_norm, case):
 
 
 def _norm(of_all):
-    """The norm of all ranks' gradients together, those that are None left out."""
+    """Return the norm of all ranks' gradients together, ignoring None."""
     every = [g for of_one in of_all for g in of_one if g is not None]
     return flat(every).norm() if every else torch.zeros(())
 
@@ -352,7 +352,7 @@ def predict(answer, ranks=None):
     """`answer(sizes, n)` is (held, whole, gathers, communicated) of fp32, AdamW, ZeRO-3, the root last."""
     for sizes, n in (
         ([320, 320, 80], 5), ([197_888] * 4 + [25_216], 4), ([201_400_000] * 32 + [271_500_000], 20),
-        ([24, 240, 48, 12], 12), ([96], 4),  # at last the root alone
+        ([24, 240, 48, 12], 12), ([96], 4),  # finally the root alone
         ([7 * luck(i).randint(10, 999) for i in range(luck(9).randint(3, 6))], 7),
     ):  # fmt: skip
         held, whole, gathers, communicated = answer(list(sizes), n)
@@ -364,7 +364,7 @@ def predict(answer, ranks=None):
 
 
 def _quantities(sizes, n):
-    """{what is asked for: (how much, slips)}"""
+    """Return {quantity: (value, slips)}."""
     *inner, root = sizes
     total, most = sum(sizes), max(inner, default=0)
     communicated = 4 * (2 * sum(inner) + root) + 4 * total
@@ -378,7 +378,7 @@ def _quantities(sizes, n):
         "bytes whole at once": (4 * (root + most), {
             "the root stays whole from forward to backward, beside the unit that computes": 4 * most,
             "the root stays whole from forward to backward, beside the largest unit": 4 * max(sizes),
-            "units are freed when they have computed: at most one, and the root": 4 * total,
+            "units are freed after computing: at most one is whole, in addition to the root": 4 * total,
             "what is gathered is whole, not a share": 4 * (root + most) // n,
         }),
         "number of all-gathers": (2 * len(inner) + 1, {
@@ -395,16 +395,16 @@ def _quantities(sizes, n):
 
 
 def _stack():
-    """Eight layers; the first and the last do not split evenly over 2, 3 or 4 ranks."""
+    """Return eight layers; the first and the last do not split evenly over 2, 3 or 4 ranks."""
     widths = [400, 402, 400, 400, 400, 400, 400, 400, 399]
     return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
 
 
 @exercise(3, "never build the whole model", timeout_s=20.0)
 def sharded_from_meta(answer, ranks):
-    """`answer(make, mesh)` returns a sharded model with the full model's numbers, and never held more than a bit.
+    """`answer(make, mesh)` returns a sharded model with the full model's numbers, and never holds much more.
 
-    Two ranks share it; of four, two and two: the mesh says who.
+    Two ranks share it. With four ranks there are two pairs, as the mesh defines.
     """
     full, n = _stack(), 2 if ranks.world_size == 4 else ranks.world_size
     torch.manual_seed(7)
@@ -417,7 +417,7 @@ def sharded_from_meta(answer, ranks):
             model = answer(_stack, mesh)
         _judge_sharded(model, full, n, mesh.get_local_rank(), ranks)
     finally:
-        # DTensor remembers results together with their mesh, and an equal mesh of the lesson stands for other groups
+        # DTensor caches results by mesh, and an equal mesh of the lesson belongs to other groups
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
@@ -429,7 +429,7 @@ def sharded_from_meta(answer, ranks):
             f"{limit:,}: build it under torch.device('meta'), shard, then draw one weight at a time"
         )
     whole = sum(p.nbytes for p in full.parameters())
-    if held.outside_torch > whole // 2:  # less than that is what libraries need at their first call
+    if held.outside_torch > whole // 2:  # libraries need less than that at their first call
         raise Wrong(
             f"the numbers are right, but lists or numpy's arrays held {held.outside_torch:,} bytes at one moment, and "
             f"the model has {whole:,}: draw one weight at a time, and keep your rows of it alone"
@@ -437,7 +437,7 @@ def sharded_from_meta(answer, ranks):
 
 
 def _judge_sharded(model, full, n, rank, ranks):
-    """Raise Wrong unless every layer of the model is a unit, and holds this rank's rows of the full model."""
+    """Raise Wrong unless every layer of the model is a unit and holds this rank's rows of the full model."""
     shares = dict(model.named_parameters())
     for name, p in shares.items():
         if not isinstance(p, DTensor):
@@ -453,7 +453,7 @@ def _judge_sharded(model, full, n, rank, ranks):
     torch.manual_seed(7)
     drawn = {name: torch.empty(p.to_local().shape).normal_(std=0.02) for name, p in shares.items()}
     for name, whole in full.named_parameters():
-        rows = [*whole.chunk(n), *[whole[:0]] * n][rank]  # there may be fewer than ranks
+        rows = [*whole.chunk(n), *[whole[:0]] * n][rank]  # there may be fewer rows than ranks
         mistake = "it was drawn as a share, the same on every rank; draw the whole weight, then keep this rank's rows"
         it_is = "the full model's: draw whole weights in its order, after torch.manual_seed(7), and keep your share"
         own, of_all = shares[name].to_local(), [*whole.chunk(ranks.world_size), *[whole[:0]] * n][ranks.rank]
@@ -463,9 +463,9 @@ def _judge_sharded(model, full, n, rank, ranks):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made in the block have held at the same time; each storage once, meta ones not.
+    """Measure the peak bytes of tensors created in the block, counting each storage once and meta tensors not at all.
 
-    outside_torch: the same of all else, numpy's arrays and Python's objects, when the block has ended.
+    outside_torch: the peak of all other memory, numpy's arrays and Python's objects, set when the block ends.
     """
 
     def __init__(self):

@@ -31,7 +31,7 @@ def _adapter(kind: Any) -> TypeAdapter:
 
 
 def refuse_bounds(options: Any) -> None:
-    """Raises Refused for the first value of a dataclass that its type does not allow."""
+    """Raise Refused for the first value of a dataclass that its type does not allow."""
     kind: Any = type(options)
     try:
         _adapter(kind).validate_python(dataclasses.asdict(options))

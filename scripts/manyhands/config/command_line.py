@@ -23,7 +23,7 @@ KINDS = {"INT": "a whole number", "FLOAT": "a number", "{None}|INT": "a whole nu
 def parsed(kind: Any, argv: Sequence[str], prog: str, description: str | None = None, default: Any = None) -> Any:
     """A `kind`, a dataclass whose comments are the help, of a command line; `default` stands for what it leaves out.
 
-    Raises Refused with the flag, its value and what is allowed; `--help` ends the program.
+    Raise Refused with the flag, its value and what is allowed; `--help` ends the program.
     """
 
     def refuse(event):

@@ -65,7 +65,7 @@ class Layout:
         return sizes | {"context": self.context, "tensor": self.tensor}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: {"pipeline": i, "replicate": j, "shard": k, "tensor": l}."""
+        """Return where `rank` stands: {"pipeline": i, "replicate": j, "shard": k, "tensor": l}."""
         place = {}
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
@@ -94,7 +94,7 @@ def logits_at_once(layout: Layout, options: Options) -> int | None:
 
 
 def compiles(layout: Layout, options: Options) -> bool:
-    """Whether a run on GPUs that have a compiler beside them compiles its blocks and its loss."""
+    """Return whether a run on GPUs that have a compiler beside them compiles its blocks and its loss."""
     train = options.train
     if train.compile is not None:
         return train.compile
@@ -118,7 +118,7 @@ def layers_of_stages(n_layer: int, num_stages: int) -> list[range]:
 
 
 def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks_per_node: int | None = None) -> Layout:
-    """The `Layout` of `world_size` ranks for `options` and a GPTConfig. Raises LayoutError.
+    """The `Layout` of `world_size` ranks for `options` and a GPTConfig. Raise LayoutError.
 
     `ranks_per_node` (none: all on one) tells hybrid sharding where to shard: within a node.
     """

@@ -181,7 +181,7 @@ class Options:
 
 
 def read_options(argv: Sequence[str], prog: str = "train.py", description: str | None = None) -> Options:
-    """The `Options` of a command line. Raises Refused; `--help` ends the program."""
+    """The `Options` of a command line. Raise Refused; `--help` ends the program."""
     from manyhands.config.command_line import named_value, parsed  # late: it brings tyro, and plan.py needs none
 
     preset, config = named_value(argv, "--preset"), named_value(argv, "--config")
@@ -203,7 +203,7 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
 
 
 def from_preset(name: str | None) -> Options:
-    """The options of a preset (none: nano). Raises OptionError for an unknown one."""
+    """The options of a preset (none: nano). Raise OptionError for an unknown one."""
     name = "nano" if name is None else name
     if not isinstance(name, str) or name not in PRESETS:
         raise OptionError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
@@ -211,7 +211,7 @@ def from_preset(name: str | None) -> Options:
 
 
 def from_file(path: str | Path, options: Options | None = None) -> Options:
-    """A TOML file over `options` (none: over the preset that it names, or nano). Raises OptionError."""
+    """A TOML file over `options` (none: over the preset that it names, or nano). Raise OptionError."""
     file = _named(path, "config")
     if file.suffix != ".toml":
         raise OptionError(f"{file} does not end in .toml; write the options in TOML")
@@ -231,7 +231,7 @@ def _named(path, option):
 
 
 def merged(options: Any, values: Mapping[str, Any], source: object) -> Any:
-    """`options` with the nested dict `values` over it, types checked. Raises OptionError naming the source."""
+    """`options` with the nested dict `values` over it, types checked. Raise OptionError naming the source."""
     known = {f.name: f.type for f in dataclasses.fields(options)}
     hints, changes = typing.get_type_hints(type(options)), {}
     for name, value in values.items():
@@ -265,7 +265,7 @@ def _typed(value: Any, kind: Any, source: str) -> Any:
 
 
 def validate(options: Options) -> None:
-    """Refuse values that make no sense on any number of ranks. Raises OptionError."""
+    """Refuse values that make no sense on any number of ranks. Raise OptionError."""
     if fault := next(_faults(options), None):
         raise OptionError(fault)
     from manyhands.gpt.model import GPTConfig  # late: it brings torch, and who plans a run needs none
@@ -301,7 +301,7 @@ def _faults(options):
 
 
 def model_config(options: Options, vocab_size: int, separator: int | None = None) -> "GPTConfig":
-    """The GPTConfig of a run on a corpus with `vocab_size` different tokens. Raises OptionError if it does not fit.
+    """The GPTConfig of a run on a corpus with `vocab_size` different tokens. Raise OptionError if it does not fit.
 
     `separator`: the token that begins each of its documents, if it has several.
     """

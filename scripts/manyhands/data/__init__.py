@@ -1,1 +1,1 @@
-"""From a text to the batches of each rank."""
+"""Prepare a text and draw each rank's batches from it."""

@@ -1,12 +1,12 @@
-"""A text as numbers, and batches from it.
+"""Load a text as token ids and draw batches from it.
 
     corpus = load_corpus(ranks)                      # Shakespeare; all ranks must call it
     corpus = open_text("data/mine", ranks)           # a text of your own, by scripts/prepare_data.py; all ranks
     x_bT, y_bT = get_batch(corpus.train_ids, step, 12, 64, rank, world_size, seed)
-    verify_text("data/mine")                         # reads every byte: has one changed?
+    verify_text("data/mine")                         # reads every byte and checks it
 
-The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`), or where none has it, the
-manual that every Python carries, which every run then says. A text of your own is a folder:
+The course's corpus is Shakespeare (from a file, the cache or the web: see `shakespeare`). Without it, Python's own
+manual is used, and every run reports that. A text of your own is a folder:
 
     data/mine/manifest.json            what is here, with the sha256 of every file
               tokenizer.json           of `tokenizers`, or the characters; see `tokenizer`
@@ -14,8 +14,8 @@ manual that every Python carries, which every run then says. A text of your own 
               validation-00000.bin(.json)
               report.json, report.png  what was dropped, and why: see `preparation`
 
-Its tokens stay on the disk: a rank reads those of its windows. A window begins anywhere, so it packs what follows each
-other: the end of one document, some whole ones, the beginning of another. Data sets of other kinds: `samplers` says
+Its tokens stay on disk, and a rank reads those of its windows. A window begins anywhere, so it packs consecutive
+documents: the end of one, some complete ones, the beginning of another. Data sets of other kinds: `samplers` says
 which items a rank reads, `token_files` brings tokens to the ranks.
 
 Shapes: T positions, B sequences in the global batch, b this rank's.
@@ -43,7 +43,7 @@ from manyhands.launch.join import refuse
 from manyhands.launch.program import explained, say
 from manyhands.launch.ranks import Agreement
 
-MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a text of one's own
+MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"  # of a user's text
 SPLITS = ("train", "validation")
 OPEN_FILES = 100  # at once; most systems allow 1,024
 
@@ -62,7 +62,7 @@ class Corpus:
 
     @classmethod
     def from_text(cls, name, text):
-        """Of one text: id i is the i-th character of its alphabet. 90 % train."""
+        """Make a corpus of one text: id i is the i-th character of its alphabet; 90 % are for training."""
         tokenizer = CharTokenizer(sorted(set(text)))
         ids = tokenizer.encode(text)
         cut = len(ids) * 9 // 10
@@ -71,38 +71,38 @@ class Corpus:
 
     @property
     def vocab(self):
-        """What each id stands for, as text."""
+        """Return the text of each id."""
         return self.tokenizer.vocab
 
     @property
     def separator(self):
-        """The id that begins each document; None: this is one text."""
+        """Return the id that begins each document, or None for a single text."""
         return self.tokenizer.separator
 
     def encode(self, text):
-        """The ids of `text`, torch.long [T]. Raises ValueError for a character that the vocabulary lacks."""
+        """Return the ids of `text`, torch.long [T]. Raise ValueError for a character that the vocabulary lacks."""
         return self.tokenizer.encode(text)
 
     def decode(self, ids):
-        """The text of `ids`, a tensor [T] or a list."""
+        """Return the text of `ids`, a tensor [T] or a list."""
         return self.tokenizer.decode(ids)
 
     def metadata(self):
-        """What metrics.json records of it."""
+        """Return the description for metrics.json."""
         of_tokenizer = {"vocab_size": len(self.vocab), "tokenizer": self.tokenizer.kind}
         return {"name": self.name, **self.counts, **of_tokenizer, "sha256": self.sha256}
 
     def vocabulary(self):
-        """What a checkpoint keeps beside `metadata`, so that its model can write."""
+        """Return the vocabulary that a checkpoint keeps in addition to `metadata`, so that its model can write text."""
         return {"alphabet": self.vocab} if self.separator is None else {"vocabulary": self.tokenizer.content}
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):
-    """This rank's share of global batch number `step`: inputs and targets, torch.long [b, T].
+    """Return this rank's share of global batch number `step`: inputs and targets, torch.long [b, T].
 
-    Targets are one token further. The same (seed, step) draws the same global batch for any number of ranks:
+    Targets are shifted by one token. The same (seed, step) draws the same global batch for any number of ranks:
     rank r takes the r-th of `world_size` equal cuts. Windows start anywhere and may overlap, as in nanoGPT.
-    Raises ValueError if the batch does not split, or if the text is too short for one window.
+    Raise ValueError if the batch does not split, or if the text is too short for one window.
     """
     if global_batch < 1 or global_batch % world_size:
         why = f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}"
@@ -119,11 +119,11 @@ def get_batch(ids, step, global_batch, block, rank, world_size, seed):
 
 
 def load_corpus(ranks=None):
-    """The corpus, the same on all ranks. All ranks must call it.
+    """Return the corpus, the same on all ranks. All ranks must call it.
 
-    Rank 0 finds the text while the others wait, and sends the text, or what went wrong, to all of them: one
-    process downloads, nobody waits for a rank that gave up, and no two nodes train on different texts.
-    Raises DataError; a script ends with status 2 on all ranks instead, after one sentence.
+    Rank 0 finds the text while the others wait, and sends the text or its error to all of them. So only one process
+    downloads, no rank waits for one that failed, and no two nodes train on different texts.
+    Raise DataError; a script ends with status 2 on all ranks instead, after one sentence.
     """
     try:
         if ranks is not None and dist.is_initialized():
@@ -140,7 +140,7 @@ def load_corpus(ranks=None):
 
 
 def _find():
-    """(name, text, what people should know) of the first source that has a text. Raises DataError."""
+    """Return (name, text, note to the user) of the first source that has a text. Raise DataError."""
     content, why_not = shakespeare.find()
     if content is not None:
         return "shakespeare", content.decode(), None
@@ -184,7 +184,7 @@ class Manifest(Signed):
 class ShardedTokens:
     """The tokens of several files as one row: `ids[index]` are torch.long, on `device`, of an index of any shape.
 
-    They are read from the files, not mapped: a file that is cut under a memory map ends the process without a word.
+    They are read from the files, not mapped: a file truncated under a memory map kills the process silently.
     """
 
     def __init__(self, files, num_tokens, device="cpu"):
@@ -198,11 +198,11 @@ class ShardedTokens:
         return int(self._ends[-1])
 
     def to(self, device):
-        """The same tokens, which stay where they are, for another device."""
+        """Return the same tokens, which stay on disk, for another device."""
         return ShardedTokens(self.files, self._num_tokens, device)
 
     def __getitem__(self, index):
-        """Raises IndexError for a place behind the last, DataError for a file that has changed."""
+        """Raise IndexError for a place after the last, DataError for a file that has changed."""
         if isinstance(index, slice):
             index = torch.arange(*index.indices(len(self)))
         places = torch.as_tensor(index).cpu().numpy()
@@ -232,7 +232,7 @@ class ShardedTokens:
 def open_text(folder, ranks=None):
     """The Corpus in `folder`, the same on all ranks, which all must call it.
 
-    Sizes are checked, and the tokenizer's sha256; `verify_text` checks the rest. Raises DataError, on all ranks alike.
+    Sizes are checked, and the tokenizer's sha256; `verify_text` checks the rest. Raise DataError, on all ranks alike.
     """
     if ranks is None or not dist.is_initialized():
         return _open(folder)
@@ -274,7 +274,7 @@ def _tokenizer_in(folder, about):
 
 
 def read_manifest(folder):
-    """manifest.json of a prepared text, a Manifest. Raises DataError with the cure."""
+    """Return the Manifest of a prepared text. Raise DataError with the cure."""
     path = Path(os.path.expanduser(folder)) / MANIFEST
     with explained(DataError, "prepare the text again, or copy the folder again", path):
         try:
@@ -285,7 +285,7 @@ def read_manifest(folder):
 
 
 def verify_text(folder):
-    """Read all of a prepared text and compare it with its checksums: the number of bytes read. Raises DataError."""
+    """Read all of a prepared text, check its checksums, and return the number of bytes read. Raise DataError."""
     text = _open(folder)
     read = [tokens.verify() for tokens in (*text.train_ids.files, *text.val_ids.files)]
     return sum(tokens.count * tokens.itemsize for tokens in read)

@@ -1,4 +1,4 @@
-"""Documents: cut from files of text, and those dropped that are not worth learning from or say the same as another.
+"""Cut files of text into documents, and drop documents of low quality and copies.
 
     paths = find_files(["essays/", "posts.jsonl.gz"])          # a folder stands for the text files below it
     for raw in raw_documents(paths):                           # in the order of files and lines, numbered from 0
@@ -51,14 +51,14 @@ BYTE_ORDER_MARKS = {
     b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32BE", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16BE"
 }  # fmt: skip
 REASONS = ("too short", "few letters", "repeated lines", "long runs")
-RUN = 8  # so many equal characters in a row are no word
+RUN = 8  # this number of equal characters in a row is not a word
 ORDERS, BANDS, ROWS = 128, 21, 6
 SHINGLE = 5  # words
 AT_ONCE = 512  # shingles times ORDERS numbers of 8 bytes stay in a core's cache
 
 _words = re.compile(r"\w+").findall
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-# h -> a h + b mod 2^64 orders all numbers anew, where a is odd
+# h -> a h + b mod 2^64 permutes all numbers if a is odd
 _A_K, _B_K = np.random.default_rng(20_1997).integers(0, 2**64, (2, ORDERS), np.uint64)
 _A_K |= np.uint64(1)
 
@@ -76,7 +76,7 @@ class RawDocument:
 
 
 def find_files(names: Iterable[str | Path]) -> list[Path]:
-    """The files that `names` (files and folders) stand for, a folder's in order. Raises DataError."""
+    """Return the files that `names` (files and folders) stand for, a folder's in order. Raise DataError."""
     found, endings = [], (*TEXTS, *RECORDS)
     for path in (Path(os.path.expanduser(name)) for name in names):
         with explained(DataError, "check the name, or leave it out", path):
@@ -93,7 +93,7 @@ def find_files(names: Iterable[str | Path]) -> list[Path]:
 
 
 def raw_documents(paths: Iterable[Path], blank_lines: int = 2, text_field: str = "text") -> Iterator[RawDocument]:
-    """Yield the documents of `paths` in order. Raises DataError for a file that is empty or cannot be read."""
+    """Yield the documents of `paths` in order. Raise DataError for a file that is empty or cannot be read."""
     number = 0
     for path in paths:
         before, records = number, _kind(path) in (*RECORDS, ".json")
@@ -123,7 +123,7 @@ def _kind(path):
 
 
 def _content(path):
-    """What is in a file, unpacked. What is not packed is read where it is looked at, once for all ranks of a node."""
+    """Return a file's unpacked content. A file that is not packed is mapped, so that a node's ranks share it."""
     with explained(DataError, "leave it out", path), open_regular(path) as file:
         if path.suffix != ".gz":
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
@@ -134,7 +134,7 @@ def _content(path):
 
 
 def text_of(raw: RawDocument) -> str:
-    """The text of a document. Raises DataError, with file and place, for what is no UTF-8 or no record with text."""
+    """The text of a document. Raise DataError, with file and place, for what is no UTF-8 or no record with text."""
     content, convert = raw.content, "convert it: iconv -f {} -t utf-8 " + f"{raw.path} > new.txt"
     name = next((name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark)), None)
     if raw.begin == 0 and name:

@@ -64,7 +64,7 @@ def all_plays(plays: Path) -> dict[str, str]:
 
 
 def tiny_shakespeare(plays: Path) -> bytes:
-    """Return Tiny Shakespeare. Raises OSError where `plays` lacks one of its nine plays.
+    """Return Tiny Shakespeare. Raise OSError where `plays` lacks one of its nine plays.
 
     Another edition of the plays gives other bytes: compare the sha256.
     """

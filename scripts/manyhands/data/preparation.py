@@ -42,7 +42,7 @@ FATES = ("kept", *REASONS, "exact copy", "near copy")
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """How a text is to be prepared."""
+    """The options for preparing a text."""
 
     tokenizer: Literal["bpe", "char"] = "bpe"
     vocab_size: Annotated[int, Field(ge=257, le=10**6)] = 4096  # of bpe: the separator, 256 bytes, and merges
@@ -50,18 +50,18 @@ class PrepareConfig:
     held_out: tuple[str, ...] = ()  # names of files that validate, instead of such a share
     blank_lines: Annotated[int, Field(ge=0, le=1000)] = 2  # that end a document of plain text; 0: a file is one
     text_field: str = "text"  # of JSON lines
-    near: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 0.8  # so similar ones are copies; 2: only equal ones
+    near: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 0.8  # copies' similarity; 2: only equal ones
     quality: Quality = field(default_factory=Quality)
     shard_bytes: int = 8 * 2**20  # of text: enough shards for many ranks, and few files
-    sample_bytes: int = 100 * 10**6  # of text that BPE learns from; more changes hardly a merge
+    sample_bytes: int = 100 * 10**6  # BPE training sample; a larger one barely changes the merges
 
     def cut(self, paths):
-        """The documents of `paths` in order: see `raw_documents`."""
+        """Return the documents of `paths` in order: see `raw_documents`."""
         return documents.raw_documents(paths, self.blank_lines, self.text_field)
 
 
 class Seen(NamedTuple):
-    """What was noted of a document."""
+    """A document's record."""
 
     number: int  # among all documents of all files, from 0
     num_bytes: int
@@ -72,9 +72,9 @@ class Seen(NamedTuple):
 
 
 def prepare_text(names, folder, config, ranks, replace=False, tell=print):
-    """Write the folder, and return what report.json holds. All ranks call it; `tell` hears of the progress on rank 0.
+    """Write the folder, and return what report.json holds. All ranks call it; `tell` gets the progress on rank 0.
 
-    Raises DataError on all ranks alike, and leaves no manifest behind: what is half written is not a prepared text.
+    Raise DataError on all ranks alike, and leaves no manifest behind: what is half written is not a prepared text.
     """
     agreement, held = Agreement(ranks, None, DataError), contextlib.ExitStack()
     if ranks.world_size > 1:  # ranks share the cores; alone, the library learns on all of them
@@ -105,7 +105,7 @@ def _begin(names, folder, replace, held, host):
 
 
 def _ours(folder, replace):
-    """The files of a text that may go. Raises DataError where that was not asked for: a text is whole, or foreign."""
+    """The files of a text that may go. Raise DataError where that was not asked for: a text is whole, or foreign."""
     there = [path for path in folder.iterdir() if path.name != WRITER] if folder.is_dir() else []
     ours = [path for path in there if re.fullmatch(OURS, path.name)]
     killed = (folder / WRITER).exists() and not (folder / MANIFEST).exists()
@@ -116,7 +116,7 @@ def _ours(folder, replace):
 
 
 def _written(folder, action, *about):
-    """`action(folder, *about)`. Raises DataError for what the disk says, or for another who writes there."""
+    """`action(folder, *about)`. Raise DataError for what the disk says, or for another who writes there."""
     with explained(DataError, "mend that, or name another folder with --to", folder, "written"):
         return action(folder, *about)
 
@@ -168,7 +168,7 @@ def _decide(gathered, paths, config, say):
 
 
 def _fates(seen, near):
-    """([one of FATES], {copy: the earlier document that it is like}). Raises DataError if nothing stays."""
+    """([one of FATES], {copy: the earlier document that it is like}). Raise DataError if nothing stays."""
     good = [one for one in seen if one.verdict is None]
     fates, original = [one.verdict or "kept" for one in seen], {}
     if not good:

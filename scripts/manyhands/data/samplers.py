@@ -1,4 +1,4 @@
-"""Which items of a data set this rank reads: its share of all of them, or what it draws for itself.
+"""Choose the items of a data set that this rank reads: its share of all, or a random draw.
 
     sampler = PartitionedSampler(len(dataset), rank, world_size, seed=1)
     loader = DataLoader(dataset, batch_size=b, sampler=sampler)
@@ -47,14 +47,14 @@ class _Resumable(Sampler):
         self._position = self._end  # asked for more than there is: the others are at the end, too
 
     def state_dict(self, position=None):
-        """Where this epoch stands: {"epoch", "position", and what the order follows from}, whole numbers all.
+        """Return where this epoch stands: {"epoch", "position", and what the order follows from}, whole numbers all.
 
         `position`: how far the training is; None: how far the indices were given; the same where nobody asks ahead.
         """
         return {"epoch": self.epoch, "position": self._position if position is None else position} | self._settings
 
     def load_state_dict(self, state):
-        """Go on from there. Raises ValueError if the state belongs to another order."""
+        """Resume from a state. Raise ValueError if the state belongs to another order."""
         for name, own in self._settings.items():
             if state.get(name) != own:
                 why = f"the state was saved with {name}={state.get(name)} and this sampler has {name}={own}"
@@ -81,7 +81,7 @@ class PartitionedSampler(_Resumable):
     """
 
     def __init__(self, length, rank, world_size, seed=0, shuffle=True, drop_last=False):
-        """Raises ValueError for numbers that make no sense."""
+        """Raise ValueError for numbers that make no sense."""
         super().__init__(length, rank, world_size, end=length, seed=seed, shuffle=shuffle)
         self.shuffle, self.drop_last = shuffle, drop_last
 
@@ -100,19 +100,19 @@ class PartitionedSampler(_Resumable):
 
     @property
     def rounds(self):
-        """How many items the longest rank has left at the start of the next iteration: the same number on all ranks."""
+        """Return the number of items that the longest rank has left for the next iteration, equal on all ranks."""
         left = self.length - self.start
         return left // self.world_size if self.drop_last else -(-left // self.world_size)
 
     def __len__(self):
-        """How many items this rank has left at the start of the next iteration."""
+        """Return how many items this rank has left at the start of the next iteration."""
         if self.drop_last:
             return self.rounds
         return len(range(self.start + self.rank, self.length, self.world_size))
 
 
 class DrawnSampler(_Resumable):
-    """Each rank draws `num_samples` items per epoch at random, with replacement, from a stream of its own.
+    """Each rank draws `num_samples` items per epoch at random, with replacement, from a separate stream.
 
     An epoch then is a number of draws: some items come twice, and of N items N draws miss (1 - 1/N)^N, about 37 %. In
     return nobody needs a common order. A *position* counts the draws of one rank.
@@ -124,7 +124,7 @@ class DrawnSampler(_Resumable):
     """
 
     def __init__(self, length, rank, world_size, num_samples, seed=0):
-        """`num_samples`: this rank's per epoch. Raises ValueError for numbers that make no sense."""
+        """`num_samples`: this rank's per epoch. Raise ValueError for numbers that make no sense."""
         super().__init__(length, rank, world_size, end=num_samples, seed=seed, num_samples=num_samples)
         if length == 0:
             raise ValueError("length=0 leaves nothing to draw from; give at least one item")
@@ -136,7 +136,7 @@ class DrawnSampler(_Resumable):
         return self._give(draws[self.start :].tolist(), stride=1)
 
     def __len__(self):
-        """How many draws this rank has left at the start of the next iteration."""
+        """Return how many draws this rank has left at the start of the next iteration."""
         return self.num_samples - self.start
 
 

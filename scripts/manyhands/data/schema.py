@@ -1,4 +1,4 @@
-"""JSON files of ours: each is held to a schema, and read here alone.
+"""Read and write this course's JSON files, each checked against a schema.
 
 class About(Signed): ...
 about = About.signed(count=3)               # its sha256 is that of everything else in it
@@ -30,12 +30,12 @@ class Schema(BaseModel):
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """The values in a file. Raises OSError, or ValueError with the first thing that is wrong."""
+        """The values in a file. Raise OSError, or ValueError with the first thing that is wrong."""
         return cls.parsed(read_regular(path))
 
     @classmethod
     def parsed(cls, content: bytes | str) -> Self:
-        """The values in a file's content. Raises ValueError with the first thing that is wrong."""
+        """The values in a file's content. Raise ValueError with the first thing that is wrong."""
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
@@ -48,24 +48,24 @@ class Schema(BaseModel):
             raise ValueError(f"{where}{visible(why[:1].lower() + why[1:], 300)}") from None
 
     def content(self) -> str:
-        """What a file holds of it."""
+        """Return the file's content."""
         return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
 
 
 class Partly(Schema):
-    """Of which we read these names; there may be more."""
+    """A Schema that allows unknown fields."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class Signed(Schema):
-    """A file that says the sha256 of its own values: what a disk, a copy or an editor changed is found."""
+    """A file that contains the sha256 of its own values, so that any change is detected."""
 
     sha256: Sha256
 
     @classmethod
     def signed(cls, **values: Any) -> Self:
-        """Of the other values. Raises TypeError for what JSON cannot hold, ValueError for what `read` would refuse."""
+        """Sign the other values. Raise TypeError for what JSON cannot hold, ValueError for what `read` would refuse."""
         unsigned = super().parsed(json.dumps({**values, "sha256": "0" * 64}))
         return unsigned.model_copy(update={"sha256": unsigned.fingerprint()})
 
@@ -82,7 +82,7 @@ class Signed(Schema):
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a file to read its bytes. Raises OSError, also for a fifo, whose writer would be waited for, or a device."""
+    """Open a file to read its bytes. Raise OSError, also for a fifo, whose writer would be waited for, or a device."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -91,7 +91,7 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def read_regular(path: Path | str) -> bytes:
-    """The bytes of a file that fits into memory beside what it describes. Raises OSError."""
+    """The bytes of a file that fits into memory beside what it describes. Raise OSError."""
     with open_regular(path) as file:
         if (num_bytes := os.fstat(file.fileno()).st_size) > LARGEST:
             raise OSError(errno.EFBIG, f"{num_bytes:,} bytes, and at most {LARGEST:,} are read", str(path))
@@ -99,5 +99,5 @@ def read_regular(path: Path | str) -> bytes:
 
 
 def visible(text: str, most: int = SHOWN) -> str:
-    """At most `most` characters of what somebody else wrote, on one line."""
+    """Return at most `most` characters of untrusted text, on one line."""
     return "".join(c if c.isprintable() else "." for c in text[:most])

@@ -1,4 +1,4 @@
-"""Where the text comes from: a named file, the cache, the plays, the web, or what every Python carries. No ranks here.
+"""Find the text: in a named file, the cache, the plays, the web, or Python's own manual, without ranks.
 
 `find()` takes Shakespeare from the first of: the file that MANYHANDS_SHAKESPEARE names; the cache
 (MANYHANDS_DATA, else the course's data/, the environment's share/manyhands/data, ~/.cache/manyhands); the plays that
@@ -38,7 +38,7 @@ class DataError(Refused):
 def find():
     """(content, None), or (None, why nothing was found).
 
-    Raises DataError for a wrong file, a corrupt download, or a cache that cannot be written.
+    Raise DataError for a wrong file, a corrupt download, or a cache that cannot be written.
     """
     if found := at_hand():
         return found[1], None
@@ -52,7 +52,7 @@ def find():
 
 
 def at_hand():
-    """Return (where, content) of what is on this machine already, or None. Raises DataError for a wrong file."""
+    """Return (where, content) of what is on this machine already, or None. Raise DataError for a wrong file."""
     if named := settings.path("MANYHANDS_SHAKESPEARE"):
         cure = "name the file that data/README.md describes or unset the variable"
         with explained(DataError, "name the file or unset the variable MANYHANDS_SHAKESPEARE"):
@@ -72,7 +72,7 @@ def from_plays():
 
 
 def checked(content, where, cure):
-    """`content`, if it is Shakespeare. Raises DataError, with the cure, if it is not."""
+    """`content`, if it is Shakespeare. Raise DataError, with the cure, if it is not."""
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != SHA256:
         differs = f"{len(content):,} bytes of {NUM_BYTES:,}, sha256 {sha256[:8]} instead of {SHA256[:8]}"
@@ -81,7 +81,7 @@ def checked(content, where, cure):
 
 
 def cache_folders():
-    """Where the file may lie, best first: MANYHANDS_DATA, else the course's, the environment's, the user's."""
+    """Return where the file may lie, best first: MANYHANDS_DATA, else the course's, the environment's, the user's."""
     if named := settings.path("MANYHANDS_DATA"):
         return [named]
     users = Path(settings.environment().get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
@@ -91,7 +91,7 @@ def cache_folders():
 
 
 def from_cache():
-    """(path, content) of the cached file, or None. Raises DataError if it is another file."""
+    """(path, content) of the cached file, or None. Raise DataError if it is another file."""
     for folder in cache_folders():
         path = folder / FILE_NAME
         try:
@@ -105,7 +105,7 @@ def from_cache():
 def store(content):
     """Put the checked file into the first cache folder that takes it, complete or not at all; its path.
 
-    Raises DataError, with what each folder said, if none does.
+    Raise DataError, with what each folder said, if none does.
     """
     refused = []
     for folder in cache_folders():
@@ -122,7 +122,7 @@ def store(content):
 def download(url):
     """(content, None), or (None, why the web did not answer) after CONNECT_S + 2 s without a connection.
 
-    Raises DataError for a download that arrived and is not the file: a broken transfer, or a log-in page.
+    Raise DataError for a download that arrived and is not the file: a broken transfer, or a log-in page.
     """
     heard = queue.SimpleQueue()
 

@@ -7,7 +7,7 @@
 program can read it (`numpy.fromfile(path, "<u2")`) and every rank knows where its share begins without reading what
 lies before it. Shares are contiguous, differ by at most one token, and together are the file. Ways to them:
 
-    memory_map(path)[share(n, rank, world_size)]      each rank reads for itself; nothing is said between ranks
+    memory_map(path)[share(n, rank, world_size)]      each rank reads for itself, without communication
     read_own_file(folder, rank, world_size)           one file per rank, written before by write_own_files()
     read_mpi_io(path, comm)                           MPI reads one file for all ranks together
     scatter_from_readers(path, n_readers, ranks)      few ranks read and send the others theirs
@@ -42,7 +42,7 @@ END = object()  # what reading gives behind the last batch
 
 
 class Tokens(Schema):
-    """What a file of tokens holds; all but `path` stands in its .json, or in the manifest of a prepared text."""
+    """The description of a file of tokens; all except `path` is in its .json, or in a prepared text's manifest."""
 
     format: Literal["manyhands tokens 1"] = "manyhands tokens 1"
     count: Count  # tokens
@@ -65,7 +65,7 @@ class Tokens(Schema):
         return DTYPES[self.dtype].itemsize
 
     def at(self, path):
-        """These tokens as they lie in the file `path`: its size is checked. Raises DataError."""
+        """These tokens as they lie in the file `path`: its size is checked. Raise DataError."""
         with explained(DataError, "write both files anew with write_tokens()"), open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes != self.count * self.itemsize:
@@ -74,7 +74,7 @@ class Tokens(Schema):
         return self.model_copy(update={"path": str(path)})
 
     def verify(self):
-        """Read all of the file and compare it with its sha256: these tokens. Raises DataError."""
+        """Read all of the file and compare it with its sha256: these tokens. Raise DataError."""
         with open_regular(self.path) as file:
             _compare(self, hashlib.file_digest(file, "sha256").hexdigest())
         return self
@@ -83,7 +83,7 @@ class Tokens(Schema):
 def write_tokens(path, ids):
     """Write `ids` (whole numbers, [N]) to `path` and what they are to `path`.json: Tokens. One process calls it.
 
-    Both are complete or not there under these names. Raises ValueError for what is no row of ids below 2^32, OSError.
+    Both are complete or not there under these names. Raise ValueError for what is no row of ids below 2^32, OSError.
     """
     ids = np.asarray(ids)
     lowest, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
@@ -103,7 +103,7 @@ def write_tokens(path, ids):
 
 
 def describe_tokens(path):
-    """The Tokens in `path`, by its .json and its size; their bytes are not read. Raises DataError naming the file."""
+    """The Tokens in `path`, by its .json and its size; their bytes are not read. Raise DataError naming the file."""
     beside = Path(f"{path}.json")
     with explained(DataError, "write both files anew with write_tokens()", beside):
         tokens = Tokens.read(beside)
@@ -114,25 +114,25 @@ def memory_map(path):
     """All tokens of `path` as a tensor [N], torch.uint16 or uint32, of which only what is looked at is read.
 
     Ranks of one node share the pages that were read. Slice first, then `.long()`: torch computes next to nothing with
-    these two dtypes. Raises DataError naming the file if its size is wrong; its bytes are checked by `verify_tokens`.
+    these two dtypes. Raise DataError naming the file if its size is wrong; its bytes are checked by `verify_tokens`.
     """
     tokens = describe_tokens(path)
     return torch.from_file(str(path), shared=False, size=tokens.count, dtype=DTYPES[tokens.dtype])
 
 
 def verify_tokens(path):
-    """Read all of `path` and compare it with its sha256: Tokens. Raises DataError naming the file."""
+    """Read all of `path` and compare it with its sha256: Tokens. Raise DataError naming the file."""
     return describe_tokens(path).verify()
 
 
 def _compare(tokens, sha256):
-    """Raises DataError if the bytes that were read have another sha256."""
+    """Raise DataError if the bytes that were read have another sha256."""
     if sha256 != tokens.sha256:
         raise DataError(f"{tokens.path} has changed since it was written (other sha256); copy it again")
 
 
 def share(n, rank, world_size):
-    """This rank's slice of n things in a row; the first n % world_size ranks have one more. Raises ValueError."""
+    """This rank's slice of n things in a row; the first n % world_size ranks have one more. Raise ValueError."""
     if n < 0 or not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of {world_size} has no share of {n} things; use ranks 0 to {world_size - 1}")
     each, more = divmod(n, world_size)
@@ -151,7 +151,7 @@ def write_own_files(folder, ids, world_size):
 
 
 def read_own_file(folder, rank, world_size):
-    """This rank's share from its own file in `folder`: tensor [b], its sha256 checked. Raises DataError."""
+    """This rank's share from its own file in `folder`: tensor [b], its sha256 checked. Raise DataError."""
     path = _own_file(folder, rank, world_size)
     if not path.exists():
         there = ", ".join(sorted(other.name for other in Path(folder).glob(f"tokens-{rank:05d}-of-*.bin"))) or "none"
@@ -167,7 +167,7 @@ def read_mpi_io(path, comm):
 
     MPI may let few processes touch the disk, in large pieces, and pass on what they read ("two-phase I/O"): so the
     ranks must call together. A share has less than 2^31 tokens: many libraries count in 32 bits.
-    Raises DataError, on all ranks alike; ValueError without an MPI world.
+    Raise DataError, on all ranks alike; ValueError without an MPI world.
     """
     if comm is None:
         raise ValueError("read_mpi_io needs an MPI world; start with mpiexec -n 4 python ...")
@@ -208,7 +208,7 @@ def scatter_from_readers(path, n_readers, ranks):
 
     The ranks form `n_readers` rows of neighbours; the first of each row reads what its row needs and sends it on, as a
     scatter does (torch's own wants equal parts). With one reader per node, each byte enters each node once.
-    Raises DataError, on all ranks alike; ValueError, before anything is sent, if `n_readers` is not 1 to world_size.
+    Raise DataError, on all ranks alike; ValueError, before anything is sent, if `n_readers` is not 1 to world_size.
     """
     n = ranks.world_size
     if not 1 <= n_readers <= n:
@@ -249,7 +249,7 @@ class Prefetch:
     """
 
     def __init__(self, batches, depth=2):
-        """Raises ValueError for a depth below 1."""
+        """Raise ValueError for a depth below 1."""
         if depth < 1:
             raise ValueError(f"depth={depth} keeps no batch ready; use 1 or more")
         self.depth, self.waited_s, self.read_s = depth, 0.0, 0.0

@@ -52,14 +52,14 @@ Tokens = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1
 
 
 class Characters(Schema):
-    """What a file keeps of a CharTokenizer."""
+    """The content of a CharTokenizer's file."""
 
     format: Literal["manyhands characters 1"] = CHARACTERS
     symbols: Tokens
 
 
 class Tokenizer(Protocol):
-    """What a text, a model and a server ask of a tokenizer."""
+    """The interface of a tokenizer for texts, models and servers."""
 
     kind: str  # "char" or "bpe"
     vocab: list[str]  # token i as text
@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
     content: dict  # what a file keeps of it: see `tokenizer_from`
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of `text`, torch.long [N]. Raises ValueError for a character that has none."""
+        """The ids of `text`, torch.long [N]. Raise ValueError for a character that has none."""
 
     def decode(self, ids: torch.Tensor | Iterable[int]) -> str:
         """The text of `ids`."""
@@ -110,7 +110,7 @@ class BpeTokenizer:
     kind = "bpe"
 
     def __init__(self, content):
-        """Raises DataError for what is no such tokenizer."""
+        """Raise DataError for what is no such tokenizer."""
         from tokenizers import Tokenizer
 
         try:
@@ -170,7 +170,7 @@ def characters_of(texts: Iterable[str]) -> CharTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """BPE of at most `vocab_size` tokens, learned from `texts`; fewer where no pair occurs twice any more.
 
-    The same texts give the same merges. Raises ValueError for a size that has no room for the separator and 256 bytes.
+    The same texts give the same merges. Raise ValueError for a size that has no room for the separator and 256 bytes.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size={vocab_size} has no room for 256 bytes and the separator; use 257 or more")
@@ -209,7 +209,7 @@ def byte_encoder(merges: list[tuple[int, int]], pieces: re.Pattern) -> Callable[
 
 
 def tokenizer_from(content: dict) -> Tokenizer:
-    """The tokenizer that `content`, of its `.content`, describes. Raises DataError for what is none."""
+    """The tokenizer that `content`, of its `.content`, describes. Raise DataError for what is none."""
     if isinstance(content, dict) and content.get("format") == CHARACTERS:
         try:
             return CharTokenizer(Characters.parsed(json.dumps(content)).symbols)

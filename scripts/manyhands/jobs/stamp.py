@@ -94,7 +94,7 @@ class Site:
 
 
 def jobs_folder():
-    """The folder of the job files: of the course in which we are, else of that around the package. Raises JobError."""
+    """The folder of the job files: of the course in which we are, else of that around the package. Raise JobError."""
     for course in (Path.cwd(), Path.cwd().parent, ROOT):
         if (course / "jobs" / "sites").is_dir():
             return course / "jobs"
@@ -102,7 +102,7 @@ def jobs_folder():
 
 
 def sites():
-    """{name: Site} of every file in jobs/sites, by name. Raises JobError for one that is none."""
+    """{name: Site} of every file in jobs/sites, by name. Raise JobError for one that is none."""
     found = {}
     for path in sorted((jobs_folder() / "sites").glob("*.toml")):
         try:
@@ -113,7 +113,7 @@ def sites():
 
 
 def site_named(name):
-    """Raises JobError with the list of sites if there is none of that name."""
+    """Raise JobError with the list of sites if there is none of that name."""
     known = sites()
     if name not in known:
         cure = f"take SITE={', '.join(known)}, or copy jobs/sites/generic.toml to a file for yours"
@@ -140,7 +140,7 @@ def stamp(
 
     `gpus`: per node, with a rank and cores for each; 0 asks for none, None leaves them as they stand. `mem`: of a node,
     such as "64G". The generic site without a wish brings back what a checkout holds.
-    Nothing is written unless all of it can be. Raises JobError: unknown site, missing account, a walltime or a name
+    Nothing is written unless all of it can be. Raise JobError: unknown site, missing account, a walltime or a name
     that is none, more than the queue allows, files that cannot be written.
     """
     site, wishes = site_named(site), {"account": account, "queue": queue, "reservation": reservation}

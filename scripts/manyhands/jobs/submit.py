@@ -57,7 +57,7 @@ def submit(name, flags="", via=None):
     """Submit jobs/<name>.pbs or .slurm with the lesson's `flags`, and return the Job.
 
     via: "slurm", "pbs" or "bash"; None takes the scheduler that answers, else bash. The lesson that the job runs is
-    synced first, so that it is what you saved in the notebook. Raises SubmitError with what the scheduler said, and
+    synced first, so that it is what you saved in the notebook. Raise SubmitError with what the scheduler said, and
     PairError where it is unclear which of the lesson's two files is the newer one.
     """
     _sync(_course(name), name)

@@ -1,1 +1,1 @@
-"""How ranks start, meet and end, what machine they run on, and what a run leaves: folder, numbers, words."""
+"""Start, connect and end ranks; inspect the machine; write a run's folder, metrics and output."""

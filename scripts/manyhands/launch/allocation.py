@@ -1,4 +1,4 @@
-"""Where ranks can run: this machine, or the nodes that a scheduler gave us; and the MPI that is here."""
+"""Find where ranks can run (this machine, or a scheduler's nodes) and which MPI is available."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ PBS_NODE = Path(__file__).with_name("pbs_node.sh")
 
 
 class RanksError(RuntimeError):
-    """The ranks could not start, or are gone; the message says what to do."""
+    """The ranks could not start or have ended; the message says what to do."""
 
-    def _render_traceback_(self):  # in a notebook the sentence is what helps
+    def _render_traceback_(self):  # a notebook shows only the sentence
         return wrapped(f"{type(self).__name__}: {self}")
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where ranks can run: this machine, or the nodes that a scheduler gave us."""
+    """A place to run ranks: this machine, or the nodes that a scheduler allocated."""
 
-    kind: str  # "local", "pbs", "slurm" (Hydra knows the allocation), "slurm step" (only srun works there)
+    kind: str  # "local", "pbs", "slurm" (Hydra finds the allocation), "slurm step" (only srun works there)
     hosts: tuple[str, ...]
-    slots: int | None = None  # ranks that the scheduler gave room for, on all nodes
-    ranks_per_node: int | None = None  # that it was asked for
-    job: int = 0  # its number, or this process's
-    cpus_per_node: int | None = None  # that a Slurm job has on each of its nodes, at least
+    slots: int | None = None  # number of ranks that the scheduler allocated, over all nodes
+    ranks_per_node: int | None = None  # requested from the scheduler
+    job: int = 0  # the job's id, or this process's
+    cpus_per_node: int | None = None  # minimum per node of a Slurm job
 
     @classmethod
     def find(cls, environ: Mapping[str, str] | None = None) -> Allocation:
-        """Where a process with this environment may start ranks. Raises RanksError for a node file without nodes."""
+        """Return where a process with this environment may start ranks. Raise RanksError for an empty node file."""
         environ = environment() if environ is None else environ
         if "PBS_NODEFILE" in environ:
             lines = _node_file(environ["PBS_NODEFILE"])
@@ -78,20 +78,20 @@ class Allocation:
         return self.slots or min(MOST_RANKS_BY_DEFAULT, max(2, cores_here()))
 
     def srun(self, n_ranks: int, *flags: str) -> list[str]:
-        """The srun that spreads n_ranks ranks over the nodes of a Slurm job, as many on each."""
+        """Return the srun command that starts n_ranks ranks, equally many on each node of a Slurm job."""
         nodes = min(self.num_nodes, n_ranks)
-        inside = ["--overlap"] if self.kind == "slurm step" else []  # beside the step that this process is in
+        inside = ["--overlap"] if self.kind == "slurm step" else []  # in addition to this process's own step
         per_node = -(-n_ranks // nodes)
         counts = [f"--nodes={nodes}", f"--ntasks={n_ranks}", f"--ntasks-per-node={per_node}"]
-        # a step does not take its job's over, and would give each rank one core
+        # a step does not inherit the job's value, and would give each rank one core
         if self.cpus_per_node and not any(flag.startswith(("-c", "--cpus-per-task")) for flag in flags):
             counts.append(f"--cpus-per-task={max(1, self.cpus_per_node // per_node)}")
         return ["srun", *inside, *counts, *flags]
 
     def srun_mpi(self, n_ranks: int, *flags: str, environ: Mapping[str, str]) -> list[str]:
-        """As `srun`, for ranks that meet as an MPI world: with what the site needs (SRUN_FLAGS), and a PMI.
+        """Return the `srun` command for ranks that form an MPI world: with the site's SRUN_FLAGS and a PMI.
 
-        `--mpi=none` among these is for ranks that need no MPI.
+        `--mpi=none` among these flags is for ranks that need no MPI.
         """
         own = [flag for flag in words_of(environ, "SRUN_FLAGS") if flag != "--mpi=none"]
         pmi = [] if any(flag.startswith("--mpi=") for flag in own) else ["--mpi=pmi2"]
@@ -99,7 +99,7 @@ class Allocation:
 
 
 def _node_file(path):
-    """The words of PBS's node file."""
+    """Return the words of PBS's node file."""
     with explained(RanksError, "unset PBS_NODEFILE, or start the notebook inside the job"):
         words = Path(path).read_text().split()
     if not words:
@@ -113,12 +113,12 @@ def _leading_number(text):
 
 
 def loopback_gloo() -> dict[str, str]:
-    """What keeps gloo on loopback: its name is another one on a Mac."""
+    """Return the variable that keeps gloo on loopback; the interface has a different name on a Mac."""
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
 def own_address() -> str:
-    """This host's address as other nodes see it."""
+    """Return this host's address as other nodes see it."""
     address = socket.gethostbyname(platform.node())
     if not address.startswith("127."):
         return address
@@ -132,7 +132,7 @@ def own_address() -> str:
 
 
 def words_of(environ: Mapping[str, str], name: str) -> list[str]:
-    """A command, or flags, that a variable holds, as a list. Raises RanksError for a quote that is not closed."""
+    """Split a variable's command or flags into a list. Raise RanksError for an unclosed quote."""
     try:
         return shlex.split(environ.get(name, ""))
     except ValueError as error:
@@ -140,28 +140,28 @@ def words_of(environ: Mapping[str, str], name: str) -> list[str]:
 
 
 def loopback_mpi() -> dict[str, str]:
-    """LOOPBACK_MPI where MPI is the MPICH of the PyPI wheel; a site's own MPI and NCCL's plug-ins know better: {}."""
+    """Return LOOPBACK_MPI if MPI is the PyPI wheel's MPICH, or {} for a site's own MPI or NCCL plug-ins."""
     try:
         importlib.metadata.version("mpich")
     except importlib.metadata.PackageNotFoundError:
         return {}
-    # NCCL's plug-in for libfabric reads FI_*, too: where a site has set up either, these stay as they are
+    # NCCL's plug-in for libfabric reads FI_*, too: if a site has set up either, leave its settings unchanged
     foreign = any(name == "NCCL_NET" or name.startswith("FI_") for name in environment())
     return {name: value for name, value in LOOPBACK_MPI.items() if not (foreign and name.startswith("FI_"))}
 
 
 def find_mpiexec() -> list[str] | None:
-    """The mpiexec of this environment as a command (MANYHANDS_MPIEXEC overrides it), or None."""
+    """Return this environment's mpiexec as a command (MANYHANDS_MPIEXEC overrides it), or None."""
     if (named := value("MANYHANDS_MPIEXEC")) is not None:
         return words_of({"MANYHANDS_MPIEXEC": named}, "MANYHANDS_MPIEXEC") or None
     return [str(OWN_MPIEXEC)] if OWN_MPIEXEC.exists() else find_site_mpiexec(environment())
 
 
 def find_site_mpiexec(environ: Mapping[str, str]) -> list[str] | None:
-    """The first mpiexec in PATH that is neither this environment's nor a scheduler's, as a command, or None.
+    """Return the first mpiexec in PATH that is neither this environment's nor a scheduler's, as a command, or None.
 
-    PBS's own is a wrapper that looks for another mpiexec, and fails where there is none; pbsdsh lies beside it. Slurm's
-    is one of srun, which Debian installs as mpiexec.
+    PBS's is a wrapper that looks for another mpiexec and fails if there is none; pbsdsh is in the same folder. Slurm's
+    is a wrapper of srun, which Debian installs as mpiexec.
     """
     for folder in environ.get("PATH", "").split(os.pathsep):
         found = shutil.which("mpiexec", path=folder) if folder != f"{sys.prefix}/bin" else None
@@ -172,7 +172,7 @@ def find_site_mpiexec(environ: Mapping[str, str]) -> list[str] | None:
 
 @functools.cache
 def version_of(*mpiexec: str) -> str:
-    """What an mpiexec says of itself, "" where it does not start."""
+    """Return an mpiexec's version text, or "" if it does not start."""
     try:
         return subprocess.run([*mpiexec, "--version"], capture_output=True, text=True, check=False).stdout
     except OSError:
@@ -184,9 +184,9 @@ def is_open_mpi(mpiexec: Sequence[str]) -> bool:
 
 
 def pbs_launcher(mpiexec: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The flags by which Hydra starts ranks on the other nodes of a PBS job through PBS, where it would take ssh.
+    """Return flags that make Hydra start ranks on a PBS job's other nodes through PBS instead of ssh.
 
-    [] for another mpiexec, outside PBS, without `pbs_tmrsh`, and where the user has named a launcher.
+    Return [] for another mpiexec, outside PBS, without `pbs_tmrsh`, and if the user has named a launcher.
     """
     job = "PBS_JOBID" in environ and "PBS_NODEFILE" in environ and "SLURM_JOB_ID" not in environ
     if not (job and shutil.which("pbs_tmrsh", path=environ.get("PATH")) and "HYDRA" in version_of(*mpiexec)):
@@ -200,9 +200,9 @@ def pbs_launcher(mpiexec: Sequence[str], environ: Mapping[str, str]) -> list[str
 
 
 def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = None) -> list[str] | None:
-    """The command that starts n_ranks MPI ranks here, their output in files of `folder` or labelled where that works.
+    """Return the command that starts n_ranks MPI ranks here, with output in files of `folder`, or labelled if possible.
 
-    None where there is no MPI.
+    Return None if there is no MPI.
     """
     environ = environment() if environ is None else environ
     if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
@@ -212,7 +212,7 @@ def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = 
     if mpiexec is None:
         return None
     flags = pbs_launcher(mpiexec, environ)
-    if "HYDRA" in version_of(*mpiexec) and folder:  # its -prepend-rank labels pieces of lines
+    if "HYDRA" in version_of(*mpiexec) and folder:  # -prepend-rank would label fragments of lines
         flags += ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
     elif is_open_mpi(mpiexec):
         flags = ["--tag-output"]

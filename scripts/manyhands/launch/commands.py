@@ -1,8 +1,8 @@
-"""The command that starts ranks where this is: what `scripts/launch.py` prints and runs (`processes.keep` runs it).
+"""Build the command that starts ranks here; `scripts/launch.py` prints it and runs it with `processes.keep`.
 
-Commands are lists from end to end: what people give as flags never meets a shell.
+Commands are lists throughout, so a user's flags are never interpreted by a shell.
 
-    python -m manyhands.launch.commands FLAGS     # torchrun, without the pages that it prints when a rank fails
+    python -m manyhands.launch.commands FLAGS     # torchrun, without its long report when a rank fails
 """
 
 import logging
@@ -37,14 +37,14 @@ from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, en
 
 TRAIN = SCRIPTS / "train.py"
 ON_NODES = Path(__file__).with_name("on_nodes.sh")
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun passes them on instead of dying of them
-# glibc asks Linux for pages of 2 MB: activations are freed and taken again in each step, page by page
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards these instead of dying
+# glibc asks Linux for 2 MB pages: each step frees and allocates activations again, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 TORCHRUN = "torch.distributed.run"
-RENDEZVOUS = "--rdzv-backend=c10d"  # of several nodes
+RENDEZVOUS = "--rdzv-backend=c10d"  # with several nodes
 QUIET_TORCHRUN = "manyhands.launch.commands"
-PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of some mpiexec
-SAVE_S = 120  # torchrun kills its ranks so long after it passed a signal on: time to write a checkpoint
+PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of various mpiexecs
+SAVE_S = 120  # torchrun kills its ranks this long after it forwards a signal: time to write a checkpoint
 
 
 def command_for(
@@ -53,10 +53,10 @@ def command_for(
     nproc: int | None = None,
     starter: str | None = None,
 ) -> list[str]:
-    """The list that starts `program` (a script and its flags) on every node of where this is. Raises RanksError.
+    """Return the command, a list, that starts `program` (a script and its flags) on every node. Raise RanksError.
 
-    `nproc` are the ranks per node (None: NPROC_PER_NODE, else one per GPU, else what the scheduler made room for, else
-    one per core, four at most). `starter`: torchrun (on many nodes, one on each), mpiexec, srun, or None: the usual.
+    `nproc`: ranks per node (None: NPROC_PER_NODE, else one per GPU, else the scheduler's number, else one per core and
+    at most four). `starter`: torchrun (one per node), mpiexec, srun, or None for the default here.
     """
     environ = settings.environment() if environ is None else environ
     where = Allocation.find(environ)
@@ -74,14 +74,14 @@ def command_for(
     if starter == "srun":
         if not slurm:
             cure = "use salloc or sbatch, or another --starter"
-            raise RanksError(f"srun starts ranks inside a Slurm job, and this is none; {cure}")
+            raise RanksError(f"srun starts ranks only inside a Slurm job; {cure}")
         return [*_srun(where, nproc, environ), sys.executable, *program]
     return [*mpiexec_over(where, nproc, environ), sys.executable, *program]
 
 
 def _torchrun_flags():
-    """Flags that make torchrun pass on a request to leave. torch 2.9 has none of them."""
-    from torch.distributed.run import get_args_parser  # late: it brings torch
+    """Return flags that make torchrun forward a request to stop; torch 2.9 has none of them."""
+    from torch.distributed.run import get_args_parser  # imported late because it imports torch
 
     known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
@@ -90,7 +90,7 @@ def _torchrun_flags():
 
 
 def _one_per_node(where, environ):
-    """What starts one process on each node: it need not know MPI, but it must know the scheduler."""
+    """Return the command that starts one process on each node. It needs the scheduler but not MPI."""
     if where.kind.startswith("slurm"):
         return _srun(where, 1, environ)
     mpiexec = words_of(environ, "MPIEXEC") or find_site_mpiexec(environ)
@@ -100,13 +100,13 @@ def _one_per_node(where, environ):
 
 
 def _port(where):
-    """The first free port from 20000 + the job's number on: torchrun waits without a word at one that is taken."""
+    """Return the first free port from 20000 + the job's id: torchrun waits silently at a port that is taken."""
     first = 20000 + where.job % 10000
     if where.hosts[0].partition(".")[0] != platform.node().partition(".")[0]:
-        return first  # of another node we know nothing
+        return first  # another node's ports cannot be checked from here
     for port in range(first, first + 100):
         with socket.socket() as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just left is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is usable
             probe.bind(("", port))
             return port
     raise RanksError(f"ports {first} to {first + 99} of {where.hosts[0]} are all taken: submit the job again")
@@ -118,23 +118,23 @@ def _srun(where, ranks_per_node, environ):
 
 
 def mpiexec_over(where: Allocation, nproc: int, environ: Mapping[str, str], mpiexec=None) -> list[str]:
-    """The mpiexec that starts `nproc` ranks on each node, block by block. Raises RanksError where there is none.
+    """Return the mpiexec command for `nproc` ranks per node, filled node by node. Raise RanksError if there is none.
 
-    `mpiexec`: a command, maybe with flags; None: MPIEXEC of `environ`, else what is here.
+    `mpiexec`: a command, maybe with flags; None: MPIEXEC of `environ`, else the one found here.
     """
     mpiexec = mpiexec or words_of(environ, "MPIEXEC") or find_mpiexec()
     if not mpiexec:
-        raise RanksError("no mpiexec here: `pip install mpich`, load the site's MPI module, or --starter torchrun")
+        raise RanksError("found no mpiexec: `pip install mpich`, load the site's MPI module, or use --starter torchrun")
     flags = words_of(environ, "MPIEXEC_FLAGS")
     per_node = ["--map-by", f"ppr:{nproc}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(nproc)]
-    if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # the site says it in its own way
+    if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # set by the site
         per_node = []
     through_pbs = pbs_launcher(mpiexec, environ)
     return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *through_pbs, *flags]
 
 
 def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:
-    """As many as NPROC_PER_NODE says, else one per GPU, else what the scheduler made room for, else one per core."""
+    """Return NPROC_PER_NODE, else one rank per GPU, else the scheduler's number, else one per core."""
     asked = environ.get("NPROC_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE") or ""
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
@@ -142,7 +142,7 @@ def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:
 
 
 def _gpus_here(environ):
-    from manyhands.launch.devices import gpus_here  # late: it brings torch
+    from manyhands.launch.devices import gpus_here  # imported late because it imports torch
 
     return gpus_here(environ)[1]
 
@@ -150,27 +150,27 @@ def _gpus_here(environ):
 def main(
     argv: Sequence[str] | None = None, description: str | None = None, refuse_flags: Callable | None = None
 ) -> int:
-    """The program behind `scripts/launch.py`; returns its exit status.
+    """Run `scripts/launch.py`'s program and return its exit status.
 
-    `refuse_flags(flags)` looks at the flags of scripts/train.py before ranks start, and raises Refused.
+    `refuse_flags(flags)` checks the flags of scripts/train.py before ranks start, and raises Refused.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     at = argv.index("--") if "--" in argv else len(argv)
     usage = "launch.py [options] [program.py] [-- the program's own flags]"
     parser = Flags(prog="launch.py", usage=usage, description=description)
-    says = "a script; scripts/train.py if none is named"
+    says = "a script (default: scripts/train.py)"
     parser.add_argument("program", nargs="?", type=Path, default=TRAIN, help=says)
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks per node")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and end")
+    parser.add_argument("--dry-run", action="store_true", help="print the command without running it")
     parser.add_argument("--timeout", type=int, metavar="S", help="end a run that prints nothing for S seconds")
     parser.add_argument("--retries", type=int, default=0, metavar="K", help="start a failed run again, up to K times")
-    parser.add_argument("--starter", choices=("torchrun", "mpiexec", "srun"), help="instead of what is usual here")
+    parser.add_argument("--starter", choices=("torchrun", "mpiexec", "srun"), help="launcher (default: one that suits)")
     args = parser.parse_args(argv[:at])
     for name, given, least in (("nproc", args.nproc, 1), ("timeout", args.timeout, 1), ("retries", args.retries, 0)):
         if given is not None and given < least:
             parser.error(f"argument --{name}: {given} is less than {least}")
     if not args.program.is_file():
-        parser.error(f"there is no program {args.program}; flags of the program come after `--`")
+        parser.error(f"no such program: {args.program}; put the program's flags after `--`")
     try:
         command = command_for([str(args.program), *argv[at + 1 :]], None, args.nproc, args.starter)
     except (RanksError, LaunchError) as error:
@@ -182,10 +182,10 @@ def main(
 
 
 def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
-    """The exit status of `command`, which is started again up to `retries` times where that may help."""
+    """Run `command`, start it again up to `retries` times if that may help, and return its exit status."""
     environ = settings.for_python({"GLIBC_TUNABLES": HUGE_PAGES, **settings.environment()}, SCRIPTS)
     if "--nproc-per-node=1" not in command:
-        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say at length that it does this
+        environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would print a long message about it
     under_torchrun = TORCHRUN in command
     command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):
@@ -193,25 +193,25 @@ def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
             status_file = Path(folder) / "status"
             status, heard = keep(command, {**environ, STATUS_FILE: str(status_file)}, idle_s)
             refused, why = read_end(status_file)
-        if not under_torchrun and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # mpiexec's way and srun's
+        if not under_torchrun and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # as mpiexec and srun report it
             print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
         if status in NOT_AGAIN or heard or attempt == retries:
             break
         print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr)
     if status and refused == REFUSED and RENDEZVOUS in command:
-        print(why, file=sys.stderr)  # once more: what the other nodes said came after it
+        print(why, file=sys.stderr)  # repeated, because other nodes' output came after it
     return status
 
 
 def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
-    """(exit status, one sentence) on [(rank, exit status, negative for a signal, second in which it was seen)].
+    """Return (exit status, sentence) for failures [(rank, exit status, negative for a signal, second of detection)].
 
-    torchrun ends the others with SIGTERM, and later with SIGKILL, and lists them too.
+    torchrun ends the other ranks with SIGTERM and later SIGKILL, and lists them too.
     """
     first = min(second for _, _, second in failures)
     causes = [(rank, status) for rank, status, second in failures if second == first]
     causes = [cause for cause in causes if cause[1] != -signal.SIGTERM] or causes
-    # a killed rank is the cause, and that the others lost their connection the effect
+    # a killed rank is the cause; the other ranks' lost connections are its effect
     rank, status = min(causes, key=lambda cause: (cause[1] != -signal.SIGKILL, cause[1] >= 0))
     if status == -signal.SIGKILL:
         return 128 + signal.SIGKILL, f"rank {rank} was killed (signal 9): {MEMORY}"
@@ -221,21 +221,21 @@ def blame(failures: list[tuple[int, int, int]]) -> tuple[int, str]:
 
 
 def after_signal(number: int, own: int | None) -> tuple[int, str]:
-    """(exit status, sentence or "") once torchrun died of a signal that it passed on to a program that said `own`."""
+    """Return (exit status, sentence or "") after torchrun died of a forwarded signal; `own`: its program's status."""
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     if own == 0:
-        return 0, f"left in good order on {name}"
+        return 0, f"stopped cleanly on {name}"
     return (own, "") if own else (128 + number, f"ended by {name}")
 
 
 def quiet_torchrun() -> int:
-    """torchrun's exit status; the flags, torchrun's own, are those of this process.
+    """Run torchrun with this process's flags and return its exit status.
 
-    What ranks say is left alone. A failure ends with one sentence, which names the rank, and with the status of the
-    rank that caused it; a signal that was passed on without a traceback, and with 0 where the program left in order.
+    The ranks' output is unchanged. A failure ends with one sentence that names the rank, and with the status of the
+    rank that caused it. A forwarded signal ends without a traceback, with status 0 if the program stopped cleanly.
     """
     for number in (getattr(signal, name) for name in SIGNALS if name != "SIGINT"):
-        if signal.getsignal(number) == signal.SIG_DFL:  # until torchrun hears it: torch takes seconds to import
+        if signal.getsignal(number) == signal.SIG_DFL:  # until torchrun handles it: torch takes seconds to import
             signal.signal(number, lambda number, frame: end_by(number))
     with _quiet_store():
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -243,7 +243,7 @@ def quiet_torchrun() -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
     from torch.distributed.run import main as torchrun
 
-    # they write about failures, in addition to the traceback
+    # they repeat failures that the traceback shows
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
@@ -252,13 +252,13 @@ def quiet_torchrun() -> int:
     except (SignalException, KeyboardInterrupt) as stop:
         status, sentence = after_signal(getattr(stop, "sigval", signal.SIGINT), read_status())
     except ChildFailedError as error:
-        status, sentence = read_status() or 0, ""  # it has said itself why, unless it failed after its work was done
+        status, sentence = read_status() or 0, ""  # its program printed the reason, unless it failed late
         if not status:
             status, sentence = blame([(rank, one.exitcode, one.timestamp) for rank, one in error.failures.items()])
     except RendezvousTimeoutError:
-        status, sentence = 1, f"{platform.node()} waited in vain for the run's other nodes; look for their output"
+        status, sentence = 1, f"{platform.node()} timed out waiting for the run's other nodes; check their output"
     except RendezvousError:
-        status, sentence = 1, f"{platform.node()} lost the run's first node, whose part has ended; it says why"
+        status, sentence = 1, f"{platform.node()} lost the run's first node, which has ended; see its output"
     if sentence:
         print(f"launch.py: {sentence}", file=sys.stderr)
     return status
@@ -266,13 +266,13 @@ def quiet_torchrun() -> int:
 
 @contextmanager
 def _quiet_store():
-    """Import torch so that its store, in this process alone, does not print C++ frames when the first node is gone."""
+    """Import torch so that its store, in this process only, prints no C++ frames when the first node has ended."""
     name = "TORCH_CPP_LOG_LEVEL"
     named = settings.value(name)
     settings.set_default(**{name: "ERROR"})
     yield
     if named is None:
-        del os.environ[name]  # ranks inherit it
+        del os.environ[name]  # ranks must not inherit it
 
 
 if __name__ == "__main__":

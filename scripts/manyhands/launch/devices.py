@@ -1,7 +1,7 @@
-"""What this process may compute on: GPUs, cores, threads. Each rank looks; rank 0 chooses for all of them.
+"""Choose what to compute on: GPUs, cores, threads. Each rank reports what it sees; rank 0 chooses for all.
 
-The choice is made once for the whole world, because a process group has one backend: one node without GPUs sends
-everybody to the CPU. `choose` is pure, it works on what the ranks said.
+The choice is made once for the whole world, because a process group has one backend: one node without GPUs makes all
+ranks use the CPU. `choose` is a pure function of the ranks' reports.
 """
 
 import platform
@@ -16,14 +16,14 @@ from manyhands.launch.machine import cpus, quota_cores
 from manyhands.launch.ranks import name_ranks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
-# what a launcher binds a task's GPUs with
+# variables with which a launcher binds GPUs to a task
 MASKS = {"cuda": ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "xpu": ("ZE_AFFINITY_MASK",)}
 
 
 def look(environ: Mapping[str, str]) -> dict:
-    """What this process sees, as plain values: it travels to rank 0 as JSON.
+    """Return what this process sees, as plain values that are sent to rank 0 as JSON.
 
-    `gpus` maps "cuda" and "xpu" to a list with one identity per visible device; `why_not` says what is missing.
+    `gpus` maps "cuda" and "xpu" to a list with one identity per visible device; `why_not` names what is missing.
     """
     gpus, why_not = {}, {}
     for kind, masks in MASKS.items():
@@ -40,14 +40,14 @@ def _gpus(kind, visible):
     library = {"cuda": "nccl", "xpu": "xccl"}[kind]
     if not getattr(dist, f"is_{library}_available", lambda: False)():
         return [], f"torch {torch.__version__} has no {library.upper()}"
-    # The device's own number where torch tells it, else its place in the list: two tasks that see "their" device 0 may
+    # The device's UUID if torch reports it, else its index: two tasks that each see a device 0 may
     # see the same one (a shared node) or two (one GPU bound to each task).
     numbers = [getattr(backend.get_device_properties(i), "uuid", i) for i in range(backend.device_count())]
     return [f"{number} {visible}" for number in numbers], ""
 
 
 def gpus_here(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """("cuda" or "xpu", devices that this process sees), or ("cpu", 0); MANYHANDS_DEVICE rules the others out."""
+    """Return ("cuda" or "xpu", number of visible devices) or ("cpu", 0); MANYHANDS_DEVICE restricts the choice."""
     named = settings.device(environ)
     for kind in ("cuda", "xpu"):
         backend = getattr(torch, kind, None)
@@ -57,7 +57,7 @@ def gpus_here(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
 
 
 def device_named(name: str) -> str:
-    """What a `--device` means: "cuda", "xpu" or "cpu". Raises LaunchError for a GPU that is not there."""
+    """Resolve `--device` to "cuda", "xpu" or "cpu". Raise LaunchError for a missing GPU."""
     if name == "auto":
         return gpus_here()[0]
     if name != "cpu" and gpus_here({"MANYHANDS_DEVICE": name})[0] != name:
@@ -66,10 +66,10 @@ def device_named(name: str) -> str:
 
 
 def choose(wanted: str, offers: list[dict]) -> dict:
-    """What `wanted` means for ranks that said `offers`: {"kind", "indices" (one per rank), "reason"}.
+    """Resolve `wanted` for ranks that reported `offers`: {"kind", "indices" (one per rank), "reason"}.
 
-    `reason` is a sentence where "auto" fell back to the CPU, else empty.
-    Raises LaunchError for an unknown `wanted`, and where a GPU was asked for and there are too few.
+    `reason` is a sentence if "auto" fell back to the CPU, else empty.
+    Raise LaunchError for an unknown `wanted`, and if GPUs were requested and there are too few.
     """
     if wanted not in settings.DEVICES:
         raise LaunchError(f"device={wanted!r} is unknown; use one of {', '.join(settings.DEVICES)}")
@@ -81,23 +81,23 @@ def choose(wanted: str, offers: list[dict]) -> dict:
     if wanted not in ("auto", "cpu"):
         cure = "start fewer ranks, ask for more GPUs, or use device=cpu (in the environment: MANYHANDS_DEVICE=cpu)"
         raise LaunchError(f"{reasons[wanted]}; {cure}")
-    # Speak of the GPUs that are there, if any; a machine without one has no CUDA as much as no XPU.
+    # Name the kind of GPU that exists here, if any.
     there = [kind for kind in reasons if any(offer["gpus"][kind] for offer in offers)]
     reason = reasons[there[0]] if there else next(iter(reasons.values()), "")
     return {"kind": "cpu", "indices": [0] * len(offers), "reason": reason}
 
 
 def _one_each(kind, offers):
-    """(a device index for every rank, "") or ([], why there is none)."""
+    """Return (a device index for every rank, "") or ([], the reason for having none)."""
     indices = [offer["local_rank"] for offer in offers]
     for host, here in _by_host(offers).items():
         seen = [offers[r]["gpus"][kind] for r in here]
         distinct = len({gpu for gpus in seen for gpu in gpus})
         if all(len(gpus) >= len(here) for gpus in seen):
-            continue  # everybody sees a GPU for everybody: take the one of the local rank
+            continue  # every rank sees enough GPUs for all: use the local rank as index
         if all(seen) and distinct == sum(map(len, seen)):
             for r in here:
-                indices[r] = 0  # the launcher shows each task its own GPUs, most often one
+                indices[r] = 0  # the launcher shows each task only its own GPUs, usually one
             continue
         if distinct == 0:
             return [], f"{offers[here[0]]['why_not'][kind]} on {host}"
@@ -110,7 +110,7 @@ def _count(n, what):
 
 
 def _by_host(offers):
-    """The ranks on each host, hosts in the order of their first rank."""
+    """Return the ranks on each host, with hosts in the order of their first rank."""
     hosts = {}
     for rank, offer in enumerate(offers):
         hosts.setdefault(offer["host"], []).append(rank)
@@ -118,7 +118,7 @@ def _by_host(offers):
 
 
 def describe(launcher: str, offers: list[dict], plan: dict) -> str:
-    """Who is here: a line for the world and a line for each host."""
+    """Describe the ranks: one line for the world and one for each host."""
     kind = plan["kind"]
     lines = [f"{_count(len(offers), 'rank')}, launcher {launcher}, backend {BACKENDS[kind]}"]
     for host, here in _by_host(offers).items():
@@ -128,23 +128,23 @@ def describe(launcher: str, offers: list[dict], plan: dict) -> str:
         lines.append(f"  {host}: {name_ranks(here)} on {kind}{own}; {_count(cores(neighbours[0]), 'core')}, {share}")
     if plan["reason"]:
         idle = any(gpus for offer in offers for gpus in offer["gpus"].values())
-        warning = "WARNING: GPUs are here and none is used: " if idle else ""
+        warning = "WARNING: GPUs are available but unused: " if idle else ""
         lines.append(f"  {warning}on cpu because {plan['reason']}")
     return "\n".join(lines)
 
 
 def cores(offer: dict) -> int:
-    """Whole cores for this process: what affinity allows, and no more than the control group grants."""
+    """Return the whole cores for this process: those allowed by affinity, limited by the control group."""
     return max(1, int(min(len(offer["cpus"]), offer["quota"])))
 
 
 def threads(kind: str, offer: dict, neighbours: list[dict]) -> int:
-    """Threads of one rank. `neighbours`: what all ranks of its host said, itself included.
+    """Return one rank's number of threads. `neighbours`: the reports of all ranks on its host, its own included.
 
-    Ranks that share cores get one thread each on the CPU: more would only take turns on the same cores.
+    Ranks that share cores get one thread each on the CPU: more would only compete for the same cores.
     """
     granted = cores(offer)
-    if kind != "cpu":  # they feed a GPU, and no result depends on how many they are: only shared cores are divided
+    if kind != "cpu":  # these threads only feed a GPU, so no result depends on their number: divide only shared cores
         sharing = sum(not set(offer["cpus"]).isdisjoint(neighbour["cpus"]) for neighbour in neighbours)
         return max(1, int(min(len(offer["cpus"]) // sharing, offer["quota"] / len(neighbours))))
     bound = [cpu for neighbour in neighbours for cpu in neighbour["cpus"]]

@@ -1,6 +1,6 @@
-"""The first import of every program, and its last call: Ctrl-C is one sentence from the imports to the end.
+"""The first import and the last call of every program, so that Ctrl-C always ends it with one sentence.
 
-import manyhands.launch.entry as entry           # above imports that take long: from here on Ctrl-C is heard
+import manyhands.launch.entry as entry           # above slow imports: handles Ctrl-C from here on
 ...
 if __name__ == "__main__":
     entry.run_program("plan.py", main)           # whole lines, one sentence, a status: `program.run`

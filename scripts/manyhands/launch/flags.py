@@ -1,4 +1,4 @@
-"""Flags that argparse reads, where what is wrong with them is one line."""
+"""Parse flags with argparse, with errors of one line."""
 
 import argparse
 import difflib
@@ -12,7 +12,7 @@ HINT = "(--help lists all flags)"
 
 
 class Flags(argparse.ArgumentParser):
-    """argparse's parser; its errors come without the usage, which takes up to 15 lines."""
+    """argparse's parser, with errors that omit the usage of up to 15 lines."""
 
     def __init__(self, **about):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **about)
@@ -25,6 +25,6 @@ class Flags(argparse.ArgumentParser):
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """What to add to a sentence about a `word`, or a flag with its value, that is none of `known`: the nearest one."""
+    """Suggest, as the end of a sentence, the entry of `known` nearest to an unknown `word` or flag with its value."""
     near = difflib.get_close_matches(word.partition("=")[0], list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,11 +1,11 @@
-"""`join()`: enter the process group, whoever started this process.
+"""Enter the process group with `join()`, under any launcher.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/02_collectives.py --repeats 3
     .venv/bin/mpiexec -n 4 python scripts/02_collectives.py --repeats 3
     srun --ntasks 4 python scripts/02_collectives.py --repeats 3
     python scripts/02_collectives.py            # a world of one takes the same path
 
-`launchers` says who started this process, `rendezvous` how the ranks meet, `devices` what they compute on.
+`launchers` determines who started this process, `rendezvous` how ranks connect, `devices` what they compute on.
 """
 
 import contextlib
@@ -31,25 +31,25 @@ from manyhands.launch.program import end, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Lost, Unreachable, ask_mpi, import_mpi, store_for
 
-LAST_TENSOR_S = 0.1  # a thread that waits for a core gets one within this time
-LESSON_S = 300  # times the patience: lesson 11 trains on one rank while others wait; messages on GPUs begin slowly
-BY_HAND_S = 120  # times the patience, for ranks that no launcher ends when one of them has ended
-NOTEBOOK_S = 86_400  # more than the --timeout of any cell, on a busy machine too
-_again: dict[str, Any] = {}  # the arguments of the last join, until the lesson leaves
+LAST_TENSOR_S = 0.1  # on a busy machine, a thread waits up to this long for a core
+LESSON_S = 300  # scaled by the patience: lesson 11 trains on one rank while others wait; the first GPU message is slow
+BY_HAND_S = 120  # scaled by the patience, for ranks whose launcher does not end them when one has ended
+NOTEBOOK_S = 86_400  # longer than the --timeout of any cell, even on a busy machine
+_again: dict[str, Any] = {}  # the arguments of the last join, until `leave`
 
 
 def join(
     lesson: dict | None = None, *, name: str | None = None, device: str = "auto",
     timeout_s: float | None = None, quiet: bool = False,
 ) -> Ranks:  # fmt: skip
-    """Enter the process group and say who this process is. All ranks call it; it can be called again.
+    """Enter the process group and return this process's Ranks. All ranks call it; it can be called again.
 
     `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
-    A program that reads its flags itself says its `name` instead.
+    A program that parses its flags itself passes its `name` instead.
     `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first, and "auto" of either means what the
     variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's; LESSON_S times
     `settings.patience` where none is named.
-    Raises LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
+    Raise LaunchError or ParameterError, both ValueErrors; a script prints it once, on rank 0, and ends with
     status 2, before the first collective.
     """
     leave()
@@ -58,7 +58,7 @@ def join(
     try:
         if name is None:
             name = _take_flags(lesson, script) if script else settings.value("MANYHANDS_LESSON", "")
-        named = settings.device()  # first: what makes no sense is refused
+        named = settings.device()  # first, to refuse invalid values
         wanted = str((lesson or {}).get("device", device)).split(":")[0]
         ranks = _enter(name, named if wanted == "auto" else wanted, timeout_s, quiet)
     except (LaunchError, lesson_parameters.ParameterError) as error:
@@ -67,58 +67,58 @@ def join(
         end(f"{Path(script).name}: {error}", getattr(error, "status", 2), everybody=isinstance(error, Unreachable))
     remember(ranks)
     if ranks.rank == 0:
-        say_nothing_yet()  # of a group that was left before
+        say_nothing_yet()  # from an earlier group
         if script and not quiet and (warning := stale_script(script)):
             write(warning + "\n")
     return ranks
 
 
 def leave() -> None:
-    """Leave the process group; nothing happens without one."""
+    """Leave the process group, if there is one."""
     _again.clear()
     if dist.is_initialized():
         first = dist.get_rank() == 0
         dist.destroy_process_group()
-        # A thread of gloo may still hold the last tensor that it sent. If it lets go while the interpreter ends, the
+        # A thread of gloo may still hold the last tensor that it sent. If that happens while the interpreter ends, the
         # process dies of "terminate called without an active exception" (torch 2.13, one run in ten): let it go now.
         gc.collect()
         time.sleep(LAST_TENSOR_S)
         if first:
-            say_status(0)  # who ends otherwise says so after this
+            say_status(0)  # any other ending reports its status after this
 
 
 def rejoin() -> bool:
-    """After a failure in a notebook: leave the broken group, join again as before. False if there was none."""
+    """Leave the broken group after a failure in a notebook and join again. Return False if there was no group."""
     if not _again:
         return False
     again = dict(_again)
-    with contextlib.suppress(RuntimeError):  # the broken group may refuse to be left in order
+    with contextlib.suppress(RuntimeError):  # leaving a broken group may fail
         leave()
     join(**again, quiet=True)
     return True
 
 
 def refuse(sentence: str) -> None:
-    """A lesson's value does not fit the ranks that `join` found: end, before any work. All ranks call it.
+    """End before any work, because a lesson's value does not fit the ranks. All ranks call it.
 
-    A script says the sentence once, on rank 0, and ends with status 2; in a notebook it is a ValueError.
+    A script prints the sentence once, on rank 0, and ends with status 2; a notebook gets a ValueError.
     """
     ranks = joined()
     if ranks is None or ranks.launcher == "notebook":
         raise ValueError(sentence)
     if dist.is_initialized():
-        dist.barrier()  # nobody leaves while another is still connecting to it
+        dist.barrier()  # no rank leaves while another is still connecting to it
     leave()
     end(f"{ranks.lesson}.py: {sentence}", 2)
 
 
 def mpi_world() -> Any:
-    """mpi4py's COMM_WORLD where the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
+    """Return mpi4py's COMM_WORLD if the launcher made an MPI world, else None (torchrun, srun without PMI, alone)."""
     return import_mpi(info).COMM_WORLD if (info := resolve()).mpi else None
 
 
 def _take_flags(lesson, script):
-    """The script's stem, after its flags went into `lesson`."""
+    """Apply the script's flags to `lesson` and return the script's stem."""
     known = lesson_parameters.read(script)
     if {"-h", "--help"} & set(sys.argv[1:]):
         end(lesson_parameters.help_text(known, script), 0, "stdout")
@@ -143,7 +143,7 @@ def _enter(name, wanted, timeout_s, quiet):
         offers, plan = _agree(store, info, wanted)
     except dist.DistNetworkError as error:
         raise Lost(
-            f"rank {info.rank} lost rank 0, which has ended; see there for the reason, and start again"
+            f"rank {info.rank} lost rank 0, which has ended; see its output for the reason, then start again"
         ) from error
     except dist.DistStoreError as error:
         raise Lost(_late(store, info, meet_s)) from error
@@ -156,14 +156,14 @@ def _enter(name, wanted, timeout_s, quiet):
     if kind != "cpu":
         device = torch.device(kind, plan["indices"][rank])
         getattr(torch, kind).set_device(device)
-    # A notebook's cell has a time-out of its own, names the silent ranks and frees the others: there the group waits
+    # A notebook's cell has its own time-out, names the silent ranks and frees the others: there the group waits
     # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
     patience = timedelta(seconds=NOTEBOOK_S if info.launcher == "notebook" else timeout_s)
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
     # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}
     dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
-    dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect says so here
+    dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect raises here
     if rank == 0 and not quiet:
         write(devices.describe(info.launcher, offers, plan) + "\n")
     return Ranks(
@@ -182,16 +182,16 @@ def _late(store, info, meet_s):
 
 
 def _agree(store, info, wanted):
-    """Everybody says what it sees, rank 0 chooses a device for all: (offers in rank order, plan) on every rank.
+    """Exchange what each rank sees and let rank 0 choose: return (offers in rank order, plan) on every rank.
 
-    Over the store, because the backend of the process group hangs on it. One bad rank is thereby everybody's error.
+    Use the store, because the process group's backend depends on the choice. An error of one rank is raised on all.
     """
     offer = devices.look(os.environ) | {"local_rank": info.local_rank}
     store.set(f"offer{info.rank}", json.dumps(offer))
     if info.rank == 0:
         offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]
         for r, offer in enumerate(offers):
-            if offer["local_rank"] is None:  # the launcher does not say: count those before it on its host
+            if offer["local_rank"] is None:  # the launcher does not set it: count the lower ranks on this host
                 offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
         try:
             plan = devices.choose(wanted, offers)

@@ -1,8 +1,8 @@
-"""Who am I? The table of launchers, and what this process's environment says by it: a RankInfo.
+"""Identify this process's rank from its environment, with a table of launchers: a RankInfo.
 
-A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is pure: it looks at a mapping and at
-nothing else, so that recorded environments test it. Rows are in order, because launchers nest: torchrun may have been
-started by mpiexec, mpiexec by srun. The innermost one started *this* process and is asked first.
+A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is a pure function of a mapping, so
+that recorded environments can test it. The order of rows matters, because launchers nest: mpiexec may start torchrun,
+and srun mpiexec. The innermost one started *this* process, so its row comes first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Environ = Mapping[str, str]
 
 
 class LaunchError(ValueError):
-    """The launcher did not say who this process is, or says two different things. The message holds the cure."""
+    """The launcher's variables are incomplete or contradictory; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What the environment says about this process. None: the launcher does not tell, MPI has to be asked."""
+    """This process's rank according to its environment. None: the launcher does not set it, so MPI must be asked."""
 
     launcher: str  # a name in LAUNCHERS, or "alone"
     rank: int
@@ -30,36 +30,36 @@ class RankInfo:
     local_world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    mpi: bool = False  # the launcher made an MPI world
-    agent_store: bool = False  # torchrun's agent already serves a store at master_addr:master_port
-    key: str = ""  # what the ranks of this start have in common, where they must find each other by it
+    mpi: bool = False  # whether the launcher made an MPI world
+    agent_store: bool = False  # whether torchrun's agent already serves a store at master_addr:master_port
+    key: str = ""  # an identifier shared by the ranks of this start, if they find each other by it
 
     @property
     def single_node(self) -> bool:
-        """True only where the launcher says that all ranks are on this node."""
+        """Return True only if the launcher says that all ranks are on this node."""
         return self.world_size is not None and self.world_size == self.local_world_size
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """By what a launcher is known, and under which names it tells a process who it is."""
+    """A launcher: how to recognise it, and the variables in which it passes a process's rank."""
 
     name: str
-    marks: tuple[str, ...]  # one of these variables is there: it started this process ...
-    needs: dict[str, str]  # field of RankInfo -> the variable that holds it; half of them is an error
-    # the same where it does not always tell; of several names the first
+    marks: tuple[str, ...]  # it started this process if one of these variables is set ...
+    needs: dict[str, str]  # field of RankInfo -> its variable; a partial set is an error
+    # the same for optional variables; the first of several names that is set
     may: dict[str, str] = field(default_factory=dict)
-    unless: Callable[[Environ], bool] = lambda environ: False  # ... unless this says that another one did
-    details: Callable[[dict, Environ], dict] = lambda told, environ: told  # what was told -> the fields of RankInfo
-    sets: tuple[str, ...] = ()  # how the names of its variables begin
-    mpi: str = ""  # it makes an MPI world: "any" MPI's, or maybe that of the "wheel" from PyPI
-    waits_for_all: bool = False  # a rank that fails does not end the others at once
-    command: str = "{script}, {n} ranks"  # how a script is started on `n` ranks, `local` of them on each of `nodes`
-    title: str = ""  # as sentences call it, if not by its name
-    cure: str = ""  # if not its command
+    unless: Callable[[Environ], bool] = lambda environ: False  # ... unless this returns that another launcher did
+    details: Callable[[dict, Environ], dict] = lambda told, environ: told  # the values read -> the fields of RankInfo
+    sets: tuple[str, ...] = ()  # prefixes of its variables
+    mpi: str = ""  # the MPI world that it makes: of "any" MPI, or possibly of the PyPI "wheel"
+    waits_for_all: bool = False  # whether the other ranks keep running for a while after one fails
+    command: str = "{script}, {n} ranks"  # the command that starts a script on `n` ranks, `local` on each of `nodes`
+    title: str = ""  # its name in sentences, if different
+    cure: str = ""  # if different from its command
 
     def told(self, environ: Environ) -> dict:
-        """{field: number} for what the launcher says. Raises LaunchError that names what is missing or malformed."""
+        """Return {field: number} from the launcher's variables. Raise LaunchError naming missing or malformed ones."""
         title = self.title or self.name
         start = self.command.format(n=4, local=4, nodes=1, script="script.py")
         cure = self.cure or f"start the script with `{start}`"
@@ -77,28 +77,28 @@ class Launcher:
         return told
 
 
-TEXTS = ("master_addr", "nodes")  # all else that is told is a number
-BATCH_STEP = 4294967280  # Slurm's step ids from here on are batch scripts, interactive shells and their like
+TEXTS = ("master_addr", "nodes")  # all other values are numbers
+BATCH_STEP = 4294967280  # Slurm's step ids from here on belong to batch scripts, interactive shells and similar
 
 
 def _of_agent(told, environ):
-    """torchrun's agent may serve the store itself, anew after each restart."""
+    """Return the fields for torchrun, whose agent may serve the store itself, a new one after each restart."""
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     key = f"{environ['TORCHELASTIC_RUN_ID']}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     return told | {"agent_store": agent, "key": key}
 
 
 def _in_srun(environ):
-    """Whether this process is a task of an srun. A batch script has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
+    """Return whether this process is an srun task. A batch script has SLURM_PROCID=0 and SLURM_NTASKS=4 as well."""
     step = environ.get("SLURM_STEP_ID")
     return step is not None and not (step.isdecimal() and int(step) >= BATCH_STEP)
 
 
 def _of_step(told, environ):
-    """Without PMI the ranks of a step meet on its first host, at a port made of the job's number and the step's."""
+    """Return a step's fields. Without PMI its ranks connect on its first host, at a port made of job and step id."""
     job, step, hosts = told.pop("job"), told.pop("step"), expand_hosts(told.pop("nodes"))
     told["local_world_size"] = told["world_size"] if len(hosts) == 1 else _tasks_here(environ, told["world_size"])
-    # The PMI of "cray_shasta" serves Cray's own MPICH alone: there the ranks meet without MPI.
+    # The PMI of "cray_shasta" works only with Cray's MPICH: there the ranks connect without MPI.
     of_cray = "PALS_RANKID" in environ or environ.get("SLURM_MPI_TYPE") == "cray_shasta"
     if not of_cray and ("PMI_RANK" in environ or "PMIX_RANK" in environ):
         return told | {"mpi": True}
@@ -182,10 +182,10 @@ LAUNCHERS = [
         mpi="wheel",
         command="srun --nodes {nodes} --ntasks {n} python {script}",
     ),
-    Launcher(  # exported by a job script: torch's own convention
+    Launcher(  # torch's own convention, exported by a job script
         "by hand",
         title="your environment",
-        marks=("RANK", "LOCAL_RANK"),  # a WORLD_SIZE or MASTER_ADDR alone is somebody's setting, not a launcher
+        marks=("RANK", "LOCAL_RANK"),  # WORLD_SIZE or MASTER_ADDR alone is a setting, not a launcher
         needs={"rank": "RANK", "world_size": "WORLD_SIZE", "master_port": "MASTER_PORT", "master_addr": "MASTER_ADDR"},
         may={"local_rank": "LOCAL_RANK", "local_world_size": "LOCAL_WORLD_SIZE"},
         details=lambda told, environ: told | {"key": "by-hand"},
@@ -196,14 +196,14 @@ ALONE = Launcher("alone", marks=(), needs={}, command="python {script}")
 
 
 def launcher_named(name: str) -> Launcher:
-    """The row of a launcher; ALONE for a process that nobody launched."""
+    """Return a launcher's row, or ALONE for a process without a launcher."""
     return next((row for row in LAUNCHERS if row.name == name), ALONE)
 
 
 def resolve(environ: Environ | None = None) -> RankInfo:
-    """Who the process is that has this environment (None: this process).
+    """Return the RankInfo of the process with this environment (None: this process).
 
-    Raises LaunchError where half of a launcher's variables are set, or where they contradict each other.
+    Raise LaunchError if only part of a launcher's variables are set, or if they contradict each other.
     """
     environ = os.environ if environ is None else environ
     for row in LAUNCHERS:
@@ -214,23 +214,24 @@ def resolve(environ: Environ | None = None) -> RankInfo:
 
 
 def claimed(what: str, default: int, environ: Environ | None = None) -> int:
-    """The first number that any launcher's variable gives to "rank" or "world_size", also where `resolve` raises."""
+    """Return the first number that any launcher's variable gives "rank" or "world_size", even if `resolve` raises."""
     environ = os.environ if environ is None else environ
     names = [row.needs.get(what, "") for row in LAUNCHERS] + ["PMIX_RANK"] * (what == "rank")
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), default)
 
 
 def without_launchers(environ: Environ, *others: str, only: str = "") -> dict[str, str]:
-    """The environment without what launchers (or one of them) have set, and without names that begin with `others`.
+    """Return the environment without the variables of launchers (or one of them) and without prefixes `others`.
 
-    For a child that is no rank of theirs. An MPI that is started by a child of torchrun dies of an outer mpiexec's.
+    Use it for a child that is not one of their ranks. An MPI started by a child of torchrun dies if it inherits an
+    outer mpiexec's variables.
     """
     foreign = (*others, *(start for row in LAUNCHERS if only in ("", row.name) for start in row.sets))
     return {name: value for name, value in environ.items() if not name.startswith(foreign)}
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list in order: `nid[01-03,7],login1` -> nid01 nid02 nid03 nid7 login1."""
+    """Expand a Slurm node list in order: `nid[01-03,7],login1` -> nid01 nid02 nid03 nid7 login1."""
     hosts = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         expanded = [""]
@@ -247,13 +248,13 @@ def _range(part):
 
 
 def expand_counts(text: str) -> list[int]:
-    """A number per node, as Slurm writes them: `4(x2),2` -> 4 4 2."""
+    """Expand Slurm's numbers per node: `4(x2),2` -> 4 4 2."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def _tasks_here(environ, size):
-    """How many tasks of the step run on this node, where Slurm says so."""
+    """Return the number of the step's tasks on this node, if Slurm sets it."""
     counts, node = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", "")), environ.get("SLURM_NODEID", "")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) and sum(counts) == size else None
 

@@ -1,6 +1,6 @@
-"""The machine that this process is on: the cores, memory and processes that it may use, and whether it is a login node.
+"""Inspect this process's machine: the cores, memory and processes that it may use, and whether it is a login node.
 
-python -m manyhands.launch.machine "make test"      # on a login node: says why not, and ends with status 2
+python -m manyhands.launch.machine "make test"      # on a login node: print the reason and end with status 2
 """
 
 import math
@@ -27,23 +27,23 @@ ANSWER_S = 5.0
 
 
 def cgroup_headroom(limit: str, usage: str) -> int | None:
-    """The least that is left between `limit` and `usage` in our control group and those above it; None: no limit.
+    """Return the smallest difference of `limit` and `usage` in our control group and its parents; None: no limit.
 
-    cgroup_headroom("memory.max", "memory.current") is in bytes, ("pids.max", "pids.current") in processes. Knows
-    version 2, and version 1 by its own names of these files.
+    cgroup_headroom("memory.max", "memory.current") is in bytes, ("pids.max", "pids.current") in processes.
+    Version 2 is supported, and version 1 with its own names of these files.
     """
     left = []
     for folder in _cgroup_folders():
         for names in ((limit, usage), (VERSION_1.get(limit, limit), VERSION_1.get(usage, usage))):
             with suppress(OSError, ValueError):  # missing, or "max"
                 most, used = (int((folder / name).read_text()) for name in names)
-                if most < 2**60:  # version 1 says 2**63 for "no limit"
+                if most < 2**60:  # version 1 uses 2**63 for "no limit"
                     left.append(max(0, most - used))
     return min(left, default=None)
 
 
 def _cgroup_folders():
-    """The folders of our control groups and of all above them, innermost first."""
+    """Return the folders of our control groups and their parents, innermost first."""
     folders = []
     lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
     for line in [*lines, "0::/"]:
@@ -55,7 +55,7 @@ def _cgroup_folders():
 
 
 def compiler_for(kind: str, environ: Mapping[str, str], which: Callable = shutil.which) -> str | None:
-    """The compiler that torch.compile builds code with on "cpu", "cuda" or "xpu", or None: it would fail there.
+    """Return the compiler that torch.compile would use on "cpu", "cuda" or "xpu"; None: torch.compile would fail.
 
     Triton looks for CC, gcc and clang, and Inductor, on the CPU, for CXX and g++ (torch 2.13).
     """
@@ -66,16 +66,16 @@ def compiler_for(kind: str, environ: Mapping[str, str], which: Callable = shutil
 
 
 def cpus() -> list[int]:
-    """The cores that this process may run on, by affinity."""
+    """Return the cores that affinity allows this process."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))  # macOS has no affinity
 
 
 def quota_cores() -> float:
-    """The cores' worth of time that the control groups grant (cpu.max), infinity where there is no limit.
+    """Return the control groups' CPU quota in cores (cpu.max), or infinity without a limit.
 
-    A limit anywhere above holds too, so the smallest counts.
+    Limits of parent groups hold too, so the smallest counts.
     """
     least = math.inf
     for folder in _cgroup_folders():
@@ -91,23 +91,23 @@ def cores_here() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Memory that new processes can take, on the machine and in the control group."""
+    """Return the memory that new processes can allocate, on the machine and in the control group."""
     within = cgroup_headroom("memory.max", "memory.current")
     machine = psutil.virtual_memory().available
     return machine if within is None else min(machine, within)
 
 
 def available_processes() -> int | None:
-    """How many more processes (threads count) we may start, by ulimit -u and the control group; None: no limit."""
+    """Return how many more processes and threads ulimit -u and the control group allow; None: no limit."""
     found = [cgroup_headroom("pids.max", "pids.current")]
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if most != resource.RLIM_INFINITY and os.getuid() != 0:  # root is not held to it
+    if most != resource.RLIM_INFINITY and os.getuid() != 0:  # does not apply to root
         found.append(max(0, most - own_threads()))
     return min((n for n in found if n is not None), default=None)
 
 
 def own_threads() -> int:
-    """Threads of all processes of this user."""
+    """Return the number of threads of all of this user's processes."""
     total = 0
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
@@ -116,10 +116,10 @@ def own_threads() -> int:
 
 
 def login_node() -> str | None:
-    """Why this is a login node, where work of many processes is not welcome, as a phrase; None if it is not.
+    """Return a phrase saying why this is a login node, where large jobs are not allowed, or None if it is not.
 
-    By the host's name, or because a scheduler answers here that does not count this host among its compute nodes.
-    MANYHANDS_LOGIN_NODE=1 or =0 says it outright.
+    The evidence is the host's name, or a scheduler that answers here and does not list this host as a compute node.
+    MANYHANDS_LOGIN_NODE=1 or =0 overrides it.
     """
     environ, hostname = settings.environment(), socket.gethostname()
     if said := environ.get("MANYHANDS_LOGIN_NODE"):
@@ -140,17 +140,17 @@ def login_node() -> str | None:
 
 
 def refuse_on_login_node(what: str) -> str:
-    """A sentence that refuses `what` ("make preflight") on a login node, or "" where it may run."""
+    """Return a sentence that refuses `what` ("make preflight") on a login node, or "" if it may run."""
     if reason := login_node():
         return (
             f"{what} runs many processes, and this is a login node ({reason}); run it on a compute node, say in an "
-            "interactive job. If this is no login node, set MANYHANDS_LOGIN_NODE=0"
+            "interactive job. If this is not a login node, set MANYHANDS_LOGIN_NODE=0"
         )
     return ""
 
 
 def _ask(command: Sequence[str]) -> str:
-    """What a scheduler's command prints; "" where it is missing, fails or does not answer."""
+    """Return the output of a scheduler's command, or "" if it is missing, fails or does not answer."""
     if shutil.which(command[0]) is None:
         return ""
     with suppress(OSError, subprocess.SubprocessError):

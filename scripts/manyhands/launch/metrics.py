@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: metrics.json, with the conditions under which it was made, and a JSON line per step.
+"""Write a run's metrics.json, with the conditions under which it was made, and a JSON line per step.
 
     metrics = Metrics(ranks, corpus=corpus, parameters={"steps": 300})
     metrics.exact(ring_steps=6, losses=losses)    # bit-equal from every launcher at the same number of ranks
@@ -29,19 +29,19 @@ from manyhands.launch.machine import cores_here
 from manyhands.launch.ranks import Ranks
 from manyhands.launch.run_folder import run_folder
 
-TOLERANCE = {torch.float64: 1e-10}  # between numbers of ranks, at the same global batch
+TOLERANCE = {torch.float64: 1e-10}  # for different numbers of ranks at the same global batch
 FP32_TOLERANCE = 1e-3
 
 
 class Metrics:
-    """Collects a run's numbers on all ranks; rank 0's are the ones that are written. No call communicates.
+    """Collect a run's numbers on all ranks; rank 0's are written. No call communicates.
 
     Values are numbers, strings, lists of them, dicts, or tensors (their numbers; large ones: `fingerprint`).
     """
 
     def __init__(self, ranks: Ranks, corpus=None, parameters: Mapping[str, Any] | None = None):
         self.ranks = ranks
-        # the number of ranks is the launcher's, not the lesson's: runs on 2 and on 4 are compared
+        # without the number of ranks, so that runs on 2 and on 4 can be compared
         lesson_parameters = {k: v for k, v in (parameters or {}).items() if k != "n_ranks"}
         self.content = {
             "lesson": ranks.lesson, "launcher": ranks.launcher, "world_size": ranks.world_size,
@@ -53,11 +53,11 @@ class Metrics:
         }  # fmt: skip
 
     def exact(self, **values: Any) -> None:
-        """Values that are the same, to the bit, from every launcher at the same number of ranks."""
+        """Record values that are bit-identical under every launcher at the same number of ranks."""
         self.content["exact"] |= {name: _plain(name, value) for name, value in values.items()}
 
     def close(self, tolerance: float | None = None, **values: Any) -> None:
-        """Values that stay within `tolerance` (of 1 or of themselves, what is larger) on any number of ranks.
+        """Record values that stay within `tolerance` (relative, or absolute below 1) on any number of ranks.
 
         None: 1e-10 for float64 tensors, else 1e-3.
         """
@@ -66,11 +66,11 @@ class Metrics:
             self.content["close"][name] = {"value": _plain(name, value), "tolerance": limit}
 
     def measured(self, **values: Any) -> None:
-        """Values of this run on this machine, such as times: never compared."""
+        """Record values of this run and machine, such as times, which are never compared."""
         self.content["measured"] |= {name: _plain(name, value) for name, value in values.items()}
 
     def write(self) -> Path | None:
-        """Write `metrics.json` (rank 0; complete or not at all) and return its path; None on other ranks."""
+        """Write `metrics.json` atomically on rank 0 and return its path; return None on other ranks."""
         if self.ranks.rank != 0:
             return None
         self.content["conditions"] = conditions(self.ranks)
@@ -79,7 +79,7 @@ class Metrics:
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
-    """sha256 over the bytes of tensors (say, `model.parameters()`): bit-equality in one word."""
+    """Return the sha256 of the bytes of tensors such as `model.parameters()`, to compare them bit by bit."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(str((tensor.dtype, tuple(tensor.shape))).encode())
@@ -88,7 +88,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _plain(name, value):
-    """`value` as JSON can hold it, without loss. Raises TypeError, naming the metric."""
+    """Convert `value` to JSON's types without loss. Raise TypeError, naming the metric."""
     if hasattr(value, "tolist"):  # a tensor, a numpy array or number
         value = value.tolist()
     if isinstance(value, float):
@@ -103,15 +103,15 @@ def _plain(name, value):
 
 
 def compare(one: Any, other: Any) -> list[str]:
-    """How two runs of a lesson differ where they must not: sentences, none if all is well.
+    """Return sentences on how two runs of a lesson differ where they must not; an empty list if they do not.
 
-    `one` and `other` are contents of metrics.json, or paths of it. Exact values count where ranks and device are alike;
-    on GPUs they are close, and fingerprints do not count: there launchers may choose other kernels and orders of sums.
+    `one` and `other` are contents of metrics.json, or paths of it. Exact values are compared if ranks and device agree.
+    On GPUs they need only be close and fingerprints are ignored, as launchers may choose other kernels and orders.
     """
     one, other = (json.loads(Path(m).read_text()) if isinstance(m, (str, Path)) else m for m in (one, other))
     for what in ("lesson", "corpus", "parameters"):
         if one[what] != other[what]:
-            return [f"{what} differs, nothing to compare: {one[what]} and {other[what]}"]
+            return [f"{what} differs, so the runs cannot be compared: {one[what]} and {other[what]}"]
     differences = []
     if all(one[what] == other[what] for what in ("world_size", "device")):
         tolerance = 0 if one["device"] == "cpu" else FP32_TOLERANCE
@@ -137,15 +137,15 @@ def _differences(name, a, b, tolerance):
         apart = abs(a - b)
         if apart <= tolerance * max(1, abs(a), abs(b)):
             return []
-        return [f"{name}: {a} and {b} are {apart:.2g} apart, allowed is {tolerance:g}"]
+        return [f"{name}: {a} and {b} are {apart:.2g} apart, more than the tolerance {tolerance:g}"]
     else:
         return [f"{name}: {a} and {b}"]
-    # one list differs in one sentence: its first difference
+    # report only the first difference of a list
     return next((found for pair in pairs if (found := _differences(*pair, tolerance))), [])
 
 
 class StepLog:
-    """A JSON line per step at the end of the file `path`, on rank 0, readable at once; the others write nothing."""
+    """Append a JSON line per step to the file `path` on rank 0, flushed immediately; other ranks write nothing."""
 
     def __init__(self, ranks: Ranks, path: Path):
         self.file = open(path, "a", buffering=1) if ranks.rank == 0 else None  # noqa: SIM115
@@ -160,9 +160,9 @@ class StepLog:
 
 
 def conditions(ranks: Ranks) -> dict:
-    """Under which conditions a run was made, as JSON can hold them: neither host names nor folders are in it.
+    """Return the conditions of a run in JSON's types, without host names or folders.
 
-    {"hardware", "versions": those of what this device uses, "commit", "date", "command"}; what is unknown is None.
+    {"hardware", "versions": of the libraries that this device uses, "commit", "date", "command"}; None if unknown.
     """
     cuda = ranks.device.type == "cuda"
     versions = {
@@ -176,7 +176,7 @@ def conditions(ranks: Ranks) -> dict:
 
 
 def hardware(ranks: Ranks) -> str:
-    """ "4 x NVIDIA H200" or "2 cores of ...", and on how many nodes where they are more than one. What rank 0 sees."""
+    """Describe the hardware as rank 0 sees it: "4 x NVIDIA H200" or "2 cores of ...", with the nodes if several."""
     if ranks.device.type == "cpu":
         count = cores_here()
         found = f"{count} core{'s' * (count > 1)} of {cpu_name()}"
@@ -187,7 +187,7 @@ def hardware(ranks: Ranks) -> str:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit of the course at `root`, and whether files differ: "1a2b3c4 with uncommitted changes". Or None."""
+    """Return the course's commit at `root`, "1a2b3c4 with uncommitted changes" if files differ, or None."""
     git = ["git", "--no-optional-locks", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
@@ -200,11 +200,11 @@ def commit(root: Path = ROOT) -> str | None:
 
 
 def command(ranks: Ranks) -> str:
-    """What one types to do the same again; in a notebook, which one it is."""
+    """Return the command that repeats this run, or the notebook's name."""
     if ranks.launcher == "notebook":
         return f"notebooks/{ranks.lesson}.ipynb with n_ranks = {ranks.world_size}"
     path = Path(sys.argv[0]).resolve()
-    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name  # of other folders nothing is told
+    name = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name  # omits other folders
     script = " ".join([name, *sys.argv[1:]])
     nodes = -(-ranks.world_size // ranks.local_world_size)
     form = launcher_named(ranks.launcher).command
@@ -212,7 +212,7 @@ def command(ranks: Ranks) -> str:
 
 
 def cpu_name() -> str:
-    """What the system calls its CPU."""
+    """Return the system's name of its CPU."""
     try:
         with open("/proc/cpuinfo") as lines:
             return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

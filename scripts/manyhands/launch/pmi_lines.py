@@ -1,12 +1,12 @@
-"""Between MPICH and Slurm: lines that Slurm can read.
+"""Relay PMI lines between MPICH and Slurm, short enough for Slurm to read.
 
     shorten()                                # in a rank, before MPI starts
     python pmi_lines.py run COMMAND...       # a command that starts MPI itself
 
-`srun --mpi=pmi2` speaks PMI-1 with MPICH over the socket PMI_FD. It says that a value may have 1,024 bytes, and reads
-lines of 1,024 bytes, which hold a name too. MPICH 5.0 sends its address with whatever lies behind that in memory, 4 kB
-run-length coded in pieces: where text lies there, a piece hardly gets shorter, its line is cut, and all ranks wait for
-each other forever. So a small process stands between the two, and says 512.
+`srun --mpi=pmi2` speaks PMI-1 with MPICH over the socket PMI_FD. It allows values of 1,024 bytes, but reads
+lines of 1,024 bytes, which include a name. MPICH 5.0 sends its address together with the memory after it, 4 kB in
+run-length coded pieces. If that memory contains text, a piece hardly gets shorter, its line is cut, and all ranks wait
+for each other forever. So a small process relays between the two, and announces a limit of 512.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import subprocess
 import sys
 
 SAID, MEANT = b"vallen_max=1024", b"vallen_max=512"
-SHORT = "MANYHANDS_PMI_FD"  # the socket that this has been done with
-_relays: list[subprocess.Popen] = []  # they end with this process: their socket does
+SHORT = "MANYHANDS_PMI_FD"  # the socket that already has a relay
+_relays: list[subprocess.Popen] = []  # closed when this process ends
 
 
 def shorten() -> None:
-    """Put the small process between this one and Slurm, once; a rank that Slurm has not started is left as it is."""
-    by_slurm = "SLURM_STEP_ID" in os.environ and "MPI_LOCALRANKID" not in os.environ  # which mpiexec sets
+    """Start the relay between this process and Slurm, once; do nothing for a rank that Slurm did not start."""
+    by_slurm = "SLURM_STEP_ID" in os.environ and "MPI_LOCALRANKID" not in os.environ  # set by mpiexec
     fd = os.environ.get("PMI_FD")
     if fd is None or not by_slurm or fd == os.environ.get(SHORT):
         return
@@ -37,7 +37,7 @@ def shorten() -> None:
 
 
 def relay(slurm: int, mpich: int) -> None:
-    """Hand on what comes from either until one of them has ended."""
+    """Forward data in both directions until one side has ended."""
     ready, to = selectors.DefaultSelector(), {slurm: mpich, mpich: slurm}
     for fd in to:
         ready.register(fd, selectors.EVENT_READ)

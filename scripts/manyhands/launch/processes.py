@@ -1,13 +1,13 @@
 """Supervise a command and everything it starts: watch it, pass signals on, end all of it, leave nothing behind.
 
-    with Supervised(command, log) as run: ...                   # what the following three are
-    supervise(command, log=path, timeout_s=60)                  # under a time-out, with the memory that it took
-    status, heard = keep(command, idle_s=600)                   # in the place of this program: its output, its signals
-    with Torchrun(script, n_ranks=2, log=path) as child: ...    # a torchrun of its own beside the program that runs
+    with Supervised(command, log) as run: ...                   # used by the following three
+    supervise(command, log=path, timeout_s=60)                  # with a time-out; measures memory
+    status, heard = keep(command, idle_s=600)                   # replaces this program: passes on output and signals
+    with Torchrun(script, n_ranks=2, log=path) as child: ...    # a separate torchrun while this program runs
 
 A lesson starts kernels, controllers, engines and launchers, several of them in sessions of their own, so neither
-the process group nor the tree of children holds them all. Each run therefore carries a mark in its environment;
-what carries the mark belongs to the run, whoever its parent is by now.
+the process group nor the tree of children holds them all. Each run therefore sets a mark in its environment;
+every process with the mark belongs to the run, whatever its parent is now.
 """
 
 import contextlib
@@ -30,38 +30,38 @@ from manyhands.launch.launchers import claimed, without_launchers
 from manyhands.launch.settings import environment
 
 MARK = "MANYHANDS_RUN"
-LINGER_S = 15  # the ranks of a notebook are gone within this time of their kernel's end
-SAMPLE_S = 0.5  # between samples of the memory; more often at the start
+LINGER_S = 15  # a notebook's ranks end within this time of their kernel's end
+SAMPLE_S = 0.5  # between memory samples; shorter at the start
 POLL_S = 0.01
-SETTLED_S = 5  # at this age a process has long been what it was started for
+SETTLED_S = 5  # at this age a process has surely called exec
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-ECHO_S = 5.0  # one request to leave may arrive twice within this time
-TIMED_OUT = 124  # as timeout(1)
+ECHO_S = 5.0  # one request to stop may arrive twice within this time
+TIMED_OUT = 124  # as in timeout(1)
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask Linux to send this process `number` when its parent has died, however; elsewhere nothing happens.
+    """Ask Linux to send this process signal `number` when its parent dies; do nothing on other systems.
 
-    A torchrun that is killed by -9 cannot tell its ranks, which would train on, hold their folder and their node.
+    A torchrun killed by -9 cannot notify its ranks, which would keep training and occupy their folder and node.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before the request
         os.kill(os.getpid(), number)
 
 
 class Family:
-    """The processes that carry one mark. Knows the strangers it has met, so that each is looked at once."""
+    """The processes that carry one mark. Unrelated processes are remembered, so that each is inspected once."""
 
     def __init__(self, mark: str, variable: str = MARK):
         self.mark, self.variable, self._since_s = mark, variable, time.time()
         self._strangers: set[psutil.Process] = set()
 
     def members(self) -> list[psutil.Process]:
-        """Living processes with the mark, except this one."""
+        """Return the living processes with the mark, except this one."""
         found = []
         for process in psutil.process_iter():
             if process in self._strangers:
@@ -69,7 +69,7 @@ class Family:
             try:
                 environ = process.environ()
                 if environ.get(self.variable) != self.mark:
-                    born_s = process.create_time()  # before exec its environment is that of who forked it, then empty
+                    born_s = process.create_time()  # before exec, its environment is its parent's, then empty
                     if born_s < (time.time() if environ else self._since_s) - SETTLED_S:
                         self._strangers.add(process)
                 elif _alive(process) and process.pid != os.getpid():
@@ -81,7 +81,7 @@ class Family:
         return found
 
     def memory_bytes(self) -> int:
-        """Memory in use: pages shared by several processes count once where the system tells (Linux)."""
+        """Return the memory in use; on Linux, pages shared by several processes count once."""
         total = 0
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
@@ -90,18 +90,18 @@ class Family:
         return total
 
     def print_stacks(self, program: str, patience_s: float = 10.0) -> None:
-        """Make each rank that runs `program` print where it is: Python's fault handler does so when it is aborted."""
+        """Make each rank that runs `program` print its stack, by aborting it: Python's fault handler prints it."""
         ranks: list[psutil.Process] = []
         others: list[psutil.Process] = []
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
                 here = claimed("rank", -1, process.environ()) >= 0 and program in process.cmdline()
                 (ranks if here else others).append(process)
-        for process in others if ranks else []:  # a launcher kills its ranks as soon as one has ended
+        for process in others if ranks else []:  # a launcher kills the other ranks as soon as one has ended
             _quietly(process.suspend)
         for process in ranks:
             if hasattr(process, "rlimit"):
-                _quietly(process.rlimit, psutil.RLIMIT_CORE, (0, 0))  # stacks are wanted, core files are not
+                _quietly(process.rlimit, psutil.RLIMIT_CORE, (0, 0))  # print stacks without core files
         for process in ranks:
             _quietly(process.send_signal, signal.SIGABRT)
         deadline = time.monotonic() + patience_s
@@ -111,7 +111,7 @@ class Family:
             _quietly(process.resume)
 
     def end(self, grace_s: float) -> None:
-        """Ask all members to end, then kill what is left, also what appears meanwhile."""
+        """Ask all members to end, then kill those left, including any that appear meanwhile."""
         members = self.members()
         for process in members:
             _quietly(process.terminate)
@@ -119,7 +119,7 @@ class Family:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all members, also what appears meanwhile."""
+        """Kill all members, including any that appear meanwhile."""
         for _ in range(20):
             members = self.members()
             if not members:
@@ -130,17 +130,17 @@ class Family:
 
 
 class Supervised:
-    """A command in a session of its own, which ends with us. At the end of the block nothing that it started is left.
+    """A command in a separate session, which ends with us. At the end of the block no process that it started is left.
 
-    `output` is a file or subprocess.PIPE for what it prints and complains, None: ours. Processes that outlive it are
-    asked to end, and killed after `grace_s`.
+    `output` is a file or subprocess.PIPE for stdout and stderr, or None for ours. Processes that outlive it are asked
+    to end, and killed after `grace_s`.
     """
 
     def __init__(self, command: Sequence[str], output=None, environ=None, cwd=None, grace_s: float = 3.0):
         self.mark, self.grace_s = secrets.token_hex(8), grace_s
         self.family = Family(self.mark)
-        self.family.members()  # meets all strangers: else the first look at the run, in which it may end, takes seconds
-        # it is asked to end when the thread that starts it is gone, even without its process
+        self.family.members()  # inspect unrelated processes now: it takes seconds
+        # the signal is sent when the starting thread ends, even if its process lives on
         with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
         self.process = subprocess.Popen(
             [*with_us, *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
@@ -149,7 +149,7 @@ class Supervised:
         )  # fmt: skip
 
     def end(self) -> None:
-        """End what is left of it."""
+        """End the processes that are left."""
         self.family.end(self.grace_s)
         self.process.wait()
 
@@ -162,11 +162,11 @@ class Supervised:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a supervised command ended."""
+    """The result of a supervised command."""
 
-    status: int | None  # None: it had to be ended, or never started
+    status: int | None  # None: it had to be ended, or did not start
     seconds: float
-    peak_bytes: int  # of all its processes together, the largest sample
+    peak_bytes: int  # the largest sample over all its processes together
     timed_out: bool = False
     left_behind: tuple[str, ...] = ()  # processes that outlived it and were killed
     error: str = ""  # why it did not start
@@ -176,15 +176,15 @@ def supervise(
     command: Sequence[str], *, log, timeout_s: float, environ: Mapping[str, str] | None = None, cwd=None,
     program: str = "", stop: threading.Event | None = None, linger_s: float = LINGER_S,
 ) -> Ended:  # fmt: skip
-    """Run `command` with its output in the file `log`; raises nothing for what it does.
+    """Run `command` with its output in the file `log`; its failures raise nothing.
 
-    Ranks that run `program` at the time-out print their stacks first. Once `stop` is set, the command is ended.
+    At the time-out, ranks that run `program` first print their stacks. Setting `stop` ends the command.
     """
     environ = {**(environment() if environ is None else environ), "PYTHONFAULTHANDLER": "1"}
     stop, peak_bytes, sample_s = stop or threading.Event(), 0, 0.02
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
-        return Ended(None, 0.0, 0, error=f"{command[0]} did not start: there is no such program")
+        return Ended(None, 0.0, 0, error=f"{command[0]} did not start: no such program")
     with open(log, "wb") as output, Supervised(command, output, environ, cwd) as run:
         child, family, started = run.process, run.family, time.monotonic()
         while child.poll() is None and time.monotonic() - started < timeout_s and not stop.is_set():
@@ -205,10 +205,10 @@ def supervise(
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, which a job gets at its wall time, raises KeyboardInterrupt: runs are ended on the way out."""
+    """Make SIGTERM, which a job gets at its wall time, raise KeyboardInterrupt, so that runs are ended."""
 
     def interrupt(*_):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # qdel tells the job file, too, which passes it on
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # qdel also signals the job file, which forwards it
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -219,7 +219,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _quietly(action, *args):
-    """Do it to a process that may have ended meanwhile."""
+    """Call a method of a process that may have ended meanwhile."""
     with contextlib.suppress(psutil.Error, OSError):
         action(*args)
 
@@ -232,7 +232,7 @@ def _alive(process):
 
 
 def _describe(process):
-    """ "pid 71 (python -m ipyparallel.engine ...)", or "" if it has just ended."""
+    """Describe a process, "pid 71 (python -m ipyparallel.engine ...)", or return "" if it has just ended."""
     with contextlib.suppress(psutil.Error):
         words = [Path(word).name if word == sys.executable else word for word in process.cmdline()]
         return f"pid {process.pid} ({' '.join(words)[:80]})"
@@ -242,9 +242,9 @@ def _describe(process):
 def keep(
     command: Sequence[str], environ: Mapping[str, str] | None = None, idle_s: float | None = None, grace_s: float = 10.0
 ) -> tuple[int, int | None]:
-    """Run `command` to its end and pass signals on to it: (its status, the last signal).
+    """Run `command` to its end, forward signals to it, and return (its status, the last signal).
 
-    With `idle_s`, its output goes through a pipe, and a command that prints nothing for so long is ended (status 124).
+    With `idle_s`, its output goes through a pipe, and a command without output for that long is ended (status 124).
     """
     run = Supervised(command, subprocess.PIPE if idle_s else None, environ, grace_s=grace_s)
     heard: list[int] = []
@@ -254,12 +254,12 @@ def keep(
         heard.append(number)
         now = time.monotonic()
         if number != signal.SIGINT and told_at and now - told_at[-1] < ECHO_S:
-            return  # from the scheduler itself, and passed on by the job file: a second one would end torchrun at once
+            return  # sent by the scheduler and again by the job file: a second one would end torchrun at once
         told_at.append(now)
         if run.process.poll() is None:
             run.process.send_signal(_translated(number, command))
 
-    # nohup and a shell's background ignore a signal for the whole run: it stays ignored
+    # a signal that nohup or a shell's background ignores stays ignored
     taken = [one for one in PASSED_ON if signal.getsignal(one) != signal.SIG_IGN]
     before = {one: signal.signal(one, pass_on) for one in taken}
     try:
@@ -272,13 +272,13 @@ def keep(
 
 
 def _until_idle(child, idle_s):
-    """Copy the child's output to ours. Its status, or TIMED_OUT once nothing came for `idle_s` seconds."""
+    """Copy the child's output to ours; return its status, or TIMED_OUT after `idle_s` seconds without output."""
     last = [time.monotonic()]
 
     def copy():
         while data := os.read(child.stdout.fileno(), 65536):
             last[0] = time.monotonic()
-            with contextlib.suppress(OSError):  # the log's disk is full, or nobody reads: the run goes on
+            with contextlib.suppress(OSError):  # the disk is full or the reader has gone: continue the run
                 os.write(sys.stdout.fileno(), data)
 
     copier = threading.Thread(target=copy, daemon=True)
@@ -293,25 +293,25 @@ def _until_idle(child, idle_s):
 
 
 def _translated(number, command):
-    """mpiexec and srun end their ranks on SIGTERM and SIGHUP without letting them save; SIGUSR1 they pass on."""
+    """Translate a signal for mpiexec and srun, which kill ranks on SIGTERM and SIGHUP before they save; use SIGUSR1."""
     through = Path(command[0]).name in ("srun", "mpiexec", "mpirun")
     return signal.SIGUSR1 if number in (signal.SIGTERM, signal.SIGHUP) and through else number
 
 
 class ChildError(RuntimeError):
-    """A child that did not do what was waited for; the message ends with the last lines of its log."""
+    """A child failed or timed out; the message ends with the last lines of its log."""
 
 
 class Torchrun(Supervised):
-    """`python -m torch.distributed.run --standalone` on `program` and its flags, with its output in the file `log`.
+    """Run `python -m torch.distributed.run --standalone` on `program` and its flags, with output in the file `log`.
 
         with Torchrun(program, folder, n_ranks=2, log=folder / "log.txt", restarts=1) as child:   # on one rank only
             child.until(lambda: (folder / "ready").exists())
             child.signal(signal.SIGTERM)
             status = child.wait()
 
-    `restarts`: how often torchrun starts all ranks again after one has failed; `flags` are further ones of torchrun.
-    After `timeout_s` whoever waits for it gets a ChildError. It must not believe that it is a rank of what started us.
+    `restarts`: how often torchrun restarts all ranks after one has failed; `flags`: further flags of torchrun.
+    Waiting longer than `timeout_s` raises ChildError. The child must not inherit our launcher's variables.
     """
 
     def __init__(self, program, *given, n_ranks: int, log, restarts: int = 0, flags=(), timeout_s: float = 110):
@@ -321,17 +321,17 @@ class Torchrun(Supervised):
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}",
             f"--max-restarts={restarts}", *flags, str(program), *map(str, given),
         ]  # fmt: skip
-        environ = without_launchers(environment(), "PET_")  # flags of torchrun, as a job file sets them
+        environ = without_launchers(environment(), "PET_")  # torchrun's settings from a job file
         with open(self.log, "ab") as output:
             super().__init__(command, output, environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition()` holds. Raises ChildError if the child ends before, or the time is over."""
+        """Wait until `condition()` holds. Raise ChildError if the child ends first or time runs out."""
         while not condition():
             if self.process.poll() is not None:
                 raise ChildError(f"it ended with status {self.process.returncode}\n{self.last_lines()}")
             if time.monotonic() > self._deadline:
-                raise ChildError(f"what was waited for did not happen in time\n{self.last_lines()}")
+                raise ChildError(f"the condition did not hold in time\n{self.last_lines()}")
             time.sleep(POLL_S)
 
     def signal(self, number: int) -> None:
@@ -339,12 +339,12 @@ class Torchrun(Supervised):
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """Its exit status, negative if a signal ended it. Raises ChildError once the time is over."""
+        """Wait for its exit status, negative if a signal ended it. Raise ChildError if time runs out."""
         try:
             return self.process.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise ChildError(f"it did not end in time\n{self.last_lines()}") from None
 
     def last_lines(self, number: int = 60) -> str:
-        """The end of its log; torchrun's own report is most of it."""
+        """Return the end of its log, most of which is torchrun's own report."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-number:])

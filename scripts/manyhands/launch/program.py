@@ -1,10 +1,9 @@
-"""How programs print and end: no traceback where people stop them, whole lines, a status that is heard. The first
-import of a program is `entry`, which calls `run`.
+"""Print and end programs: whole lines, no traceback on Ctrl-C, a correct exit status. The first import of a program is
+`entry`, which calls `run`.
 
-torchrun turns the status of its ranks into 1. Whoever starts torchrun names a file in the environment
-(`scripts/launch.py` does); rank 0, or a rank that fails, says there how the program ends, and why. Without the variable
-nothing is written.
-In a notebook the `%%ranks` magic labels what each rank says. In a script each line carries its rank.
+torchrun turns the status of its ranks into 1. So `scripts/launch.py` names a file in the environment, and rank 0, or a
+rank that fails, writes the program's status and the reason there. Without the variable nothing is written.
+In a notebook the `%%ranks` magic labels each rank's output. In a script each line starts with its rank.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from manyhands.launch.launchers import LaunchError, claimed, launcher_named, res
 from manyhands.launch.ranks import joined
 
 STATUS_FILE = "MANYHANDS_STATUS_FILE"
-REFUSED = 2  # what was asked for cannot be: nothing was run
-DIVERGED = 65  # a training whose loss or weights are NaN or infinite: the same seed would end there again
-NO_ROOM = 66  # a GPU's memory is full: the same options need as much again
-NOT_AGAIN = (0, REFUSED, DIVERGED, NO_ROOM)  # what would end again as it ended
-LATE_S = 0.5  # between ranks that hear the same Ctrl-C
-SPEAKS_FIRST_S = 10  # launchers end a job with its first failure: who has nothing to say lets rank 0 speak first
-LOST_S = 10.0  # a launcher ends the others within this time of the first rank's end
-INTERRUPTED = 128 + signal.SIGINT  # the status that shells give to what Ctrl-C ended
+REFUSED = 2  # invalid request: nothing was run
+DIVERGED = 65  # the loss or weights became NaN or infinite: the same seed would fail again
+NO_ROOM = 66  # a GPU ran out of memory: the same options would do so again
+NOT_AGAIN = (0, REFUSED, DIVERGED, NO_ROOM)  # statuses for which a retry is pointless
+LATE_S = 0.5  # between ranks that receive the same Ctrl-C
+SPEAKS_FIRST_S = 10  # other ranks let rank 0 report first: launchers end a job at its first failure
+LOST_S = 10.0  # a launcher ends the other ranks within this time of the first one's end
+INTERRUPTED = 128 + signal.SIGINT  # a shell's status for a program ended by Ctrl-C
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
 )
@@ -46,12 +45,12 @@ ON_A_GPU = (
     "use a smaller micro-batch (--train.micro-batch), more GPUs or a smaller model (--dry-run says what train.py needs)"
 )
 
-_name = ""  # of the program that runs, for what it says as it ends
-_lost: list[OSError] = []  # why a file did not take what was printed on stdout; a reader that went away is no loss
+_name = ""  # the running program's name, for its last message
+_lost: list[OSError] = []  # errors of writing stdout to a file; a closed pipe does not count
 
 
 def listen(name: str) -> None:
-    """From now on Ctrl-C ends the program `name`. What ignores it (nohup, `&`) still does."""
+    """Make Ctrl-C end the program `name` from now on, unless it is ignored (nohup, `&`)."""
     global _name
     _name = name
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -59,21 +58,21 @@ def listen(name: str) -> None:
 
 
 def _interrupt(number, frame):
-    """Raises KeyboardInterrupt, unless it would end in an import: a library may swallow it there, or raise another."""
+    """Raise KeyboardInterrupt, but end the process inside an import, where a library may swallow or replace it."""
     if importing(frame):
         end_by(number)
     raise KeyboardInterrupt
 
 
 def importing(frame: FrameType | None) -> bool:
-    """Whether `frame`, which a signal interrupts, is of an import."""
+    """Return whether `frame`, interrupted by a signal, belongs to an import."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None
 
 
 def end_by(number: int) -> NoReturn:
-    """Signal `number` came while there is nothing to tidy up: rank 0 says so, and the process ends."""
+    """End the process because of signal `number` while there is nothing to clean up; rank 0 reports it."""
     _say_ended_by(number)
     flush()
     os._exit(128 + number)
@@ -83,28 +82,27 @@ def _say_ended_by(number):
     if is_first_rank():
         sentence = f"{_name}: ended by {'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}"
         say_status(128 + number, sentence)
-        with suppress(OSError, AttributeError):  # nobody reads; the stream is closed
+        with suppress(OSError, AttributeError):  # no reader, or a closed stream
             print(sentence, file=sys.stderr)
 
 
 def run(name: str, main: Callable[[], int | None], product: bool = False) -> NoReturn:
-    """End this process with the status that `main()` returns. A reader that went away is none of a program's business.
+    """End this process with the status that `main()` returns. A closed stdout (broken pipe) is not an error.
 
-    `product`: what it prints is what it was started for, as `--help` is of any program; where the disk has no room for
-    that, a sentence says so, and status 0 becomes 1.
-    Ctrl-C ends it with status 130 and one sentence, of rank 0. A file or folder that does not do what was asked of it,
-    and memory that is not there, are a sentence too, and status 1.
+    `product`: the output is the program's purpose, as with `--help`. If the disk has no room for it, print a sentence
+    and turn status 0 into 1. Ctrl-C ends it with status 130 and one sentence from rank 0. An error of a file, a folder
+    or memory ends it with one sentence and status 1.
     """
     try:
         mend_streams()
         listen(name)
         status = main()
-    except SystemExit as ended:  # it has said why, or says it now
+    except SystemExit as ended:  # the reason has been printed, or is printed now
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         status = 1 if isinstance(ended.code, str) else ended.code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the launcher's: it is said once
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # signals of the terminal and the launcher: reported once
         _say_ended_by(signal.SIGINT)
         status = INTERRUPTED
     except Exception as error:
@@ -126,10 +124,10 @@ def run(name: str, main: Callable[[], int | None], product: bool = False) -> NoR
 
 
 def _let_others_speak(error):
-    """The status that another rank has said, or None once this one has shown its traceback.
+    """Return the status that another rank has written, or None after printing this rank's traceback.
 
-    A rank whose connection broke knows nothing: the one that broke it says why, and the launcher ends the others. Or
-    all are about to hear of the same Ctrl-C.
+    A rank whose connection broke does not have the reason: the rank that broke it reports it, and the launcher ends
+    the others. Or all ranks are about to receive the same Ctrl-C.
     """
     deadline = time.monotonic() + (LOST_S if re.search("gloo|NCCL", str(error)) else LATE_S)
     try:
@@ -144,33 +142,33 @@ def _let_others_speak(error):
 
 
 def _trouble(error):
-    """What is wrong with what was asked for, or with this machine, not with the program: a sentence, or ""."""
+    """Return a sentence if the request or the machine is at fault, not the program; else ""."""
     if isinstance(error, Refused | LaunchError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason(error)}"
     if _is_out_of_gpu_memory(error):
-        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # then follow lines about the allocator
+        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # the lines after the first are about the allocator
         return f"{what}: {ON_A_GPU}"
     return f"there is not enough memory: {error}".rstrip(": ") if isinstance(error, MemoryError) else ""
 
 
 def _is_out_of_gpu_memory(error):
-    return type(error).__name__ == "OutOfMemoryError"  # torch's, which is a RuntimeError; this module needs no torch
+    return type(error).__name__ == "OutOfMemoryError"  # torch's, a RuntimeError; torch is not imported here
 
 
 class Refused(ValueError):
-    """What was asked for cannot be: a sentence with the cure. A program that raises it ends with status 2."""
+    """An invalid request: a sentence with the cure. A program that raises it ends with status 2."""
 
 
 def reason(error: Exception) -> str:
-    """What an OSError says without its number and path, or what another error says."""
+    """Return an error's message; for an OSError, without its number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 
 @contextmanager
 def explained(kind: type[Exception], cure: str, path: object = "", verb: str = "read") -> Iterator[None]:
-    """What the system or a schema says of a file becomes a `kind`: a sentence that names the file, with `cure`."""
+    """Turn a system's or schema's error about a file into a `kind`: a sentence that names the file and the `cure`."""
     try:
         yield
     except kind:
@@ -182,19 +180,20 @@ def explained(kind: type[Exception], cure: str, path: object = "", verb: str = "
 
 
 def end_process(status: int, failed: bool = False) -> NoReturn:
-    """End this process with `status`; a rank has left its group before, or it `failed`.
+    """End this process with `status`; a rank has left its group already, or it `failed`.
 
-    One of several ranks ends at once: the interpreter's own end waits for no thread of gloo, and one that still holds
-    the last tensor that it sent then aborts the process ("terminate called without an active exception", torch 2.13).
+    One of several ranks ends immediately. The interpreter's shutdown does not wait for gloo's threads, and one that
+    still holds its last sent tensor would abort the process ("terminate called without an active exception", torch
+    2.13).
     """
     if is_alone():
         sys.exit(status)
-    # a rank that failed says no goodbye to MPI, for which the others would be waited for: the launcher ends them
+    # a failed rank skips MPI's finalize, which would wait for the others: the launcher ends them
     mpi = None if failed else sys.modules.get("mpi4py.MPI")
     if mpi and status != INTERRUPTED and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # mpiexec takes a rank that ends without it for one that failed
+        mpi.Finalize()  # mpiexec treats a rank that ends without it as failed
     flush()
-    # C's own end, not Python's: MPICH says goodbye there; without it mpiexec kills whoever ends a moment later. PyDLL
+    # C's exit, not Python's: MPICH disconnects there; without it mpiexec kills ranks that end a moment later. PyDLL
     # keeps the interpreter's lock, which exit handlers of torch need
     if mpi:
         ctypes.PyDLL(None).exit(status)
@@ -202,17 +201,17 @@ def end_process(status: int, failed: bool = False) -> NoReturn:
 
 
 def end(text: str, status: int, stream: str = "stderr", everybody: bool = False) -> NoReturn:
-    """End this program, before `join` or after it. Rank 0 says why, or everybody where the others do not know.
+    """End this program, before or after `join`. Rank 0 prints the reason, or every rank if only it has it.
 
-    All ranks must call it. Whatever started them kills the others when the first one ends, so rank 0 goes first.
+    All ranks must call it. The launcher kills the other ranks when the first one ends, so rank 0 ends first.
     """
     launcher = ""
     try:
         info = resolve()
         rank, launcher = info.rank, info.launcher
-    except LaunchError:  # who am I? is what went wrong: trust any variable that names a rank
+    except LaunchError:  # finding the rank failed: trust any variable that names a rank
         rank = claimed("rank", 0)
-        everybody = everybody or rank >= claimed("world_size", 1 << 62)  # RANK=5 of 2: there may be no rank 0 to say it
+        everybody = everybody or rank >= claimed("world_size", 1 << 62)  # RANK=5 of 2: there may be no rank 0
     if rank == 0 or everybody:
         say_status(status, text)
         if text:
@@ -220,51 +219,51 @@ def end(text: str, status: int, stream: str = "stderr", everybody: bool = False)
             print(text, file=getattr(sys, stream), flush=True)
     elif status and not launcher_named(launcher).waits_for_all:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's, when rank 0 has ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's signal after rank 0 has ended
         time.sleep(SPEAKS_FIRST_S)
     raise SystemExit(status)
 
 
 def is_alone() -> bool:
-    """Whether this process is no rank, or a world of one."""
+    """Return whether this process is not a rank, or is a world of one."""
     ranks = joined()
     return ranks is None or ranks.world_size == 1
 
 
 def flush() -> None:
-    """Write what has been printed; whoever read it may have gone."""
+    """Flush stdout and stderr, ignoring a closed pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, or no rank at all: before `join`, and where launchers contradict each other."""
+    """Return whether this process is rank 0 or not a rank; works before `join` and with contradictory launchers."""
     return claimed("rank", 0) == 0
 
 
 def say_status(status: int, why: str = "") -> None:
-    """Rank 0 of a program says how it ends; the last word counts. A file that cannot be written is no failure."""
+    """Write how the program ends, on rank 0; a later call overwrites it. An unwritable file is not an error."""
     if path := settings.path(STATUS_FILE):
-        with suppress(OSError):  # on another node than the one who asked: it does without
+        with suppress(OSError):  # the file's folder is on another node
             path.write_text(json.dumps([status, why]))
 
 
 def say_nothing_yet() -> None:
-    """A program begins: what was said before it is not of its end."""
+    """Clear the status file when a program begins."""
     if path := settings.path(STATUS_FILE):
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def read_status() -> int | None:
-    """The status that the program has left in the file named for it, or None: it was killed, or raised."""
+    """Return the status in the program's status file, or None if it was killed or raised."""
     path = settings.path(STATUS_FILE)
     return read_end(path)[0] if path else None
 
 
 def read_end(path: Path) -> tuple[int | None, str]:
-    """(status, why) as `say_status` has left them in the file `path`; (None, "") where it has not."""
+    """Return (status, reason) that `say_status` wrote to the file `path`, or (None, "")."""
     try:
         status, why = json.loads(path.read_text())
         return status, why
@@ -284,28 +283,28 @@ def say(text: object) -> None:
 
 
 class _Lossy(io.FileIO):
-    """A screen or a log that no write fails of: what it cannot take is lost. There may be room again later."""
+    """A stream whose writes never fail: output that cannot be written is lost. Later writes may succeed again."""
 
     def write(self, data):
         try:
             return super().write(data)
-        except OSError as error:  # nobody reads, the terminal is closed, the disk is full
+        except OSError as error:  # no reader, a closed terminal or a full disk
             if self.fileno() == 1 and (error.errno == errno.ENOSPC or stat.S_ISREG(os.fstat(1).st_mode)):
                 _lost.append(error)
             return len(data)
 
 
 def mend_streams() -> None:
-    """From now on nothing that is wrong with this process's screen or log makes it fail, or complain as it ends."""
+    """Make this process ignore errors of its screen or log, even while it ends."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # closed (`>&-`): the next file that is opened would get its number, and what is printed
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # as any such stream
+        except OSError:  # closed (`>&-`): the next opened file would get its number, and all printed text
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # like any standard stream
     for name, number, errors in (("stdout", 1, "replace"), ("stderr", 2, "backslashreplace")):
         before = getattr(sys, name)
         raw = before.buffer if hasattr(before, "buffer") else None
-        raw = getattr(raw, "raw", raw)  # PYTHONUNBUFFERED leaves the buffer out
+        raw = getattr(raw, "raw", raw)  # PYTHONUNBUFFERED omits the buffer
         if before is not None and (not isinstance(raw, io.FileIO) or isinstance(raw, _Lossy) or raw.fileno() != number):
             continue  # a notebook's, or a test's
         with suppress(OSError, AttributeError):
@@ -320,11 +319,11 @@ def mend_streams() -> None:
 
 
 def write(text: str) -> None:
-    """Write to stdout, now. Nothing wrong with the screen or the log ends a run: what cannot be shown is lost."""
+    """Write to stdout immediately. An error of the screen or log never ends a run: the text is lost."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except (OSError, UnicodeEncodeError, AttributeError):  # of a stream that is closed there is none
+    except (OSError, UnicodeEncodeError, AttributeError):  # a closed stream has none
         mend_streams()
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""Who takes part in a run: `Ranks`, which a lesson passes on; their names in a sentence; how they agree on errors.
+"""Represent this process's rank (`Ranks`), name ranks in sentences, and let ranks agree on errors.
 
-`join` makes one and `remember`s it, for `say`'s labels and a program's end. Everything else is handed `ranks`.
+`join` makes a Ranks and `remember`s it, for `say`'s labels and a program's end. Other code gets `ranks` as an argument.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:  # a notebook's rank brings torch when a lesson joins
+if TYPE_CHECKING:  # a notebook's rank imports torch only when a lesson joins
     import torch
     import torch.distributed as dist
 
@@ -21,7 +21,7 @@ _joined = None
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. A lesson passes it on; nothing else of the launcher is needed."""
+    """This process's place in the world. A lesson passes it on; no other information of the launcher is needed."""
 
     rank: int
     world_size: int
@@ -35,29 +35,29 @@ class Ranks:
 
     @property
     def library(self) -> str:
-        """What carries tensors of `device`: "gloo", "NCCL" (on AMD's GPUs RCCL, under this name) or "XCCL"."""
+        """Return the library that sends tensors of `device`: "gloo", "NCCL" (which is RCCL on AMD's GPUs) or "XCCL"."""
         return {"cpu": "gloo", "cuda": "NCCL", "xpu": "XCCL"}[self.device.type]
 
 
 def remember(ranks: Ranks | None) -> None:
-    """This process is that rank from now on; None: no rank yet, or no longer."""
+    """Set this process's Ranks; None: not a rank yet, or no longer."""
     global _joined
     _joined = ranks
 
 
 def joined() -> Ranks | None:
-    """What the last `join` returned, also after `leave`."""
+    """Return the result of the last `join`, even after `leave`."""
     return _joined
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """Its lines, at most 70 characters long: JupyterLab breaks longer ones within words, in a window of 1000 pixels."""
+    """Wrap lines at 70 characters: JupyterLab breaks longer ones within words, in a window of 1000 pixels."""
     wrapper = textwrap.TextWrapper(70, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [part for line in text.split("\n") for part in wrapper.wrap(line) or [""]]
 
 
 def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"; [1] -> "rank 1"; all of several in a world of `world_size` -> "all ranks"."""
+    """Name ranks: [0, 1, 2, 5] -> "ranks 0-2, 5"; [1] -> "rank 1"; every rank of a world of several -> "all ranks"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) == world_size:
@@ -72,7 +72,7 @@ def name_ranks(ranks: Sequence[int], world_size: int = 0) -> str:
 
 
 class Agreement:
-    """What fails on one rank is the same error on all, so that nobody waits for a rank that gave up.
+    """Raise an error of one rank on all ranks, so that no rank waits for one that has failed.
 
         agreement = Agreement(ranks, group, CheckpointError)
         found = agreement.on_rank_0(lambda: sorted(folder.iterdir()))     # the same on all ranks
@@ -80,15 +80,15 @@ class Agreement:
 
     All ranks of `group` (the whole world, over the CPU) call each method, in the same order.
 
-    `kind` is the class of the error that all ranks raise; one raised by an action keeps its sentence, the first rank's.
-    Only exceptions are agreed upon. A rank that dies is noticed by the group itself.
+    `kind` is the class of the error that all ranks raise, with the sentence of the first rank's error.
+    Only exceptions are agreed upon. The group itself detects a rank that dies.
     """
 
     def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, kind: type[Exception]):
         self.ranks, self.group, self.kind = ranks, group, kind
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on all ranks."""
+        """Return every rank's value, in rank order, on all ranks."""
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.ranks.world_size
@@ -96,7 +96,7 @@ class Agreement:
         return values
 
     def all(self, action: Callable[[], T]) -> T:
-        """What `action()` returned on this rank, once it went well on every rank."""
+        """Return `action()` of this rank, once it has succeeded on every rank."""
         problem, result = self._try(action)
         for other in self.gather(problem):
             if other is not None:
@@ -104,7 +104,7 @@ class Agreement:
         return result
 
     def on_rank_0(self, action: Callable[[], T]) -> T:
-        """What `action()` returned on rank 0, on all ranks. The others only wait for it."""
+        """Return rank 0's `action()` on all ranks. The others only wait for it."""
         import torch.distributed as dist
 
         outcome: list[Any] = [self._try(action) if self.ranks.rank == 0 else None]
@@ -119,12 +119,12 @@ class Agreement:
             return None, action()
         except self.kind as error:
             return str(error), None
-        except Exception as error:  # noqa: BLE001 - the others wait for a word, whatever happened
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a report in any case
             return said(self.ranks.rank, error), None
 
 
 def said(rank: int | None, error: BaseException) -> str:
-    """An exception of `rank`, or of a process that is none, as part of a sentence."""
+    """Format an exception of `rank`, or of a process that is not a rank, as part of a sentence."""
     text = str(error).strip()
     why = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no reason given'}"
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""What was recorded on other machines, and is shown where they are not at hand: the files in assets/recorded.
+"""Read and write assets/recorded: results recorded on other machines, shown where those are not available.
 
 recorded.text("04_pending.out")        # what a program printed
 recorded.numbers("04_queue.json")      # a dict; its "conditions" say on what and when it was made
@@ -25,8 +25,8 @@ from manyhands.launch.run_folder import outputs_folder
 
 RECORDED = ASSETS / "recorded"
 PUBLISHED = ASSETS / "published"
-ALONE = {"01_one_device"}  # lessons that one process on one GPU runs
-# of a file, in its order; all of metrics.json or its conditions
+ALONE = {"01_one_device"}  # lessons that run as one process on one GPU
+# fields of a file, in order; all from metrics.json or its conditions
 FIELDS = (
     "lesson", "name", "hardware", "versions", "commit", "date", "command", "launcher", "backend", "device",
     "world_size", "corpus", "parameters", "measured", "exact",
@@ -35,23 +35,23 @@ VENDORS = r"nvidia|amd|intel|\(r\)|data center gpu|instinct"
 
 
 def text(name: str) -> str:
-    """The text of assets/recorded/<name>."""
+    """Return the text of assets/recorded/<name>."""
     return (RECORDED / name).read_text(encoding="utf-8")
 
 
 def numbers(name: str) -> dict:
-    """The content of a JSON file in assets/recorded."""
+    """Return the content of a JSON file in assets/recorded."""
     return json.loads(text(name))
 
 
 def runs(lesson: str, folder: Path | None = None) -> list[dict]:
-    """The recorded runs of a lesson ("06" or "06_zero_fsdp"), sorted by name: dicts with FIELDS."""
+    """Return the recorded runs of a lesson ("06" or "06_zero_fsdp"), sorted by name: dicts with FIELDS."""
     files = sorted((folder or RECORDED).glob(f"{_full_name(lesson)}.*.json"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> str:
-    """A table of this run's numbers beside each recorded run's; without one, the two commands that make it.
+    """Return a table of this run's numbers next to each recorded run's, or the two commands that record one.
 
     `here`: {label: (value, unit, name in `measured` or `exact`)}. "times.ddp": in a dict or list. "-": not recorded.
     """
@@ -78,7 +78,7 @@ def beside(lesson: str, here: dict[str, tuple], folder: Path | None = None) -> s
 
 
 def describe(run: dict) -> str:
-    """Where, when and with what a recorded run was made, in a line."""
+    """Describe in one line on what, when and with what a recorded run was made."""
     known = {"torch": run["versions"]["torch"], "CUDA": run["versions"]["cuda"], "NCCL": run["versions"]["nccl"]}
     said = ", ".join(f"{what} {version}" for what, version in known.items() if version)
     set_to = " ".join(f"{name}={value}" for name, value in run["parameters"].items())
@@ -101,7 +101,7 @@ def all_reduce_curves(folder: Path | None = None) -> list[dict]:
     ours = []
     for run in runs("02", folder):
         n, found = run["world_size"], run["measured"]
-        seconds = next(iter(found["all_reduce_s"].values()))  # the library comes first
+        seconds = next(iter(found["all_reduce_s"].values()))  # its first word is the library
         rates = [2 * (n - 1) / n * b / s / 1e9 for b, s in zip(found["sizes_b"], seconds, strict=True)]
         points = [list(point) for point in zip(found["sizes_b"], rates, strict=True)]
         ours.append({"name": run["name"], "hardware": run["hardware"], "source": describe(run), "points": points})
@@ -109,14 +109,14 @@ def all_reduce_curves(folder: Path | None = None) -> list[dict]:
 
 
 def record(metrics: dict, folder: Path | None = None, name: str | None = None) -> Path:
-    """Write a run's metrics (the content of its metrics.json) as assets/recorded/<lesson>.<name>.json: the path.
+    """Write a run's metrics (its metrics.json) to assets/recorded/<lesson>.<name>.json and return the path.
 
-    `name` is made of hardware and number of ranks unless given. Raises ValueError for a run on a CPU, for one that does
-    not say under which conditions it was made, and for an invalid name.
+    The default `name` is made of hardware and number of ranks. Raise ValueError for a run on a CPU, a run without its
+    conditions, and an invalid name.
     """
     lesson = metrics["lesson"]
     if metrics["device"] == "cpu":
-        raise ValueError(f"this run of {lesson} was on a CPU, and what is recorded are runs on GPUs")
+        raise ValueError(f"this run of {lesson} was on a CPU; only runs on GPUs are recorded")
     if not metrics.get("conditions"):
         raise ValueError(f"this run of {lesson} does not say on what it was made; run the lesson again")
     name = name or default_name(metrics)
@@ -129,18 +129,18 @@ def record(metrics: dict, folder: Path | None = None, name: str | None = None) -
 
 
 def default_name(metrics: dict) -> str:
-    """ "8 x NVIDIA A100-SXM4-40GB on 2 nodes" -> "a100-sxm4-40gbx8"."""
+    """Return "a100-sxm4-40gbx8" for "8 x NVIDIA A100-SXM4-40GB on 2 nodes"."""
     kind = re.sub(rf"^\d+ x | on \d+ nodes$|{VENDORS}", " ", metrics["conditions"]["hardware"].lower())
     return f"{re.sub(r'[^a-z0-9]+', '-', kind).strip('-')}x{metrics['world_size']}"
 
 
 def _full_name(lesson):
-    """ "06" -> "06_zero_fsdp". Raises ValueError for a lesson that there is not."""
+    """Return "06_zero_fsdp" for "06". Raise ValueError for an unknown lesson."""
     return find_lessons(only=[lesson])[0].name
 
 
 def _look_up(run, name):
-    """A number of a recorded run, or None."""
+    """Return a number of a recorded run, or None."""
     for found in (run["measured"], run["exact"]):
         for part in [name] if name in found else name.split("."):
             if isinstance(found, list):
@@ -162,7 +162,7 @@ def _shown(value):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command and return its exit status."""
     prog = "python -m manyhands.launch.recorded_runs"
     parser = argparse.ArgumentParser(prog=prog, description="Record a lesson's run on GPUs.")
     parser.add_argument("lesson", help="06 or 06_zero_fsdp")
@@ -177,12 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{run} is a run of {metrics['lesson']}, not of {lesson}; name another with --run")
         path = record(metrics, name=options.name)
     except (FileNotFoundError, ValueError) as error:
-        missing = "{} is not there; run the lesson first, or name its folder with --run"
+        missing = "{} does not exist; run the lesson first, or name its folder with --run"
         said = error if isinstance(error, ValueError) else missing.format(error.filename)
         print(f"recorded: {said}", file=sys.stderr)
         return 2
     if "uncommitted" in (metrics["conditions"]["commit"] or "uncommitted"):
-        print("the run was not of a commit alone, and the file says so; commit and run again for one to keep")
+        print("the run had uncommitted changes, which the file records; commit and run again for a result to keep")
     print(path)
     return 0
 

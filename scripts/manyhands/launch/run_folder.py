@@ -1,4 +1,4 @@
-"""Where a run leaves its files: a folder of its own, `latest` beside it; and figures, which appear where you are."""
+"""Create a run's folder and the link `latest`, and show figures inline or save them there."""
 
 import io
 import os
@@ -13,18 +13,18 @@ from manyhands.launch import settings
 from manyhands.launch.program import Refused, say
 from manyhands.launch.ranks import Ranks, joined
 
-# of this process's runs: id of the Ranks -> (the Ranks, so that the id stays theirs; folder)
+# this process's runs: id of the Ranks -> (the Ranks, kept so that the id stays unique; folder)
 _folders: dict[int, tuple[Ranks, Path]] = {}
 
 
 def run_folder(ranks: Ranks, latest: bool = True) -> Path:
-    """This run's folder, made on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
+    """Return this run's folder, created on the first call: `<outputs>/<lesson>/<stamp>-<launcher>-n<world>-<pid>/`.
 
     One `join` is one run. `latest` points to rank 0's last one (`latest=False`: not yet, see `point_latest_to`);
-    another rank gets its own folder, ending in `-rank2`. Outputs lie where MANYHANDS_OUTPUTS says, else in the course's
-    outputs/, else (a course that cannot be written) in ~/.local/share/manyhands/outputs, which is said once. A folder
-    of outputs that is made here can be read by its user alone. Raises Refused if MANYHANDS_OUTPUTS, or none of the
-    other places, can be written.
+    another rank gets its own folder, ending in `-rank2`. Outputs are in MANYHANDS_OUTPUTS, else in the course's
+    outputs/, else, if the course is read-only, in ~/.local/share/manyhands/outputs, which is printed once. Only the
+    user can read an outputs folder that is created here. Raise Refused if MANYHANDS_OUTPUTS cannot be written, or no
+    other place can.
     """
     if id(ranks) not in _folders:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{ranks.launcher}-n{ranks.world_size}-{os.getpid()}"
@@ -45,21 +45,21 @@ def _new_folder(lesson, name):
 
 
 def point_latest_to(folder: Path) -> None:
-    """`latest` beside a run's folder names it from now on."""
-    with suppress(OSError):  # a file system without links has no `latest`
+    """Make the link `latest`, next to a run's folder, point to it."""
+    with suppress(OSError):  # skipped on a file system without links
         link = folder.parent / f".latest-{folder.name}"
         link.symlink_to(folder.name)
-        link.replace(folder.parent / "latest")  # at once: a reader finds the old run or the new one
+        link.replace(folder.parent / "latest")  # atomic: a reader finds the old run or the new one
 
 
 def outputs_folder() -> Path:
-    """Where all runs leave their folders, made if need be: see `run_folder`."""
+    """Return the folder of all runs' folders, created if needed: see `run_folder`."""
     if named := settings.path("MANYHANDS_OUTPUTS"):
         if not can_be_written(named):
             raise Refused(f"MANYHANDS_OUTPUTS={named} cannot be written; name another folder or unset it")
         return named
     course = ROOT / "outputs"
-    # a package that was installed without the course around it has no place of its own
+    # an installed package without the course has no course folder
     if (ROOT / "pyproject.toml").is_file() and can_be_written(course):
         return course
     users = Path("~/.local/share/manyhands/outputs").expanduser()
@@ -70,9 +70,9 @@ def outputs_folder() -> Path:
 
 
 def can_be_written(folder: Path) -> bool:
-    """Whether files can be made in `folder`, which is made if need be, for its user alone.
+    """Return whether files can be created in `folder`, which is created, private to the user, if needed.
 
-    It is tried: modes do not know a read-only disk.
+    It is tested by writing, because mode bits do not show a read-only disk.
     """
     try:
         make_private(folder)
@@ -96,7 +96,7 @@ def show(figure, name: str, alt: str) -> None:
         content = {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"}
         display(content, metadata={"image/png": {"alt": alt}}, raw=True)
         return
-    assert ranks is not None, "join first: a figure lies in the run's folder"
+    assert ranks is not None, "call join() first: a figure is saved in the run's folder"
     path = run_folder(ranks) / f"{name}.svg"
     figure.savefig(path)
     say(f"figure {path}: {alt}")

@@ -1,4 +1,4 @@
-"""The course's own variables. Each is read here, when it is asked for; a value that makes no sense is a LaunchError.
+"""Read the course's environment variables, each when it is needed; an invalid value raises LaunchError.
 
 People and sites set:
     MANYHANDS_OUTPUTS=FOLDER      where runs leave their folders; else outputs/ of the course, else in ~/.local/share
@@ -10,7 +10,7 @@ People and sites set:
     MANYHANDS_MPI=off             a notebook's ranks start without MPI
     MANYHANDS_MPIEXEC=COMMAND     the mpiexec of a notebook's ranks, with its flags; empty: there is none
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called
-    MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after so long without a cell; 1800
+    MANYHANDS_IDLE_S=SECONDS      a notebook's ranks end after this time without a cell; 1800
     MANYHANDS_PATIENCE=TIMES      how many times as long ranks wait for each other, and a notebook for them, as on an
                                   idle machine, for a hub say 10; else the machine's load per core, 1 to 20
     MANYHANDS_LIVE=0              no output while a cell runs, and no times in it: for tests and for stored notebooks
@@ -39,38 +39,38 @@ DEVICES = ("auto", "cpu", "cuda", "xpu")
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """A copy of this process's environment, with `changes`: what a child gets."""
+    """Return a copy of this process's environment with `changes`, for a child."""
     return {**os.environ, **changes}
 
 
 def for_python(environ: Mapping[str, str], *folders: Path) -> dict[str, str]:
-    """`environ` for a child that finds modules in `folders` first."""
+    """Return `environ` for a child that finds modules in `folders` first."""
     return {**environ, "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), environ.get("PYTHONPATH")]))}
 
 
 def set_default(**variables: str) -> None:
-    """Set variables that libraries read, unless somebody has set them already."""
+    """Set variables that libraries read, unless they are already set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def set_variables(**variables: str) -> None:
-    """Set variables that libraries read, whatever they were."""
+    """Set variables that libraries read, overwriting earlier values."""
     os.environ.update(variables)
 
 
 def value(name: str, default: str | None = None) -> str | None:
-    """What one of these variables holds."""
+    """Return the value of one of these variables."""
     return os.environ.get(name, default)
 
 
 def path(name: str) -> Path | None:
-    """The file or folder that one of these variables names, where somebody has named one."""
+    """Return the file or folder that one of these variables names, or None."""
     return named(os.environ[name]) if os.environ.get(name) else None
 
 
 def device(environ: Mapping[str, str] | None = None) -> str:
-    """One of DEVICES."""
+    """Return MANYHANDS_DEVICE, one of DEVICES."""
     named = (os.environ if environ is None else environ).get("MANYHANDS_DEVICE") or "auto"
     if named not in DEVICES:
         raise LaunchError(f"MANYHANDS_DEVICE={named!r} is unknown; use one of {', '.join(DEVICES)}")
@@ -78,7 +78,7 @@ def device(environ: Mapping[str, str] | None = None) -> str:
 
 
 def store_address() -> tuple[str, int]:
-    """(host, port) at which the ranks of a notebook meet; (file, 0) where they are on one node."""
+    """Return the (host, port) of a notebook's store, or (file, 0) if its ranks are on one node."""
     where = os.environ["MANYHANDS_STORE"]
     if where.startswith("/"):
         return where, 0
@@ -87,20 +87,20 @@ def store_address() -> tuple[str, int]:
 
 
 def idle_s() -> float:
-    """Seconds without a cell after which a notebook's ranks end."""
+    """Return the seconds without a cell after which a notebook's ranks end."""
     return _positive("MANYHANDS_IDLE_S", "seconds") or 1800.0
 
 
 def patience(most: float = 20.0) -> float:
-    """How many times as long as on an idle machine a lesson's ranks, and its notebook, wait.
+    """Return the factor by which ranks and notebooks wait longer than on an idle machine.
 
-    The load counts up to `most` times; MANYHANDS_PATIENCE is taken as it is.
+    The load's factor is limited to `most`; MANYHANDS_PATIENCE is not.
     """
     return _positive("MANYHANDS_PATIENCE", "times") or min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), most)
 
 
 def _positive(name: str, unit: str) -> float | None:
-    """The number that a variable holds; None where it is not set."""
+    """Return the number in a variable, or None if it is not set."""
     said = os.environ.get(name)
     try:
         number = float(said) if said else None
@@ -112,5 +112,5 @@ def _positive(name: str, unit: str) -> float | None:
 
 
 def live() -> bool:
-    """Whether people watch: output while a cell runs, and times."""
+    """Return whether to show output while a cell runs, and times."""
     return os.environ.get("MANYHANDS_LIVE") != "0"

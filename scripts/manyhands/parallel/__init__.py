@@ -1,1 +1,1 @@
-"""Every strategy: a model on one process becomes one on many."""
+"""Distribute a model of one process over many, by any of the strategies."""

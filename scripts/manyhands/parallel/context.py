@@ -1,11 +1,11 @@
-"""Context parallelism: the ranks of a group share each sequence, and keys and values go round a ring of them.
+"""Context parallelism: a group's ranks share each sequence, and keys and values are passed round a ring.
 
     at_s = zig_zag(T, n, rank)                                   # this rank's positions
     out = ring_attention(q, k, v, group)                         # of them; causal; all ranks of the group
     part = share_of_context(ids_BT, targets_BT, separator, group)
     logits_BsV, loss = model(*part)                              # `loss` is the mean over this rank's positions
 
-Norms, MLPs and the loss look at one position at a time. Attention alone needs the other ranks' keys: a rank works on
+Norms, MLPs and the loss look at one position at a time. Only attention needs the other ranks' keys: a rank works on
 the block that it has while the next one arrives (Liu et al. 2023, Ring Attention). The forward keeps the output and the
 log of each query's sum. The backward computes the scores again; gradients of keys and values travel with them, and one
 more message brings them home. Lesson 09 builds all of it.
@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 
 def zig_zag(T: int, n: int, rank: int) -> torch.Tensor:
-    """The positions of a rank [T/n], ascending. Raises ValueError if T is no multiple of 2 n."""
+    """Return a rank's positions [T/n], ascending. Raise ValueError if T is not a multiple of 2 n."""
     if T % (2 * n):
         raise ValueError(f"{T} positions do not split into 2 x {n} equal pieces; use a multiple of {2 * n}")
     pieces = torch.arange(T).chunk(2 * n)
@@ -40,11 +40,11 @@ def zig_zag(T: int, n: int, rank: int) -> torch.Tensor:
 def share_of_context(
     ids_BT: torch.Tensor, targets_BT: torch.Tensor, separator: int | None, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Callable[..., torch.Tensor]]:
-    """What `GPT.forward` takes on this rank: ids and targets [B, s], their positions [s], and the attention. Local."""
+    """Return this rank's arguments of `GPT.forward`: ids and targets [B, s], positions [s], attention. Local."""
     n, T = group.size(), ids_BT.shape[1]
     at = [zig_zag(T, n, rank).to(ids_BT.device) for rank in range(n)]
     documents = None
-    if separator is not None:  # of all ranks: each knows the whole sequence's ids
+    if separator is not None:  # of all ranks: each has the whole sequence's ids
         document_BT = (ids_BT == separator).cumsum(1)
         documents = [document_BT[:, at_s] for at_s in at]
     own = at[group.rank()]
@@ -55,7 +55,7 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup,
     documents: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention [B, h, s, K] of this rank's queries over all ranks' keys. All ranks of `group` call it.
+    """Return causal attention [B, h, s, K] of this rank's queries over all keys. All ranks of `group` call it.
 
     Each holds its zig-zag share of the sequences. `documents[r]`, [B, s], numbers the documents at the positions of
     rank r: a query sees the keys of its own one. None: all is one document.
@@ -83,7 +83,7 @@ class _Ring(torch.autograd.Function):
                 if arrive:
                     kv = arrive()
             out, log_sums = (weighted / total).to(q.dtype), largest + total.log()
-        # heads beside each other in memory, as the linear layer behind wants them: it keeps no copy
+        # heads contiguous in memory, as the next linear layer needs them, so that it makes no copy
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.group, ctx.documents = group, documents
@@ -114,7 +114,7 @@ class _Ring(torch.autograd.Function):
                     d_kv = gradients_arrive()
                 d_kv[0][..., columns, :] += d_scores.mT @ queries
                 d_kv[1][..., columns, :] += p.mT @ given
-                if n > 1:  # on with the keys; after the last step, home
+                if n > 1:  # pass the keys on; after the last step, back to their owner
                     gradients_arrive = _pass_on(d_kv, group)
                 if arrive:
                     kv = arrive()
@@ -129,16 +129,16 @@ def _scaled(q):
 
 
 def _meeting(me, owner, s):
-    """(which of this rank's queries, which of the owner's keys), slices: no other pairs meet under the causal mask."""
+    """Return slices (this rank's queries, the owner's keys) of the pairs that the causal mask allows."""
     front, back, everything = slice(0, s // 2), slice(s // 2, s), slice(0, s)
     if owner == me:
         return everything, everything
-    # an earlier rank's first piece lies before both of ours, its second behind both; a later rank's lie between ours
+    # an earlier rank's first piece precedes both of ours and its second follows both; a later rank's are between ours
     return (everything, front) if owner < me else (back, everything)
 
 
 def _scores(q, k, rows, columns, me, owner, documents):
-    """Products [B, h, rows, columns]; -inf where a key is in the future, or in another document."""
+    """Return scores [B, h, rows, columns], -inf for keys in the future or in another document."""
     scores = q @ k.mT
     if owner == me:  # both ascend
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -160,7 +160,7 @@ def _absorb(state, scores, values):
 
 
 def _pass_on(x, group):
-    """Begin to send `x` to the rank ahead: a function that waits for what comes from the one behind.
+    """Start sending `x` to the next rank; return a function that waits for the tensor of the previous one.
 
     `x` must stay as it is until then.
     """

@@ -1,11 +1,11 @@
-"""Forward and backward of a micro-batch as one CUDA graph: the host hands over one call instead of hundreds.
+"""Record forward and backward of a micro-batch as one CUDA graph: the host launches it once, not each kernel.
 
     recorded = Recorded(forward_backward, ids_bT, targets_bT)    # forward_backward adds to `.grad`, returns the loss
     loss = recorded(ids_bT, targets_bT)                          # the same kernels, on these ids
 
-The kernels of a small model are shorter than the time that Python takes to start them, so that the GPU waits. A graph
-plays them back from where they were recorded: shapes and addresses stay, gradients must stay attached. Dropout draws
-other masks in each replay.
+The kernels of a small model take less time than Python needs to launch them, so that the GPU idles. A graph replays the
+recorded kernels: shapes and addresses are fixed, and gradients must stay attached. Dropout draws new masks in each
+replay.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from manyhands.config.layout import Layout
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPTConfig
 
-WARM_UP = 3  # calls before the recording: what is compiled or allocated once must not be part of it
-MOST_PARAMETERS = 200_000_000  # larger models keep a GPU busy without
+WARM_UP = 3  # calls before the recording, so that one-time compilation and allocation are not recorded
+MOST_PARAMETERS = 200_000_000  # larger models keep a GPU busy without a graph
 
 
 class Recorded:
@@ -34,9 +34,9 @@ class Recorded:
                 forward_backward(*self.batch)
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread asks the GPU meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # NCCL's thread queries the GPU meanwhile
             self.loss = forward_backward(*self.batch)
-        torch.cuda.set_rng_state(random_state, device)  # the first step draws what it would have drawn
+        torch.cuda.set_rng_state(random_state, device)  # the first step draws the same numbers as without recording
 
     def __call__(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor) -> torch.Tensor:
         for own, new in zip(self.batch, (ids_bT, targets_bT), strict=True):
@@ -46,7 +46,7 @@ class Recorded:
 
 
 def may_record(config: GPTConfig, layout: Layout, options: Options, device: torch.device) -> bool:
-    """Whether a run's micro-batches can be recorded, and gain by it."""
+    """Return whether a run's micro-batches can be recorded and benefit from it."""
     train, parallel = options.train, options.parallel
     plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
     fixed = train.precision != "fp16" and parallel.activation_checkpointing == "none" and config.separator is None

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed as a strategy like the others. An optional extra: `pip install -e .[deepspeed]`.
+"""Use DeepSpeed's ZeRO as a strategy. An optional extra: `pip install -e .[deepspeed]`.
 
     parallel = DeepSpeedParallel(config, layout, options, ranks)     # all ranks; parallelize() calls it
     loss = parallel.forward_backward(ids_bT, targets_bT)
@@ -8,7 +8,7 @@
 options.parallel.zero_stage says what the data ranks share: 1 the optimizer's state, 2 the gradients too, 3 the
 parameters too (Rajbhandari et al. 2020, ZeRO, section 5). DeepSpeed uses the process group that we have joined, on a
 CPU through gloo; its launcher and its compiled kernels are not needed. Gradients of stages 2 and 3 are reduced after
-each micro-batch, because no rank has room for all of them.
+each micro-batch, because no rank can hold all of them.
 
 Shapes: b sequences of this data rank, B that all ranks hold alike, T positions, V tokens in the vocabulary.
 """
@@ -24,13 +24,13 @@ from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, evaluating, full_model
 
 BUCKET_NUMEL = 25 * 2**20 // 4  # numbers collected before they are sent; DeepSpeed's own 5e8 are 2 GB in fp32
-LIVE_NUMEL = 10**9  # stage 3: so many gathered numbers stay until the step is over (DeepSpeed's own choice)
+LIVE_NUMEL = 10**9  # stage 3: the most gathered numbers that stay until the step is over (DeepSpeed's default)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def import_deepspeed(device):
-    """The module, set up for `device`. Raises OptionError with the cure where it is not installed."""
-    # it looks for GPUs by itself, also where the run wants none, and the choice is made when it is imported
+    """Import DeepSpeed for `device`. Raise OptionError with the cure if it is not installed."""
+    # at import it selects GPUs by itself, even if the run uses none
     set_default(DS_ACCELERATOR=device.type)
     try:
         import deepspeed
@@ -42,7 +42,7 @@ def import_deepspeed(device):
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # torch 2.13 has new names for two collectives
     warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)
-    # gloo does its collectives: the kernel that it would compile for shared memory needs a compiler and a minute
+    # use gloo: its shared-memory kernel would need a compiler and a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -103,7 +103,7 @@ class DeepSpeedParallel(Strategy):
         return {name: get(p).detach().cpu().clone() for name, p in self.model.named_parameters()}
 
     def forward_backward(self, ids_bT, targets_bT, timer=None):
-        """This rank's mean loss; DeepSpeed has the global batch's gradients afterwards. All ranks call it."""
+        """Compute the global batch's gradients in DeepSpeed and return this rank's mean loss. All ranks call it."""
         count, total, self._clipping = self.layout.micro_batches, 0.0, 1.0
         for i, (ids, targets) in enumerate(self._micro_batches(ids_bT, targets_bT)):
             self.engine.set_gradient_accumulation_boundary(i == count - 1)
@@ -118,7 +118,7 @@ class DeepSpeedParallel(Strategy):
 
     @torch.no_grad()
     def evaluate(self, ids_bT, targets_bT):
-        """This rank's mean loss, without gradients and dropout. All ranks call it."""
+        """Return this rank's mean loss, without gradients and dropout. All ranks call it."""
         with evaluating([self.engine]):
             losses = [self.engine(*share)[1] for share in self._micro_batches(ids_bT, targets_bT)]
         return torch.stack(losses).mean()
@@ -130,14 +130,14 @@ class DeepSpeedParallel(Strategy):
 
     @torch.no_grad()
     def logits(self, ids_BT):
-        """[B, T, V] of the same ids on all ranks. All ranks call it."""
+        """Return logits [B, T, V] of the same ids on all ranks. All ranks call it."""
         B, T = ids_BT.shape
         self.moved()
         with evaluating([self.engine]):
             return self.engine(self.pad(ids_BT))[0][:B, :T].float()
 
     def clip(self, max_norm):
-        """The global gradient norm, 0-dim. Its step scales the gradients to `max_norm` (0: not). Collective."""
+        """Return the global gradient norm, 0-dim; the step clips to `max_norm` (0: no clipping). Collective."""
         zero = self.engine.optimizer
         if self.stage == 3:
             from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -168,9 +168,9 @@ class DeepSpeedParallel(Strategy):
 
     @torch.no_grad()
     def take_checkpoint(self, tensors):
-        """Put what `checkpoint_tensors` has given into the engine again. All ranks call it, with the same tensors.
+        """Load the tensors of `checkpoint_tensors` into the engine. All ranks call it, with the same tensors.
 
-        In fp32 the run then goes on bit for bit; in bf16 and stage 3 to within bf16's rounding of the small weights.
+        In fp32 the run then continues bit for bit; in bf16 and stage 3 within bf16's rounding of the small weights.
         """
         has_state = self._ensure_state()
         for name, parameter in self.model.named_parameters():
@@ -192,7 +192,7 @@ class DeepSpeedParallel(Strategy):
             share = padded.view(self.data_size, size)[self.data_rank]
             if slot is None:
                 utils.safe_set_local_fp32_param(parameter, share)
-                parameter.ds_tensor.copy_(share)  # what the next forward gathers
+                parameter.ds_tensor.copy_(share)  # the next forward gathers these
             else:
                 utils.safe_set_local_optimizer_state(parameter, share, slot)
         elif slot is None:
@@ -203,7 +203,7 @@ class DeepSpeedParallel(Strategy):
             parameter.copy_(value)
 
     def _flats(self):
-        """The flat tensors that the inner optimizer works on: one per parameter group, of which a rank has a part."""
+        """Return the inner optimizer's flat tensors: one per parameter group, of which a rank has a part."""
         zero = self.engine.optimizer
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
@@ -211,7 +211,7 @@ class DeepSpeedParallel(Strategy):
         return (self.engine.optimizer.optimizer.state[flat] for flat in self._flats())
 
     def _ensure_state(self):
-        """Whether the optimizer has a state; AdamW gets its own here if it has not stepped yet."""
+        """Return whether the optimizer has a state; AdamW gets its own here if it has not stepped yet."""
         zero = self.engine.optimizer
         if not isinstance(zero.optimizer, torch.optim.AdamW):
             return False
@@ -227,7 +227,7 @@ class DeepSpeedParallel(Strategy):
 
 
 class EngineOptimizer:
-    """DeepSpeed's optimizer as the training loop sees one: `step` clips, steps and forgets the gradients."""
+    """DeepSpeed's optimizer with the training loop's interface: `step` clips, steps and clears the gradients."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -240,4 +240,4 @@ class EngineOptimizer:
         self.engine.step()
 
     def zero_grad(self):
-        """Nothing to do: the step did."""
+        """Do nothing: the step has cleared the gradients."""

@@ -4,7 +4,7 @@
     spread_experts(model, mesh, device)                      # in place: a rank keeps its share of each layer's experts
     finish_expert_gradients(model, mesh, divide=world_size)  # once per step, after the last backward; all ranks
 
-Each rank has tokens of its own, as in data parallelism. Two all-to-alls per layer send rows to the ranks of their
+Each rank has different tokens, as in data parallelism. Two all-to-alls per layer send rows to the ranks of their
 experts and back (Lepikhin et al. 2020, GShard), and in the backward their gradients the other way. So an expert's
 gradient is a sum over the losses of all ranks in its group already: it is divided by the number of all ranks, and
 summed over those that hold the same experts. Lesson 09 builds all of it.
@@ -50,9 +50,9 @@ def run_on_ranks(
     leaving_ne = sizes_E.view(n, -1)
     arriving_ne = torch.empty_like(leaving_ne)
     dist.all_to_all_single(arriving_ne, leaving_ne, group=group)
-    leaving, arriving = leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist()  # the host must know: it waits here
+    leaving, arriving = leaving_ne.sum(1).tolist(), arriving_ne.sum(1).tolist()  # the host waits for them
     rows_RD = Exchange.apply(rows_RD.to(multiplied_in(rows_RD)), leaving, arriving, group)
-    # they came rank by rank, and from each rank expert by expert
+    # rows arrive ordered by rank, then by expert
     e = arriving_ne.shape[1]
     expert_R = torch.arange(e, device=rows_RD.device).repeat(n).repeat_interleave(arriving_ne.flatten())
     order_R = expert_R.argsort(stable=True)
@@ -66,7 +66,7 @@ def expert_mesh(device_type: str, world_size: int, expert: int) -> DeviceMesh:
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Leave on `device` this rank's share of each layer's experts, in place. Every rank has all of them before."""
+    """Keep only this rank's share of each layer's experts, on `device`, in place. Every rank starts with all."""
     n, me = mesh["expert"].size(), mesh["expert"].get_local_rank()
     for layer in experts_of(model):
         for name in ("up", "down"):
@@ -77,7 +77,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> 
 
 
 def spread_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: weight} of the experts that `spread_experts` has spread: what data parallelism must leave alone."""
+    """Return {name: weight} of the spread experts, which data parallelism must exclude."""
     return {
         f"{name}.{weight}": getattr(layer, weight)
         for name, layer in model.named_modules()

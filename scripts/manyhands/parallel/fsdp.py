@@ -3,16 +3,16 @@
     shard(model, mesh, options)                 # in place, by torch's fully_shard; all ranks of the data axes call it
     replicas = Sharded(model)                   # micro-batches through it, as in `ddp`
 
-After Rajbhandari et al. 2020 (ZeRO) and Zhao et al. 2023 (PyTorch FSDP). A unit is what is gathered at once: the
-larger, the fewer and longer messages, and the more memory. What `parallel.wrapping` makes a unit; all else is one more,
-the root:
+After Rajbhandari et al. 2020 (ZeRO) and Zhao et al. 2023 (PyTorch FSDP). A unit is gathered at once: larger
+units mean fewer, longer messages and more memory. `parallel.wrapping` chooses the units; all other parameters form one
+more, the root:
 
     block            each block
     block_and_size   each block, and each of the two large matrices outside: token embedding and head
     block_group:M    M consecutive blocks
     size:N           any module with N parameters or more that are in no unit further inside
 
-What `parallel.sharding` keeps apart, and for how long (FSDP's and ZeRO's names):
+`parallel.sharding` chooses what is sharded, and for how long (FSDP's and ZeRO's names):
 
     full      parameters, gradients, optimizer state; gathered for the forward and again for the backward (ZeRO-3)
     grad_op   the same, but what the forward gathered stays until the backward is done (SHARD_GRAD_OP, ZeRO-2)
@@ -68,7 +68,7 @@ def _keeps_gathered(options):
 
 
 def units(model: Any, wrapping: str) -> list[list[nn.Module]]:
-    """The units of `model` but the root, innermost first: lists of modules. `layout` has refused unknown wrappings."""
+    """Return the units except the root, innermost first: lists of modules. `layout` has refused unknown wrappings."""
     kind, count = wrapping_rule.parsed(wrapping)
     blocks = list(model.blocks.values() if hasattr(model.blocks, "values") else model.blocks)
     if kind == "size":
@@ -98,7 +98,7 @@ def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Paramete
 
 
 def is_tied(model: Any) -> bool:
-    """Whether token embedding and head are one weight."""
+    """Return whether token embedding and head are one weight."""
     return hasattr(model, "tokens") and hasattr(model, "head") and model.head.weight is model.tokens.weight
 
 
@@ -124,7 +124,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def keep_unsharded(model: nn.Module, kept: bool) -> None:
-    """Whether units stay unsharded after the next forwards, as under grad_op (False: as `shard` left them). Local."""
+    """Set whether units stay unsharded after the next forwards, as under grad_op (False: reset). Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model and not model.keeps_gathered:
             module.set_reshard_after_forward(not kept, recurse=False)

@@ -114,7 +114,7 @@ class MeshStrategy(Strategy):
             model.to(self.ranks.device)
 
     def replicate(self, model: nn.Module) -> NoParallel:
-        """Who takes a micro-batch through `model`, and brings the data ranks' gradients together."""
+        """Return the object that runs micro-batches through `model` and combines the data ranks' gradients."""
         if self.sharded:
             return Sharded(model)
         if self.layout.tensor > 1:
@@ -301,12 +301,12 @@ class MeshStrategy(Strategy):
 
 
 def pads_vocabulary(device, low) -> bool:
-    """Whether the head's products are faster with padding: on GPUs, in 16 bits (`low`: their dtype, or None)."""
+    """Return whether the head's products are faster with padding: on GPUs, in 16 bits (`low`: their dtype, or None)."""
     return device.type != "cpu" and low is not None
 
 
 def skips_blocks(config: GPTConfig, options: Options, device: torch.device) -> bool:
-    """Whether FlexAttention may serve a compiled GPT whose attention stays within documents.
+    """Return whether FlexAttention may serve a compiled GPT whose attention stays within documents.
 
     It has no dropout, no float64 and no backward on CPUs. In torch 2.13 a checkpointed block with it does not compile.
     """

@@ -1,4 +1,4 @@
-"""The optimizer of a training run, its learning rate, the gradient norm that it is clipped by, and fp16's loss scale.
+"""Build a run's optimizer, with its learning rate, gradient clipping and fp16's loss scale.
 
 optimizer = build_optimizer(parallel, options)
 norm = global_norm(parameters)                        # collective; the same 0-dim tensor on all ranks
@@ -23,7 +23,7 @@ TINY = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm before it di
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Of step 0, 1, ...: linear up to its peak, then half a cosine down to `min_lr` at the last step."""
+    """Return the rate of step 0, 1, ...: linear up to its peak, then half a cosine to `min_lr` at the last step."""
     optimizer, steps = options.optimizer, options.train.steps
     warmup = min(WARMUP_MOST, steps // WARMUP_SHARE) if optimizer.warmup is None else optimizer.warmup
     if step < warmup:
@@ -72,11 +72,11 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The 2-norm of all gradients of the model: a 0-dim float64 tensor, the same on all ranks. All ranks must call it.
+    """Return the 2-norm of all gradients, a 0-dim float64 tensor that is equal on all ranks. All ranks must call it.
 
     A rank's local shards have a norm too, and it is not the model's: clipped by it, ranks scale their shards
     differently and by too little (torchtitan#766, pytorch#170862). Sums of squares add up over exactly those mesh axes
-    that a gradient is sharded on; where it is replicated, every replica knows the whole.
+    that a gradient is sharded on; where it is replicated, every replica has the whole.
 
     `parameters` are this rank's: plain tensors, which all ranks (of a pipeline stage) hold whole, and DTensors, on one
     mesh or several. `pipeline_group`: the ranks that hold the other stages, None without a pipeline.
@@ -101,7 +101,7 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.Process
 
 
 def _shard_groups(gradient):
-    """The groups over which a gradient is cut into shares, innermost axis first."""
+    """Return the groups over which a gradient is sharded, innermost axis first."""
     if not isinstance(gradient, DTensor):
         return []
     mesh, placements = gradient.device_mesh, gradient.placements
@@ -130,17 +130,17 @@ def clip_gradients(
 
 
 class LossScale:
-    """fp16 keeps nothing under 6e-8: the loss is multiplied so that gradients stay above, and divided out again.
+    """The loss scale of fp16, which has no numbers below 6e-8: the loss is multiplied, and gradients are divided again.
 
     The scale doubles after 1,000 good steps and halves after one whose gradients overflowed, which is not taken
-    (Micikevicius et al. 2018, section 3.2). The decision hangs on the global gradient norm, so all ranks agree.
+    (Micikevicius et al. 2018, section 3.2). The decision depends on the global gradient norm, so all ranks agree.
     """
 
     def __init__(self, scale: float = 2.0**16, patience: int = 1000) -> None:
         self.scale, self.patience, self.good_steps = scale, patience, 0
 
     def take(self, norm: float) -> bool:
-        """Whether to take this step, given its global gradient norm."""
+        """Return whether to take this step, given its global gradient norm."""
         if not math.isfinite(norm):
             self.scale, self.good_steps = self.scale / 2, 0
             return False

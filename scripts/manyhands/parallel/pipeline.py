@@ -51,7 +51,7 @@ class Stage(nn.Module):
             self.norm, self.head = full_model.norm, full_model.head
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """`ids` [b, T] for every stage, where attention stays within documents."""
+        """Run the stage; `ids` [b, T] are needed on every stage if attention stays within documents."""
         allowed = None if ids is None else within_documents(ids, self.config.separator)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
             if self.is_first:
@@ -166,7 +166,7 @@ class Stages:
             work.wait()
 
     def _stream_shape(self, ids_shape):
-        """What travels between stages has this shape: under sequence parallelism a share of the positions."""
+        """Return the shape of the activations between stages: under sequence parallelism, a share of the positions."""
         return (ids_shape[0], ids_shape[1] // self.position_ranks, self.config.n_embd)
 
     def _sum(self, losses):
@@ -203,7 +203,7 @@ class Stages:
         )  # fmt: skip
 
     def _share_of_loss(self, logits_bTV, targets_bT):
-        """What a micro-batch adds to the mean loss of this data rank's share."""
+        """Return a micro-batch's part of the mean loss of this data rank's share."""
         logits_bTV = logits_bTV.to(self.dtype)
         loss = F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten())
         return loss / self.layout.micro_batches

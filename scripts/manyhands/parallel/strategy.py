@@ -31,7 +31,7 @@ from manyhands.parallel.optimizer import ensure_state
 ModelMaker = Callable[[GPTConfig, Options], GPT]
 Tensors = dict[str, torch.Tensor]
 
-LENGTH_MULTIPLE = 64  # on a GPU `logits` reads a multiple of so many positions, see `Strategy.pad`
+LENGTH_MULTIPLE = 64  # on a GPU `logits` reads a multiple of this number of positions, see `Strategy.pad`
 
 
 def full_model(config: GPTConfig, options: Options) -> GPT:
@@ -48,7 +48,7 @@ def parallelize(
 ) -> "Strategy":
     """The GPT of `config`, spread over `ranks` as `layout` says. All ranks must call it.
 
-    `start(config, options)` makes the whole GPT that every rank cuts its share from: drawn from the seed, or one's own.
+    `start(config, options)` makes the full GPT that every rank takes its share of: drawn from the seed by default.
     `layout` comes from `resolve_layout`, which has refused what does not go together.
     """
     module, kind = STRATEGIES[options.parallel.strategy].implementation.split(".")
@@ -56,7 +56,7 @@ def parallelize(
 
 
 class Strategy:
-    """A model spread over ranks. What is said of gradients and losses holds under every strategy."""
+    """A model distributed over ranks, with the same gradients and losses under every strategy."""
 
     loss_scale = 1.0  # fp16: the loss is multiplied by it, and `clip` divides it out of the gradients
     optimizer: Any = None  # of a strategy that has its own; see `optimizer.build_optimizer`
@@ -73,7 +73,7 @@ class Strategy:
     def forward_backward(self, ids_bT: torch.Tensor, targets_bT: torch.Tensor, timer: Any = None) -> torch.Tensor:
         """Gradients of the mean loss over the global batch, added to what is in `.grad`; returns this rank's mean loss.
 
-        The loss is a 0-dim tensor, and 0 on ranks of a pipeline without its last stage. Raises ValueError if b does not
+        The loss is a 0-dim tensor, and 0 on ranks of a pipeline without its last stage. Raise ValueError if b does not
         split into layout.micro_batches. `timer` hears of the end of each forward and backward (not in a pipeline).
         All ranks must call it.
         """
@@ -82,10 +82,10 @@ class Strategy:
     def forward_backward_by(
         self, loss_of: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], timer: Any = None
     ) -> torch.Tensor:
-        """`forward_backward` by a loss of one's own: loss_of(model, *share) for each micro-batch's share of `tensors`.
+        """Run `forward_backward` with a custom loss: loss_of(model, *share) for each micro-batch's share of `tensors`.
 
         model(ids_bT) is (logits_bTV, None), and `loss_of` calls it once. The gradients are those of the mean over
-        micro-batches and data ranks. Raises ValueError for a strategy whose ranks do not hold whole logits.
+        micro-batches and data ranks. Raise ValueError for a strategy whose ranks do not hold whole logits.
         """
         others = ", ".join(name for name, one in STRATEGIES.items() if one.whole_logits)
         raise ValueError(f"parallel.strategy={self.options.parallel.strategy} has a loss of its own; use {others}")

@@ -138,7 +138,7 @@ def _pad_positions(model, t):
 
 
 def _plain_results(_, args, results):
-    """Of a whole GPT with split logits: the loss as a plain number, and logits made whole where they were asked for."""
+    """Return the results of a full GPT with split logits: a plain loss, and gathered logits if requested."""
     logits_BTV, loss = results
     if loss is None:
         return logits_BTV.full_tensor(), None

@@ -32,7 +32,7 @@ def held_and_sent(rows, num_params, title):
 
 
 def held_against_limit(rungs, limit_bytes, title, published=()):
-    """Draw a bar per rung, the MB that a rank holds by kind, and a line where its memory ends. Returns a Figure.
+    """Draw a bar per rung, the MB that a rank holds by kind, and a line where its memory ends. Return a Figure.
 
     rungs: {name: object with the bytes of each of KINDS as attributes}. published: dicts with `name` and `points`,
     [[number of GPUs, tokens/s of each GPU], ...], which are drawn in a panel on the right.
@@ -67,7 +67,7 @@ def held_against_limit(rungs, limit_bytes, title, published=()):
 
 
 def share_of_peak(here, published, title):
-    """Draw a bar per machine: how many % of its peak FLOP/s it reached. Returns a Figure.
+    """Draw a bar per machine: how many % of its peak FLOP/s it reached. Return a Figure.
 
     here: {name: % of the peak that was measured here}. published: dicts with `name`, `unit` and `points`, [[peak,
     reached]].
@@ -108,7 +108,7 @@ def planned_and_held(rows, title):
 
 
 def kept_for_backward(kept, title):
-    """Draw the bytes that a rank keeps between forward and backward, a bar for each way. Returns a Figure.
+    """Draw the bytes that a rank keeps between forward and backward, a bar for each way. Return a Figure.
 
     `kept`: {way: (bytes measured, bytes that every rank keeps by formula, bytes of its share by formula)}; the measured
     bar is divided where the formula says.
@@ -134,7 +134,7 @@ def kept_for_backward(kept, title):
 
 
 def layer_times(times, alone_s, title, published=()):
-    """Draw how long a layer takes, a bar for each placement, with its communication hatched. Returns a Figure.
+    """Draw how long a layer takes, a bar for each placement, with its communication hatched. Return a Figure.
 
     `times`: {placement: (seconds, of which communication, seconds by formula)}; `alone_s`: seconds of one rank that has
     the whole layer, or None for no such bar. published: dicts with `name` and `points`, [[ranks in the group, tokens/s
@@ -197,7 +197,7 @@ def _legend(figure, label):
 
 
 def kept_and_dropped(documents, characters, title):
-    """Two rows of bars, one per reason: documents, and millions of characters. Returns a matplotlib Figure.
+    """Two rows of bars, one per reason: documents, and millions of characters. Return a matplotlib Figure.
 
     documents, characters: {what became of them: count}, "kept" first.
     """
@@ -219,7 +219,7 @@ def kept_and_dropped(documents, characters, title):
 
 
 def work_per_rank(work, fair, published=()):
-    """Draw for each layout a bar per rank, stacked by the ring's steps. Returns a Figure.
+    """Draw for each layout a bar per rank, stacked by the ring's steps. Return a Figure.
 
     `work`: {layout: [rank][step] query-key pairs}; `fair`: pairs of a rank under perfect balance. published: dicts with
     `name`, `hardware` and `points`, [[number of GPUs, % of the rate that one GPU promises]], drawn in a
@@ -289,7 +289,7 @@ def skew_and_balance(skewed, shares):
 def waits(rows, title):
     """Draw the milliseconds of a step that a GPU waits for messages: a bar for each order of the axes, by axis.
 
-    rows: {order: {axis: ms}}. Returns a Figure.
+    rows: {order: {axis: ms}}. Return a Figure.
     """
     from matplotlib.patches import Patch
 
@@ -311,7 +311,7 @@ def layouts(published, predicted, title):
     """Draw the published speed of each layout as points on a bar, and a dashed mark where it is predicted.
 
     published: dicts with `name` and `points`, [[tensor ranks, TFLOP/s per GPU], ...], a point for each time that it was
-    measured. predicted: TFLOP/s of each, in the same order. Returns a Figure.
+    measured. predicted: TFLOP/s of each, in the same order. Return a Figure.
     """
     from matplotlib.lines import Line2D
 

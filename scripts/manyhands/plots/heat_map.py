@@ -19,7 +19,7 @@ def heat_map(values_RS, title, unit, virtual=False):
     `unit` is that of the numbers; "s" and "bytes" are shown in ms, MB, ... as fits. One scale for all cells: from 0
     where no number is negative, so that a difference looks as large as it is. NaN is an empty cell with a cross. With
     virtual=True the title says that the time is virtual.
-    Raises ValueError where ranks differ in length or there are no numbers.
+    Raise ValueError where ranks differ in length or there are no numbers.
     """
     return heat_maps({title: values_RS}, unit, virtual)
 

@@ -13,7 +13,7 @@ def memory_stack(samples, title, predicted=None, highest=None, totals=None):
     where the kind is largest. `totals` {phase: (bytes at its begin, bytes at its end)}: a dashed line over the whole of
     each phase. `highest`: bytes for which the axis has room, so that two figures have one scale. Kinds differ by
     hatching as well as by colour.
-    Raises ValueError without samples, and for kinds that there are not.
+    Raise ValueError without samples, and for kinds that there are not.
     """
     from matplotlib.lines import Line2D
 
@@ -84,7 +84,7 @@ def memory_stacks(timelines):
     """A matplotlib Figure of several timelines, {title: samples}, side by side on one scale, by kind and phase.
 
     Each phase is equally wide in all of them; the events of a phase, however many, are spread over its width. Samples
-    outside of phases are left out. Raises ValueError where a timeline has no phases, or others than the first one.
+    outside of phases are left out. Raise ValueError where a timeline has no phases, or others than the first one.
     """
     samples = {title: [s for s in found if s.phase] for title, found in timelines.items()}
     phases = {title: list(dict.fromkeys(s.phase for s in found)) for title, found in samples.items()}

@@ -234,7 +234,7 @@ def table_and_others(table, others, title):
 
 
 def _frame(axes, rows, off, title):
-    """Equal axes around the rows, the line of a right prediction, thin ones `off` to either side. Returns its ends."""
+    """Equal axes around the rows, the line of a right prediction, thin ones `off` to either side. Return its ends."""
     numbers = [number for row in rows for number in row[1:3]]
     ends = [0.96 * min(numbers), 1.05 * max(numbers)]
     axes.plot(ends, ends, **looks.PREDICTED)

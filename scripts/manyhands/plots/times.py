@@ -94,7 +94,7 @@ def weak_scaling(sizes, samples, tokens_per_rank, title):
 def kept_per_gpu(published, title):
     """Draw how much of the speed per GPU is left on more GPUs, in % of that on a curve's fewest.
 
-    published: dicts with `name` and `points`, [[GPUs, tokens/s per GPU], ...]. Returns a Figure.
+    published: dicts with `name` and `points`, [[GPUs, tokens/s per GPU], ...]. Return a Figure.
     """
     figure, axes = style.new_figure(7.5, 3.4)
     curves = {}
@@ -120,7 +120,7 @@ def between_failures(published, best_interval):
 
     published: dicts with `name` and `points`, [[GPUs, hours], ...]; from `projected_from` GPUs on they are hollow. A
     single point is drawn down to 64 GPUs by the rule hours x GPUs = constant. best_interval: a function of the seconds
-    between failures. Returns a Figure.
+    between failures. Return a Figure.
     """
     figure, axes = style.new_figure(8, 3.8)
     looks = _looks([one["name"] for one in published])
@@ -238,7 +238,7 @@ def beside_published(sizes_b, seconds, ranks, published, title):
     """Draw the bus bandwidth of an all-reduce measured here below curves of real machines, both axes logarithmic.
 
     sizes_b, seconds: bytes of the tensor and seconds of the all-reduce over `ranks` ranks. published: dicts with `name`
-    and `points`, [[bytes, GB/s], ...]. A world of one sends nothing and has no curve. Returns a Figure.
+    and `points`, [[bytes, GB/s], ...]. A world of one sends nothing and has no curve. Return a Figure.
     """
     figure, axes = style.new_figure(7.5, 3.6)
     here = [[b, 2 * (ranks - 1) / ranks * b / s / 1e9] for b, s in zip(sizes_b, seconds, strict=True)]

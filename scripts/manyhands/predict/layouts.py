@@ -49,12 +49,12 @@ class Sharing(NamedTuple):
 
     @property
     def hybrid(self) -> bool:
-        """Whether a node's ranks share, and nodes hold replicas."""
+        """Return whether a node's ranks share, and nodes hold replicas."""
         return self.options.get("sharding") == "hybrid"
 
     @property
     def offload(self) -> bool:
-        """Whether what is shared rests in the host's memory."""
+        """Return whether what is shared rests in the host's memory."""
         return self.options.get("offload", False)
 
 
@@ -200,7 +200,7 @@ def families(
 
 
 def trains_experts(question: Question) -> bool:
-    """Whether train.py is to train a mixture of experts, which it does on data ranks alone."""
+    """Return whether train.py is to train a mixture of experts, which it does on data ranks alone."""
     return question.program is None and question.model.style == "gpt" and question.model.n_expert > 1
 
 

@@ -70,14 +70,14 @@ MACHINES = {machine.name: machine for machine in TypeAdapter(list[Machine]).vali
 
 
 def machine_named(name: str) -> Machine:
-    """The Machine of the table. Raises ValueError for an unknown name."""
+    """The Machine of the table. Raise ValueError for an unknown name."""
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is unknown; use one of {', '.join(MACHINES)}, or a file that ends in .toml")
     return MACHINES[name]
 
 
 def machine_from_file(path: str | Path) -> Machine:
-    """A Machine from a TOML file with the fields of the class, over `base`. Raises ValueError with the cure."""
+    """A Machine from a TOML file with the fields of the class, over `base`. Raise ValueError with the cure."""
     path = named(path)
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -388,7 +388,7 @@ def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> fl
 
     Rajbhandari et al. 2020, figure 1: 2 bytes of weights, 2 of gradients and `k` of optimizer state per parameter (12:
     Adam's moments and a master copy, in fp32). Stage 1 partitions the optimizer state, stage 2 the gradients too, stage
-    3 the weights too; into parts of equal size, without unsharded parameters, without activations. Raises ValueError
+    3 the weights too; into parts of equal size, without unsharded parameters, without activations. Raise ValueError
     for another stage, or less than one rank.
     """
     if stage not in (0, 1, 2, 3):

@@ -250,7 +250,7 @@ MODELS = (*PRESETS, *OTHERS)
 
 
 def preset_model(name: str) -> PlannedModel:
-    """The PlannedModel of a preset of the trainer, or of models.toml. Raises ValueError for an unknown name."""
+    """The PlannedModel of a preset of the trainer, or of models.toml. Raise ValueError for an unknown name."""
     if name in OTHERS:
         return OTHERS[name]
     if name not in PRESETS:

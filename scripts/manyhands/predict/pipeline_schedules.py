@@ -78,7 +78,7 @@ class Run:
 def orders_of(schedule: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
     """[each rank's actions] of a schedule in SCHEDULES; v counts for the last two only.
 
-    Raises ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and where m does not
+    Raise ValueError for another name, for numbers below 1, for v > 1 where a rank has one stage, and where m does not
     split into rounds of equal size, of which interleaved schedules have max(1, m // p).
     """
     return [order_of(schedule, rank, p, m, v) for rank in range(max(p, 1))]  # p=0 is refused there
@@ -181,7 +181,7 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
     """Run the orders of all ranks on a clock: each rank does its actions one after the other, as soon as it can.
 
     `times` gives the length of each kind, or of (kind, stage) where stages differ. What comes from another rank costs
-    its receiver `message` once it is there. `needs` says what an action waits for. Raises ValueError where an action is
+    its receiver `message` once it is there. `needs` says what an action waits for. Raise ValueError where an action is
     missing or twice there, and where ranks wait for each other in a circle.
     """
     orders = [[Action(*action) for action in order] for order in orders]
@@ -198,7 +198,7 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
 
 
 def as_far_as_it_goes(orders, num_stages, times=TIMES, message=0, needs=needs):
-    """Run orders as `simulate` does, also such as never end. Returns (slots, [actions that each rank has done])."""
+    """Run orders as `simulate` does, also such as never end. Return (slots, [actions that each rank has done])."""
     owner = {action: rank for rank, order in enumerate(orders) for action in order}
     slots, ended, next_up, free = [], {}, [0] * len(orders), [0] * len(orders)
     moved = True

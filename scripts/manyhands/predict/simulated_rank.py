@@ -40,7 +40,7 @@ PER_NODE = 8
 def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) -> list[dict]:
     """[what `simulate` returns] for each number of ranks in `worlds`. Local; nothing is sent.
 
-    Raises ValueError with the sentence of what was refused, subprocess.TimeoutExpired after `timeout_s`.
+    Raise ValueError with the sentence of what was refused, subprocess.TimeoutExpired after `timeout_s`.
     """
     environ = for_python(without_launchers(environment()), SCRIPTS)  # a launcher's variables would make a rank of it
     command = [sys.executable, "-m", "manyhands.predict.simulated_rank", ",".join(map(str, worlds)), *flags]
@@ -53,7 +53,7 @@ def in_own_process(worlds: list[int], flags: list[str], timeout_s: float = 150) 
 def simulate(gpus: int, flags: list[str]) -> dict:
     """{"layout", "held", "planned", "seconds"} of rank 0 among `gpus`; held and planned are {kind: bytes}.
 
-    Raises OptionError, and LayoutError, for flags that do not go together and for a strategy other than these.
+    Raise OptionError, and LayoutError, for flags that do not go together and for a strategy other than these.
     """
     options = read_options(flags)
     config = model_config(options, SHAKESPEARE_VOCAB_SIZE)

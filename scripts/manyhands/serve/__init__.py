@@ -1,1 +1,1 @@
-"""A trained GPT as a service: sampling, caches, continuous batching, and the server around them."""
+"""Serve a trained GPT: sampling, caches, continuous batching and an HTTP server."""

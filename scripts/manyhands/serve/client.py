@@ -1,4 +1,4 @@
-"""A client in the standard library alone: for a notebook behind a hub, a script, or a machine without `openai`.
+"""A client that needs only the standard library: for a notebook behind a hub, a script, or a machine without `openai`.
 
     client = Client.from_file("outputs/serve/serving-8000.json")          # or Client(address, token)
     for piece in client.chat([{"role": "user", "content": "sort dbca"}], max_tokens=20):
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 class ServerSaid(RuntimeError):
-    """The server refused, and why; `status` is HTTP's, None for an error in the middle of a stream."""
+    """The server's refusal with its reason; `status` is HTTP's, or None for an error in the middle of a stream."""
 
     def __init__(self, status: int | None, sentence: str):
         super().__init__(f"{sentence} (status {status})" if status else sentence)
@@ -25,16 +25,16 @@ class ServerSaid(RuntimeError):
 
 
 class Client:
-    """Talks to one server. Never through a proxy of the environment: the server is on this machine."""
+    """A client of one server. It ignores the environment's proxies, because the server is on this machine."""
 
     def __init__(self, address: str, token: str, timeout_s: float = 120):
         self.address, self.token, self.timeout_s = address.rstrip("/"), token, timeout_s
-        self.dropped_messages = 0  # of the last chat
+        self.dropped_messages = 0  # in the last chat
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @classmethod
     def from_file(cls, path: str | Path, timeout_s: float = 120) -> "Client":
-        """Of the file that the server writes when it starts."""
+        """Return a client for the address file that a server writes when it starts."""
         content = json.loads(Path(path).read_text())
         return cls(content["address"], content["token"], timeout_s)
 
@@ -42,9 +42,9 @@ class Client:
         return f"Client({self.address!r}, token=...)"
 
     def chat(self, messages: list[dict], **options) -> Iterator[str]:
-        """Yield the reply's text, piece by piece; `options` are OpenAI's. Raises ServerSaid.
+        """Yield the reply's text, piece by piece; `options` are OpenAI's. Raise ServerSaid.
 
-        `dropped_messages` then says how many of the oldest the model has not read: they do not fit into its context.
+        `dropped_messages` is then the number of oldest messages that did not fit into the model's context.
         """
         body = {"messages": messages, "stream": True, **options}
         with self.open("/v1/chat/completions", body) as response:
@@ -64,18 +64,18 @@ class Client:
         raise ServerSaid(None, "the answer broke off; ask again")
 
     def complete(self, prompt: str, **options) -> str:
-        """The text after a prompt, whole. Raises ServerSaid."""
+        """Return the complete text after a prompt. Raise ServerSaid."""
         with self.open("/v1/completions", {"prompt": prompt, **options}) as response:
             return json.load(response)["choices"][0]["text"]
 
     def metrics(self) -> dict[str, float]:
-        """{name with labels: value} of the server's counters. Raises ServerSaid."""
+        """Return the server's counters as {name with labels: value}. Raise ServerSaid."""
         with self.open("/metrics") as response:
             lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
     def show_chat(self) -> None:
-        """A chat in a notebook's output, for where no browser reaches the server's port."""
+        """Show a chat in a notebook's output, for machines whose ports no browser can reach."""
         import ipywidgets
         from IPython.display import display
 
@@ -107,7 +107,7 @@ class Client:
         display(ipywidgets.VBox([field, output]))
 
     def open(self, path: str, body: dict | None = None) -> http.client.HTTPResponse:
-        """The HTTP response to a GET, or to a POST of `body` as JSON. Raises ServerSaid if it is an error."""
+        """Return the HTTP response to a GET, or to a POST of `body` as JSON. Raise ServerSaid for an error."""
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         content = None if body is None else json.dumps(body).encode()
         try:
@@ -116,6 +116,6 @@ class Client:
         except urllib.error.HTTPError as error:
             try:
                 sentence = json.load(error)["error"]["message"]
-            except (ValueError, KeyError, TypeError):  # not by us: a proxy
+            except (ValueError, KeyError, TypeError):  # from a proxy, not from our server
                 sentence = error.reason
             raise ServerSaid(error.code, sentence) from None

@@ -1,11 +1,11 @@
-"""The GPT of gpt/model.py, position by position: the same weights and the same products, with attention from outside.
+"""Run the GPT of gpt/model.py position by position: the same weights and products, with attention passed in.
 
     logits_BTV = run(model, ids_BT, positions_BT, attend)       # attend(layer, q, k, v) -> y, all [B, H, T, E]
     quantize(model)                       # in place: every linear layer of the blocks in 8 bits
-    weight_bytes(model)                   # what decoding reads from memory for each token
+    weight_bytes(model)                   # bytes that decoding reads for each token
 
-`model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. That one has no option for
-this, so that lessons 01 to 11 read it without a word about caches. What is written is one document: attention has no
+`model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. That `forward` has no
+option for a cache, so that lessons 01 to 11 need not mention caches. Generated text is one document: attention has no
 mask between documents here, and a server ends a text at the separator that would begin another.
 Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads of size E, O outputs.
 """
@@ -18,7 +18,7 @@ from manyhands.gpt.model import GPT
 
 
 def run(model, ids_BT, positions_BT, attend):
-    """Logits [B, T, V] of tokens at given positions; what lies before them is `attend`'s to know."""
+    """Return logits [B, T, V] of tokens at given positions; `attend` provides the earlier positions."""
     x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
@@ -32,7 +32,8 @@ def run(model, ids_BT, positions_BT, attend):
 class Int8Linear(nn.Module):
     """A linear layer with 8-bit weights and one float scale per output: a weight is off by at most half a step.
 
-    On a GPU a kernel multiplies 8-bit weights as it reads them; here they are made float first: only memory is saved.
+    On a GPU a kernel multiplies 8-bit weights as it reads them. Here they are converted to float first, so only memory
+    is saved.
     """
 
     def __init__(self, full):
@@ -48,15 +49,15 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model: GPT) -> GPT:
-    """Replace the linear layers in the blocks of a GPT; embeddings, norms, experts and head stay. Returns the model."""
+    """Replace the linear layers in a GPT's blocks; embeddings, norms, experts and head stay. Return the model."""
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         for part, name in ((attention, "qkv"), (attention, "out"), (mlp, "up"), (mlp, "down")):
-            if isinstance(full := getattr(part, name), nn.Linear):  # experts stay as they are
+            if isinstance(full := getattr(part, name), nn.Linear):  # experts are unchanged
                 setattr(part, name, Int8Linear(full))
     return model
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers."""
+    """Return the bytes of all parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,12 +1,12 @@
-"""The model, the paged cache and the scheduler together: a step computes a batch and draws a token for each sequence.
+"""Combine model, paged cache and scheduler: a step computes a batch and draws a token for each sequence.
 
     engine = Engine(model, "step 300", num_blocks=256)
     sequence = engine.add(prompt_ids, max_tokens=40, sampling=Sampling(0.8), seed=7)
-    while engine.step():                           # [(sequence, the token that it has drawn, or None)]
-        ...                                        # sequence.finish: why that was its last one, or None
+    while engine.step():                           # [(sequence, its new token, or None)]
+        ...                                        # sequence.finish: why the sequence ended, or None
 
-One process, no server, no clock. A step sends the positions of all sequences, prompts and those that are writing,
-through the layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
+One process, no server, no clock. A step sends the positions of all sequences, prefilling and decoding, through the
+layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
 """
 
 import torch
@@ -18,13 +18,13 @@ from manyhands.serve.decoder import run
 from manyhands.serve.paged_cache import BlockPool, PagedCache
 from manyhands.serve.scheduler import CachedSequence, Scheduler
 
-NOT_FINITE = "not_finite"  # the end of a sequence whose logits are NaN or infinite: no other one notices
+NOT_FINITE = "not_finite"  # finish reason of a sequence whose logits are NaN or infinite; others are unaffected
 
 
 class Engine:
-    """Serves one model at a time. `vocab_size`: ids from there on are no tokens and are never drawn.
+    """An engine that serves one model at a time. Ids from `vocab_size` on are not tokens and are never drawn.
 
-    Raises ValueError if the blocks cannot hold one sequence of full length.
+    Raise ValueError if the blocks cannot hold one sequence of full length.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Engine:
             raise ValueError(f"{why}; use {-(-model.config.block_size // block_size)} or more")
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
-        self.prompt_nats, self.prompt_tokens = 0.0, 0  # the loss on prompts, summed: see `service.Metrics`
+        self.prompt_nats, self.prompt_tokens = 0.0, 0  # the summed loss on prompts: see `service.Metrics`
         self.change_model(model, version, vocab_size)
 
     def change_model(self, model: GPT, version: str, vocab_size: int | None = None) -> None:
-        """Serve another model from the next step on. Nothing of the old one may be unfinished."""
+        """Serve another model from the next step on. All sequences of the old model must be finished."""
         weight, pool = next(model.parameters()), self.pool
-        # first what may fail: then nothing has changed
+        # first the steps that may fail, so that a failure changes nothing
         cache = PagedCache(model.config, pool.num_blocks, pool.block_size, weight.dtype, weight.device)
         assert not self.scheduler.unfinished(), "sequences of the old model are unfinished"
         self.pool.forget_all()
@@ -52,15 +52,15 @@ class Engine:
         self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None,
         stop_ids=(), which: int = 0,
     ) -> CachedSequence:  # fmt: skip
-        """A sequence that starts as `prompt` (ids, at least one); `which` of those that are drawn from one seed.
+        """Return a sequence that starts with `prompt` (at least one id); `which` numbers the sequences of one seed.
 
-        Raises ValueError for what the model cannot hold.
+        Raise ValueError if it exceeds the model's context.
         """
         context = self.model.config.block_size
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
         if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens} asks for nothing; use 1 or more")
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         if (room := context - len(prompt)) < max_tokens:
             cure = f"ask for at most {room} more" if room > 0 else f"shorten the prompt to {context - 1} or fewer"
             why = f"{len(prompt)} tokens of the prompt and {max_tokens} more"
@@ -69,23 +69,23 @@ class Engine:
         return CachedSequence(list(prompt), max_tokens, sampling or Sampling(), numbers, stop_ids)
 
     def add(self, *args, **kwargs) -> CachedSequence:
-        """Queue a `new_sequence`, and return it."""
+        """Queue a `new_sequence` and return it."""
         sequence = self.new_sequence(*args, **kwargs)
         self.scheduler.add(sequence)
         return sequence
 
     @torch.inference_mode()
     def step(self) -> list[tuple[CachedSequence, int | None]]:
-        """One step for all that run: [(sequence, the token that it has drawn)].
+        """Compute one step for all running sequences and return [(sequence, its new token)].
 
-        Where logits are NaN or infinite nothing can be drawn: None, and `finish` is NOT_FINITE.
+        If logits are NaN or infinite, the token is None and `finish` is NOT_FINITE.
         """
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
         self.cache.clear(self.pool.taken)
         self.pool.taken.clear()
         failed, drawing, rows = [], [], []
         for work, logits_TV, finite in self._logits(works):
-            if not finite:  # nor may others share its blocks: a mask does not keep NaN from earlier positions
+            if not finite:  # do not share its blocks: a mask does not remove NaN of earlier positions
                 self.scheduler.cancel(work.sequence)
                 work.sequence.finish = NOT_FINITE
                 failed.append((work.sequence, None))
@@ -101,11 +101,11 @@ class Engine:
         return failed + list(zip(drawing, ids, strict=True))
 
     def idle(self) -> bool:
-        """Whether no sequence waits or runs."""
+        """Return whether no sequence waits or runs."""
         return not self.scheduler.waiting and not self.scheduler.running
 
     def _logits(self, works):
-        """(work, logits [T, V], all finite?) of each: one row through the layers; only attention tells them apart."""
+        """Return (work, logits [T, V], all finite?) for each. The layers see one row; only attention differs."""
         if not works:
             return []
         device, lengths = self.cache.device, [work.stop - work.start for work in works]
@@ -119,7 +119,7 @@ class Engine:
         return zip(works, logits_NV.split(lengths), finite, strict=True)
 
     def _note_prompt_loss(self, work, logits_TV):
-        """Add -log p of the prompt's tokens that this work has predicted: the logits are there anyway."""
+        """Add -log p of the prompt's tokens that this work predicted; the logits are available anyway."""
         stop = min(work.stop, work.sequence.prompt_length - 1)
         if stop <= work.start:
             return
@@ -131,10 +131,10 @@ class Engine:
 
 @torch.inference_mode()
 def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # noqa: B008 - it is frozen
-    """`ids_BT` and n tokens after it: [B, T + n], all B drawn with numbers of their own from one seed.
+    """Return `ids_BT` and n tokens after it: [B, T + n], each row with separate random numbers of one seed.
 
-    `use_cache=False` computes all positions again for each token, by the model's own forward, and draws the same.
-    Raises ValueError if T + n is more than block_size: positions are learned, there are no others.
+    `use_cache=False` recomputes all positions for each token, by the model's forward, and draws the same tokens.
+    Raise ValueError if T + n exceeds block_size, the number of learned positions.
     """
     B, T = ids_BT.shape
     blocks = B * -(-model.config.block_size // 16)

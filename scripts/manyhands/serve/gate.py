@@ -1,10 +1,10 @@
-"""A new checkpoint goes live only if it is not worse than the one that serves. Same text, same tokens, one number.
+"""Judge whether a new checkpoint is not worse than the serving one, by the loss on the same text and tokens.
 
-    text_ids = held_out(words, file)                        # what both are judged on
+    text_ids = held_out(words, file)                        # the text for both
     verdict = judge(candidate, metadata, live, live_metadata, text_ids, tolerance=0.02)
     verdict.passed, verdict.sentence                        # "1.712 against 1.730 nats per token of 8,192: not worse"
 
-A lower training loss is no argument here, nor is a later step: a run may have diverged, or seen another text.
+A lower training loss or a later step does not count: a run may have diverged or been trained on another text.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from manyhands.data import shakespeare
 from manyhands.gpt.model import GPT
 from manyhands.serve.vocabulary import Vocabulary
 
-TOKENS = 8192  # of the held-out text, in windows of the model's context
+TOKENS = 8192  # tokens of the held-out text, in windows of the model's context
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a candidate may serve, and why, in one sentence; its loss, if it came so far."""
+    """The verdict on a candidate: whether it may serve, the reason in one sentence, and its loss if it was computed."""
 
     passed: bool
     sentence: str
@@ -30,13 +30,13 @@ class Verdict:
 
 
 def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
-    """Ids of the text on which candidates are judged: of `file`, else of the last tenth of the course's corpus.
+    """Return the ids of the text that judges candidates: of `file`, else of the last tenth of the course's corpus.
 
-    Characters that the model has no token for are left out. Raises ValueError if less than 256 tokens remain.
+    Characters without a token are omitted. Raise ValueError if fewer than 256 tokens remain.
     """
     if file is not None:
         text = file.read_text(encoding="utf-8")
-    else:  # the course's text if it lies here: a server asks the web for nothing
+    else:  # the course's text only if it is on this machine: a server downloads nothing
         found = shakespeare.at_hand()
         text = found[1].decode() if found else shakespeare.offline_text()
         text = text[len(text) * 9 // 10 :]
@@ -49,7 +49,7 @@ def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
 
 @torch.inference_mode()
 def loss_on(model: GPT, ids: torch.Tensor) -> float:
-    """Mean cross-entropy in nats per token of `ids` [n], in windows that do not overlap."""
+    """Return the mean cross-entropy in nats per token of `ids` [n], in windows that do not overlap."""
     ids = ids.to(next(model.parameters()).device)
     block = min(model.config.block_size, len(ids) - 1)
     count = (len(ids) - 1) // block
@@ -60,7 +60,7 @@ def loss_on(model: GPT, ids: torch.Tensor) -> float:
 
 
 def not_finite(model: GPT) -> str | None:
-    """The name of the first weight that holds NaN or infinity, or None. The gate's text may need only some of them."""
+    """Return the name of the first weight with NaN or infinity, or None. The gate's text may not use all weights."""
     tensors = ((name, tensor) for name, tensor in model.state_dict().items() if tensor.is_floating_point())
     return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
 
@@ -68,12 +68,12 @@ def not_finite(model: GPT) -> str | None:
 def judge(
     candidate: GPT, metadata: dict, live: GPT, live_metadata: dict, ids: torch.Tensor, tolerance: float
 ) -> Verdict:
-    """The Verdict on `candidate`; nothing is changed. `tolerance`: nats by which it may be worse."""
+    """Return the Verdict on `candidate` without changing anything. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(metadata).content != tokenizer_of(live_metadata).content:
         return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")
     context, room = candidate.config.block_size, live.config.block_size
     if context != room:
-        why = f"its context of {context} is not the {room} that this server was started for; start another"
+        why = f"its context is {context}, but this server was started for {room}; start another server"
         return Verdict(False, why)
     if (name := not_finite(candidate)) is not None:
         return Verdict(False, f"{name} holds NaN or infinity")

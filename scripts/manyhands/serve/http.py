@@ -1,22 +1,22 @@
-"""HTTP: OpenAI's completions and chat, models, health, metrics, a chat page, the door for a new checkpoint; the socket.
+"""Serve HTTP: OpenAI's completions and chat, models, health, metrics, a chat page, and loading a new checkpoint.
 
-    bound = listen("127.0.0.1", None)              # 8000, or another port where that is taken
+    bound = listen("127.0.0.1", None)              # 8000, or another port if it is taken
     server = Server(make_app(service), on_start=lambda: write_address(path, address_of(bound), token))
     server.run_until_signal(bound)                 # SIGTERM or Ctrl-C
 
 | route | token | |
 |---|---|---|
-| POST /v1/chat/completions, POST /v1/completions | yes | whole, or `"stream": true` |
-| GET /v1/models, GET /v1/models/NAME | yes | the one model, and its context |
+| POST /v1/chat/completions, POST /v1/completions | yes | complete, or `"stream": true` |
+| GET /v1/models, GET /v1/models/NAME | yes | the model and its context |
 | GET /metrics | yes | for Prometheus (`authorization: credentials_file`) |
-| POST /admin/checkpoint | yes | `{"step": "newest"}`: judge it, and serve it if it is not worse |
+| POST /admin/checkpoint | yes | `{"step": "newest"}`: judge it and serve it if it is not worse |
 | GET /healthz | no | 200, or 503 when the engine has failed |
-| GET / | no | the page; it holds no secret, and asks for nothing until it has the token |
+| GET / | no | the page; it contains no secret, and sends no request until it has the token |
 
-All paths are relative to where the page lies, so that a proxy may put any prefix in front. SIGTERM: no new connections,
-what was asked for is finished, for up to `drain_s`; then the rest is cut off. A second Ctrl-C does not wait. Loopback
-is shared with everybody on a login node: there is no server without a token, and a connection without a request is
-closed after `HEAD_S` seconds.
+All paths are relative to the page, so that a proxy may add any prefix. On SIGTERM the server accepts no new
+connections and finishes open requests for up to `drain_s`; then it closes the rest. A second Ctrl-C does not wait. All
+users of a login node share loopback: every server has a token, and a connection without a request is closed after
+`HEAD_S` seconds.
 """
 
 import asyncio
@@ -57,16 +57,16 @@ from manyhands.serve.service import Service
 
 PORT = 8000
 VARIABLE = "MANYHANDS_SERVE_TOKEN"
-LEAST = 16  # characters of a token
-HEAD_S = 10.0  # within which a connection must send the head of its next request
-LAST_WORD_S = 1.0  # for the sentence that ends a stream that took too long
+LEAST = 16  # minimum length of a token in characters
+HEAD_S = 10.0  # seconds for a connection to send the head of its next request
+LAST_WORD_S = 1.0  # seconds to send the sentence that ends a stream after its time-out
 NO_STORE = {"Cache-Control": "no-store"}
 PAGE = files("manyhands.serve").joinpath("page.html").read_text("utf-8")
 log = logging.getLogger("manyhands.serve")
 
 
 def make_app(service: Service, source: Path | None = None, watch_s: float | None = None) -> "Door":
-    """The ASGI application. While it lives the service runs, and looks into `source` each `watch_s` seconds."""
+    """Return the ASGI application. While it runs, the service runs, and checks `source` every `watch_s` seconds."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
@@ -74,7 +74,7 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         watching = asyncio.ensure_future(watch(service, source, watch_s)) if watch_s else None
         try:
             yield
-        finally:  # also where nobody waits for the end
+        finally:  # even if no client waits for the end
             if watching is not None:
                 watching.cancel()
             await service.stop()
@@ -115,14 +115,14 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
         return error.response()
 
     async def unexpected(request, error):
-        return Refusal(500, "the server has made a mistake; its log has it", "internal").response()
+        return Refusal(500, "internal error; see the server's log", "internal").response()
 
     routes = [
         Route("/", Response(PAGE, media_type="text/html", headers=page_headers()), methods=["GET"]),
         Route("/healthz", healthz),
         Route("/metrics", metrics),
         Route("/v1/models", models),
-        Route(f"/v1/models/{service.name}", model),  # no parameter: log and metrics hold nothing that a client has sent
+        Route(f"/v1/models/{service.name}", model),  # no parameter: a client's text stays out of the log
         Route("/v1/chat/completions", Texts(service, ChatRequest), methods=["POST"]),
         Route("/v1/completions", Texts(service, CompletionRequest), methods=["POST"]),
         Route("/admin/checkpoint", checkpoint, methods=["POST"]),
@@ -132,7 +132,7 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
 
 
 async def watch(service: Service, source: Path, every_s: float) -> None:
-    """For ever: what is newer in `source` is considered when it has stopped growing, and again if it grows on."""
+    """Loop: consider a newer checkpoint in `source` once it has stopped growing, and again if it grows further."""
     seen = before = newest_in(source)
     while True:
         await asyncio.sleep(every_s)
@@ -142,20 +142,20 @@ async def watch(service: Service, source: Path, every_s: float) -> None:
             if newest != seen and not grows:
                 seen = newest
                 await service.consider("newest")
-        except Exception:  # a checkpoint that cannot be read must not end the watch
+        except Exception:  # an unreadable checkpoint must not end the loop
             log.exception("the newest checkpoint could not be considered")
 
 
 class Door:
-    """Checks the token of each request. Counts the request, and logs it if it has the token.
+    """Middleware that checks each request's token, counts the request, and logs it if the token is right.
 
-    The log line has route, status and seconds; never a query, a header, or what was written. Requests without the token
-    are only counted, so that nobody can fill the disk with them.
+    The log line has route, status and seconds, but never a query, a header or a body. Requests without the token are
+    only counted, so that they cannot fill the disk.
     """
 
     OPEN = ("/", "/healthz")
     NO_TOKEN = Refusal(
-        401, "the token is missing or wrong; the server's terminal, or the file that it names there, has it",
+        401, "the token is missing or wrong; copy it from the server's terminal or the file named there",
         "invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
     ).response()  # fmt: skip
 
@@ -184,20 +184,21 @@ class Door:
 
 
 def shows(headers: Mapping[str, str], token: str) -> bool:
-    """Whether headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
+    """Return whether headers carry the token, as `Authorization: Bearer` or `X-Api-Key`.
 
-    The page sends the second: behind a hub the first is the hub's own. The token is in no URL: proxies keep those.
+    The page sends the second, because a hub uses the first itself. The token is never in a URL, because proxies log
+    URLs.
     """
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-    # every one is compared, in a time that does not depend on where they differ
+    # compare every header in constant time
     return any([hmac.compare_digest(one.encode("utf-8", "replace"), token.encode()) for one in given])
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The body's bytes. Raises Refusal for one that is too large (413), too slow (408), or whose client leaves (499).
+    """Return the body's bytes. Raise Refusal if it is too large (413) or too slow (408), or its client leaves (499).
 
-    What is too large is read to its end and thrown away: who is still sending would lose the answer.
+    Drain an oversized body first: a client still sending would never see the response.
     """
     content, size = bytearray(), 0
     try:
@@ -209,14 +210,14 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {limits.body_s:g} s", "timeout") from None
     except ClientDisconnect:
-        raise Refusal(499, "the client has gone", "gone") from None
+        raise Refusal(499, "the client has disconnected", "gone") from None
     if size > limits.body_bytes:
         raise Refusal(413, f"the body has more than {limits.body_bytes:,} bytes", "body_too_large")
     return bytes(content)
 
 
 class Texts:
-    """POST of a request of `kind`: the answer, whole or as events. However it ends, its ticket is closed once."""
+    """The endpoint for POSTs of `kind`: answer completely or as events. Its ticket is always closed exactly once."""
 
     def __init__(self, service: Service, kind: type[schema.Request]):
         self.service, self.kind = service, kind
@@ -225,7 +226,7 @@ class Texts:
         service, reason = self.service, "error"
         request = schema.read(await read_body(Request(scope, receive), service.limits), self.kind)
         if request.model not in (None, service.name):
-            raise Refusal(404, f"there is no such model; the one here is {service.name}", "model_not_found", "model")
+            raise Refusal(404, f"unknown model; use {service.name}", "model_not_found", "model")
         ticket = await service.submit(request)
         pieces, watching = ticket.pieces(), asyncio.ensure_future(_fail_if_gone(receive, ticket))
 
@@ -237,16 +238,16 @@ class Texts:
                     if piece.text or piece.finish:
                         yield answer.events(piece)
                 yield answer.last_events(request.stream_options.include_usage)
-                reason = None  # not earlier: who never reads has not got it
-            except Refusal as error:  # the status is sent: an event says it, which OpenAI's clients raise
+                reason = None  # not earlier: a client that never reads has not received it
+            except Refusal as error:  # the status has been sent: send an event, which OpenAI's clients raise
                 reason = error.code
                 yield event(error.content)
 
         try:
-            first = await anext(pieces)  # until then a refusal has a status
+            first = await anext(pieces)  # before it, a refusal can still set the status
             answer = Answer(ticket, service.words, self.kind is ChatRequest, service.name)
             if request.stream:
-                # no proxy keeps it, or holds it back
+                # so that no proxy caches or buffers it
                 headers = NO_STORE | {"X-Accel-Buffering": "no"}
                 stream = StreamingResponse(events(first), headers=headers, media_type="text/event-stream")
                 async with asyncio.timeout_at(ticket.timer.when() + LAST_WORD_S):
@@ -259,7 +260,7 @@ class Texts:
         except Refusal as error:
             reason = error.code
             raise
-        except TimeoutError:  # nobody reads: the server closes the connection
+        except TimeoutError:  # no reader: the server closes the connection
             reason = "timeout"
         finally:
             watching.cancel()
@@ -267,14 +268,14 @@ class Texts:
 
 
 async def _fail_if_gone(receive, ticket):
-    """Nobody reads an answer when the client has closed the connection."""
+    """Raise Refusal if the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    ticket.fail(Refusal(499, "the client has gone", "gone"))
+    ticket.fail(Refusal(499, "the client has disconnected", "gone"))
 
 
 def page_headers() -> dict[str, str]:
-    """Under which a browser runs the script of our page, and no other."""
+    """Return headers that allow a browser to run our page's script and no other."""
 
     def hash_of(element):
         text = re.search(rf"<{element}>(.*?)</{element}>", PAGE, re.DOTALL)[1]
@@ -289,20 +290,20 @@ def page_headers() -> dict[str, str]:
 
 
 def make_token(environ: Mapping[str, str]) -> str:
-    """The token of this server: the variable's, else a new one. Raises ValueError for one that others can try out.
+    """Return this server's token: the variable's, else a new one. Raise ValueError for one that could be guessed.
 
-    There is no flag for it: every user of a machine sees the flags of every process.
+    There is no flag for it, because every user of a machine can see the flags of every process.
     """
     token = environ.get(VARIABLE)
     if token is None:
         return secrets.token_urlsafe(24)
     if len(token) < LEAST or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"{VARIABLE} has less than {LEAST} characters, or blanks; unset it, and one is made")
+        raise ValueError(f"{VARIABLE} has fewer than {LEAST} characters, or blanks; unset it to get a generated token")
     return token
 
 
 def listen(host: str, port: int | None = None) -> socket.socket:
-    """A bound socket. port=None: PORT, or any free one where that is taken. Raises ValueError if it cannot be had."""
+    """Return a bound socket. port=None: PORT, or any free one if that is taken. Raise ValueError if that fails."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     for candidate in (PORT, 0) if port is None else (port,):
@@ -313,21 +314,21 @@ def listen(host: str, port: int | None = None) -> socket.socket:
         except OSError as error:
             why = error.strerror
     bound.close()
-    raise ValueError(f"{host}:{port or PORT} cannot be listened on ({why}); name another --port")
+    raise ValueError(f"cannot listen on {host}:{port or PORT} ({why}); name another --port")
 
 
 def address_of(bound: socket.socket) -> str:
-    """http://host:port of a bound socket, as a client on this machine reaches it."""
+    """Return a bound socket's http://host:port for clients on this machine."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
 
 
 def write_address(path: Path, address: str, token: str) -> None:
-    """Where the server is, and its token, as a file that only its owner reads. Files of dead servers beside it go."""
+    """Write the server's address and token to a file that only its owner can read; remove dead servers' files there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.glob("serving-*.json"):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # of somebody else's making
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # not written by a server
             about = json.loads(other.read_text())
             if about["host"] == socket.gethostname() and not psutil.pid_exists(about["pid"]):
                 other.unlink()
@@ -336,10 +337,9 @@ def write_address(path: Path, address: str, token: str) -> None:
 
 
 class Connection(H11Protocol):
-    """Close a connection that sends no request for HEAD_S. uvicorn alone waits for ever for the first one.
+    """A connection that closes if no request arrives for HEAD_S. uvicorn by itself waits forever for the first one.
 
-    A limit on the number of connections (uvicorn's `limit_concurrency`) would count idle ones too: anybody could use
-    it up.
+    A limit on connections (uvicorn's `limit_concurrency`) would count idle ones too, so any user could exhaust it.
     """
 
     def connection_made(self, transport):
@@ -347,7 +347,7 @@ class Connection(H11Protocol):
         self.loop.call_later(HEAD_S, self.end_unless_asked, None)
 
     def on_response_complete(self):
-        answered = self.cycle  # the next request may be here already
+        answered = self.cycle  # the next request may have arrived already
         super().on_response_complete()
         self.loop.call_later(HEAD_S, self.end_unless_asked, answered)
 
@@ -357,10 +357,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn on an app. `on_start()` is called when it listens, and a signal ends it as it should."""
+    """Run uvicorn on an app. `on_start()` is called when it listens, and a signal stops it cleanly."""
 
     def __init__(self, app, drain_s: int = 30, on_start: Callable[[], object] = lambda: None):
-        # uvicorn's own lines about requests, which hold their queries, are off
+        # turn off uvicorn's request log, which contains queries
         super().__init__(uvicorn.Config(
             app, log_config=None, access_log=False, log_level="warning", server_header=False, ws="none", lifespan="on",
             http=Connection, timeout_graceful_shutdown=drain_s,
@@ -373,31 +373,31 @@ class Server(uvicorn.Server):
             self.on_start()
 
     def run_until_signal(self, bound: socket.socket) -> None:
-        """Serve on the socket, with a line on stderr per event. A second signal: KeyboardInterrupt.
+        """Serve on the socket, with a line on stderr per event. A second signal raises KeyboardInterrupt.
 
-        Raises ValueError if it could not start.
+        Raise ValueError if the server could not start.
         """
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with contextlib.suppress(ValueError, OSError):  # each connection is an open file
+        with contextlib.suppress(ValueError, OSError):  # each connection needs a file descriptor
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        # who does not wait gets no traceback for each request that is cut off
+        # no traceback for each request that a second signal cuts off
         handler.addFilter(lambda record: not self.force_exit)
-        # no warnings of uvicorn: anybody could fill the disk with invalid requests
+        # no warnings of uvicorn: invalid requests could fill the disk
         for name, level in (("manyhands.serve", logging.INFO), ("uvicorn.error", logging.ERROR)):
-            logger = logging.getLogger(name)  # httpx and others, which show URLs, stay silent
+            logger = logging.getLogger(name)  # silence httpx and others, which log URLs
             logger.handlers, logger.propagate = [handler], False
             logger.setLevel(level)
 
         def end(number, frame):
             self.should_exit = True
 
-        for number in (signal.SIGTERM, signal.SIGINT):  # before uvicorn takes them over, and after it gives them back
+        for number in (signal.SIGTERM, signal.SIGINT):  # before and after uvicorn's own handlers
             signal.signal(number, end)
         try:
             self.run(sockets=[bound])
-        except SystemExit:  # uvicorn's word for a start that has failed; its log says why
-            raise ValueError("the server could not start; the lines above say why") from None
+        except SystemExit:  # uvicorn's status for a failed start; its log has the reason
+            raise ValueError("the server could not start; see the lines above") from None
         if self.force_exit:
             raise KeyboardInterrupt

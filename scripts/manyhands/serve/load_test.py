@@ -1,12 +1,13 @@
-"""Load on a server, and what a cache and batching are worth on this machine.
+"""Load a server, and measure what a cache and batching gain on this machine.
 
-    python -m manyhands.serve.load_test                         # a server and a model of its own: three ratios
+    python -m manyhands.serve.load_test                         # starts a server and a model: three ratios
     python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
 
 Without a server named, one is started with random weights (speed does not depend on them), and you should see: tokens/s
 of 16 clients against one; generating 256 tokens with a KV cache and without; the time to the first token of a prompt
-whose beginning is cached, against a new one. With a server named: tokens/s and times of its answers under so many
-clients at once. Interleaved, five samples each; medians, with least and most. Status 1: an answer is missing.
+whose beginning is cached, against a new one. With a server named: tokens/s and times of its answers with this
+number of clients at once. Five interleaved samples each; medians, with minimum and maximum. Status 1: an answer is
+missing.
 """
 
 import json
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-if __name__ == "__main__":  # first: Ctrl-C in the imports below is a sentence
+if __name__ == "__main__":  # first, so that Ctrl-C in the imports below prints one sentence
     from manyhands.launch import entry
 
 import torch
@@ -40,19 +41,19 @@ from manyhands.serve.decoder import run
 from manyhands.serve.engine import Engine, generate
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
-SAMPLES = 5  # of each measurement
-SIZES: dict = {"block_size": 512, "n_layer": 6, "n_head": 4, "n_embd": 192}  # of the model that is started
+SAMPLES = 5  # samples of each measurement
+SIZES: dict = {"block_size": 512, "n_layer": 6, "n_head": 4, "n_embd": 192}  # sizes of the model that is started
 
 
 @dataclass(frozen=True)
 class Options:
-    address_file: Path | None = None  # of a running server; none: start one
-    clients: int = 16  # at once
-    tokens: int = 64  # tokens that each asks for
+    address_file: Path | None = None  # address file of a running server; none: start one
+    clients: int = 16  # simultaneous clients
+    tokens: int = 64  # tokens per request
 
 
 class Answered(NamedTuple):
-    """One streamed answer, as its client saw it."""
+    """The client's measurements of one streamed answer."""
 
     tokens: int
     first_s: float
@@ -60,22 +61,22 @@ class Answered(NamedTuple):
 
 
 def streamed(client: Client, prompt: str, tokens: int, seed: int = 0) -> Answered:
-    """Ask for a completion on a connection of its own. Raises RuntimeError for any answer that is not whole."""
+    """Request a completion on a separate connection. Raise RuntimeError for an incomplete answer."""
     body = {"prompt": prompt, "max_tokens": tokens, "seed": seed, "stream": True}
     began_s = time.perf_counter()
     with client.open("/v1/completions", body | {"stream_options": {"include_usage": True}}) as response:
         text = response.readline()
         first_s = time.perf_counter() - began_s
-        text += response.read()  # taken apart afterwards: the server has work to do meanwhile
+        text += response.read()  # parsed afterwards, to leave the processor to the server
     events = text.split(b"data: ")
     if events[-1].strip() != b"[DONE]":
-        raise RuntimeError("a stream ended before its end")
+        raise RuntimeError("a stream ended early")
     usage = json.loads(events[-2])["usage"]
     return Answered(usage["completion_tokens"], first_s, usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def throughput(client: Client, clients: int, tokens: int) -> tuple[float, list[Answered]]:
-    """(tokens per second, answers) of so many clients that start together."""
+    """Return (tokens per second, answers) of `clients` clients that start together."""
     prompts = [made_up(12, random.Random(i)) for i in range(clients)]
     with ThreadPoolExecutor(clients) as pool:
         began_s = time.perf_counter()
@@ -88,12 +89,12 @@ def made_up(length: int, source: random.Random) -> str:
 
 
 def spread(values: list[float], unit: str, digits: int = 0) -> str:
-    """Median, and in brackets the least and the most."""
+    """Format the median, with minimum and maximum in brackets."""
     return f"{median(values):,.{digits}f} {unit} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
 def compare_clients(client: Client, options: Options) -> None:
-    """Tokens per second of one client and of many, in turn; prints both and their ratio."""
+    """Measure tokens per second of one client and of many, in turn; print both and their ratio."""
     one, many, firsts = [], [], []
     for _ in range(SAMPLES):
         one.append(throughput(client, 1, options.tokens)[0])
@@ -107,14 +108,14 @@ def compare_clients(client: Client, options: Options) -> None:
 
 
 def compare_prefixes(client: Client) -> None:
-    """Time to the first token of prompts of which all but a little has been seen, and of new ones; prints the ratio."""
+    """Measure the time to the first token of mostly cached prompts and of new ones; print the ratio."""
     length, source = SIZES["block_size"] - 32, random.Random()
-    times: dict[bool, list[float]] = {False: [], True: []}  # by whether the beginning is cached
+    times: dict[bool, list[float]] = {False: [], True: []}  # {whether the beginning is cached: ...}
     for _ in range(SAMPLES):
         beginning = made_up(length, source)
         for cached, least in ((False, 0), (True, length - 16)):  # the last block is not full
             answer = streamed(client, beginning + made_up(8, source), 1)
-            assert answer.reused >= least, "the beginning was not found"
+            assert answer.reused >= least, "the cached beginning was not found"
             times[cached].append(answer.first_s * 1e3)
     new, seen = spread(times[False], "ms", 1), spread(times[True], "ms", 1)
     print(f"first token after {length + 8} new ones: {new}; {length} of them cached: {seen}")
@@ -123,7 +124,7 @@ def compare_prefixes(client: Client) -> None:
 
 
 def compare_cache(model, n: int = 256) -> None:
-    """Seconds to generate n tokens with a KV cache and without, in turn; prints the ratio."""
+    """Measure the seconds to generate n tokens with and without a KV cache, in turn; print the ratio."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for cached in [True, False] * SAMPLES:
         began_s = time.perf_counter()
@@ -135,7 +136,7 @@ def compare_cache(model, n: int = 256) -> None:
 
 @torch.inference_mode()
 def plain_loop(model: GPT, ids_B1: torch.Tensor, n: int) -> list[list[int]]:
-    """The n likeliest tokens after one token each of B sequences, by the barest loop: its cache is one tensor."""
+    """Return the n likeliest tokens after one token each of B sequences, by a minimal loop with a one-tensor cache."""
     config, (B, _) = model.config, ids_B1.shape
     shape = (config.n_layer, 2, B, config.n_head, n, config.n_embd // config.n_head)
     cache_L2BHSE, written = torch.zeros(shape), []
@@ -152,9 +153,9 @@ def plain_loop(model: GPT, ids_B1: torch.Tensor, n: int) -> list[list[int]]:
 
 
 def share_of_plain_loop(model: GPT, clients: int = 16, n: int = 64, rounds: int = SAMPLES) -> list[float]:
-    """The engine's tokens per second of processor time as a share of the plain loop's: a ratio for each round.
+    """Return, per round, the engine's tokens per second of processor time as a share of the plain loop's.
 
-    Both write the n likeliest tokens of as many sequences, in turn. Raises RuntimeError if they differ.
+    Both write the n likeliest tokens of equally many sequences, in turn. Raise RuntimeError if they differ.
     """
     first = torch.arange(clients).remainder(model.config.vocab_size)[:, None]
     engine = Engine(model, "", clients * -(-(n + 1) // 16) + model.config.block_size // 16, max_running=clients)
@@ -173,7 +174,7 @@ def share_of_plain_loop(model: GPT, clients: int = 16, n: int = 64, rounds: int 
 
 
 def random_model(file: Path) -> GPT:
-    """A GPT with random weights, exported to `file`."""
+    """Export a GPT with random weights to `file`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=len(VOCAB), **SIZES)).eval()
@@ -185,7 +186,7 @@ def random_model(file: Path) -> GPT:
 
 @contextmanager
 def started(source: Path, folder: Path) -> Iterator[Path]:
-    """scripts/serve.py on `source`, as a process: the file with its address."""
+    """Start scripts/serve.py on `source` as a process and yield the file with its address."""
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPTS / "serve.py"), str(source), "--port", "0", "--device", "cpu"]
     with open(folder / "server.log", "wb") as log:

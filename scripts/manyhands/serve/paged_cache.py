@@ -1,19 +1,19 @@
-"""The paged cache: keys and values in blocks that are allocated once, so that sequences of any lengths share the room
-and common beginnings. `BlockPool` keeps the books, `PagedCache` has the tensors.
+"""Keep keys and values in blocks that are allocated once, so that sequences of any lengths share memory and common
+prefixes. `BlockPool` does the bookkeeping, `PagedCache` has the tensors.
 
     pool = BlockPool(num_blocks=256, block_size=16)
-    table = pool.match(digests)                  # blocks of the same beginning, shared: no computation
-    table += pool.allocate(3)                        # three more, or None if there are not so many
+    table = pool.match(digests)                  # shared blocks of a common prefix: no computation
+    table += pool.allocate(3)                        # three more, or None if too few are free
     pool.seal(table[0], digest)                  # full and computed: others may share it from now on
-    pool.deallocate(table)                          # a sealed block stays findable until its room is needed
+    pool.deallocate(table)                          # a sealed block can be found until it is reused
 
     cache = PagedCache(config, num_blocks=256, block_size=16)
     attend = cache.attend_for(tables, lengths, positions_N)    # once per step, for all layers
     logits_1NV = decoder.run(model, ids_1N, positions_1N, attend)    # the new positions of all sequences, in a row
 
-Position i of a sequence lies in block table[i // block_size], at place i % block_size. A block is found by a digest of
-*everything before its end*: its own tokens and all earlier ones. Where the model changes, all blocks are forgotten.
-Attention gathers a sequence's blocks into one tensor: on a GPU a kernel reads them where they lie (Kwon et al. 2023,
+Position i of a sequence is in block table[i // block_size], at place i % block_size. A block is found by a digest of
+*everything before its end*: its own tokens and all earlier ones. When the model changes, all blocks are forgotten.
+Attention gathers a sequence's blocks into one tensor; on a GPU a kernel would read them in place (Kwon et al. 2023,
 PagedAttention); the bookkeeping is the same.
 Shapes: N new positions in all, B sequences with T of them each, S gathered positions, P blocks of a table, H heads (E).
 """
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 
 
 def chained_digests(ids: list[int], block_size: int, known=()) -> list[bytes]:
-    """The digests of all full blocks of a list of ids, as bytes; `known` are those of its first blocks.
+    """Return the digests of all full blocks of a list of ids, as bytes; `known` are those of its first blocks.
 
-    Each covers the one before it, so that equal blocks after different beginnings differ.
+    Each digest includes the previous one, so that equal blocks after different prefixes differ.
     """
     digests = list(known)
     for i in range(len(digests), len(ids) // block_size):
@@ -41,33 +41,33 @@ def chained_digests(ids: list[int], block_size: int, known=()) -> list[bytes]:
 
 
 class BlockPool:
-    """Bookkeeping for `num_blocks` blocks of `block_size` positions each. Numbers of blocks count from 0."""
+    """Bookkeeping for `num_blocks` blocks of `block_size` positions each, numbered from 0."""
 
     def __init__(self, num_blocks, block_size):
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"{num_blocks} blocks of {block_size} positions are no cache; use at least 1 of each")
+            raise ValueError(f"{num_blocks} blocks of {block_size} positions hold nothing; use at least 1 of each")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.empty = list(range(num_blocks - 1, -1, -1))  # never filled, or forgotten
-        self.unused = {}  # sealed blocks that nobody holds, as keys; the first was released first
+        self.unused = {}  # sealed blocks without a holder, as keys, in order of release
         self.found_by = {}  # digest -> block
         self.digest_of = {}  # block -> digest
-        self.holders = Counter()  # block -> sequences that hold it
-        self.taken = []  # since somebody last cleared this list: they hold what others have left there
+        self.holders = Counter()  # block -> number of sequences that hold it
+        self.taken = []  # allocated since this list was last cleared: they contain other sequences' data
 
     def blocks_for(self, positions: int) -> int:
-        """How many blocks hold so many positions."""
+        """Return the number of blocks for a number of positions."""
         return -(-positions // self.block_size)
 
     def available(self) -> int:
-        """Blocks that nobody holds."""
+        """Return the number of blocks without a holder."""
         return len(self.empty) + len(self.unused)
 
     def held(self) -> int:
-        """Blocks that somebody holds, a shared one once."""
+        """Return the number of held blocks, counting a shared one once."""
         return self.num_blocks - self.available()
 
     def match(self, digests: list[bytes]) -> list[int]:
-        """The blocks of the longest known beginning, held from now on by one more."""
+        """Return the blocks of the longest known prefix and add a holder to each."""
         table = []
         for digest in digests:
             block = self.found_by.get(digest)
@@ -79,7 +79,7 @@ class BlockPool:
         return table
 
     def allocate(self, n: int) -> list[int] | None:
-        """n blocks of unknown content, or None: then nothing has changed. The longest unused are forgotten first."""
+        """Return n blocks of undefined content, or None without any change. The longest unused are reused first."""
         if n > self.available():
             return None
         blocks = []
@@ -95,12 +95,12 @@ class BlockPool:
         return blocks
 
     def seal(self, block: int, digest: bytes) -> None:
-        """The block is full and computed. Of two with the same content the first stays the one that is found."""
+        """Mark a block as full and computed. Of two with the same content, the first one is found."""
         if digest not in self.found_by and block not in self.digest_of:
             self.found_by[digest], self.digest_of[block] = block, digest
 
     def deallocate(self, table: list[int]) -> None:
-        """One holder fewer for each block. The last block of a beginning is forgotten before the first one."""
+        """Remove one holder from each block. The last block of a prefix is reused before the first one."""
         for block in reversed(table):
             self.holders[block] -= 1
             if self.holders[block] > 0:
@@ -112,7 +112,7 @@ class BlockPool:
                 self.empty.append(block)
 
     def forget_all(self) -> None:
-        """Nothing is found by its content any more: the model has changed. Who holds a block keeps it."""
+        """Forget all blocks' contents because the model has changed. Held blocks stay held."""
         self.empty += self.unused
         self.unused.clear()
         self.found_by.clear()
@@ -120,24 +120,24 @@ class BlockPool:
 
 
 class PagedCache:
-    """The tensors of `num_blocks` blocks for each layer; who holds which is the pool's business."""
+    """The tensors of `num_blocks` blocks for each layer; the pool manages their holders."""
 
     def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
-        # keys and values of a position side by side: one write and one gather for both; one block more stays zero
+        # keys and values of a position are adjacent: one write and one gather for both; an extra block stays zero
         shape = (config.n_layer, num_blocks + 1, block_size, config.n_head, 2, config.n_embd // config.n_head)
         self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
         self.store = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self.store.unbind()
 
     def clear(self, blocks: list[int]) -> None:
-        """Zeros where another sequence may have left NaN: a mask adds to scores, and NaN stays NaN."""
+        """Zero blocks in which another sequence may have left NaN: a mask adds to scores, and NaN stays NaN."""
         if blocks:
             self.store[:, blocks] = 0
 
     def attend_for(self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor) -> Callable:
-        """attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] of one with tables[b].
+        """Return attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] with tables[b].
 
-        Sequences of equal lengths lie side by side and look back as one batch; their tables may differ in length.
+        Sequences of equal lengths are adjacent and attend as one batch; their tables may differ in length.
         """
         groups, first, begin = [], 0, 0
         for length, some in groupby(lengths):
@@ -165,9 +165,9 @@ class PagedCache:
         return attend
 
     def _group(self, tables, positions_BT):
-        """Of sequences with equally many new positions: their places in the store, their tables, and who sees what."""
+        """Return the places in the store, the tables and the mask of sequences with equally many new positions."""
         longest = max(map(len, tables))
-        # what a shorter table lacks reads zeros, and is masked
+        # missing blocks of a shorter table read zeros and are masked
         tables_BP = torch.tensor([t + [self.zero] * (longest - len(t)) for t in tables], device=self.device)
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
@@ -176,5 +176,5 @@ class PagedCache:
         return slots_BT.flatten(), tables_BP.flatten(), mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
 
     def num_bytes(self) -> int:
-        """Bytes of all blocks, used or not: what the server takes at its start, and never more."""
+        """Return the bytes of all blocks, used or not, which the server allocates at its start."""
         return self.store.nbytes

@@ -1,15 +1,16 @@
-"""Continuous batching: at each step, which sequences compute which positions. Lists and counters only, no torch.
+"""Schedule continuous batching: which sequences compute which positions at each step, without torch.
 
     scheduler = Scheduler(BlockPool(256, 16), max_running=32, prefill_tokens=256)
-    scheduler.add(sequence)                        # waits its turn
+    scheduler.add(sequence)                        # enters the queue
     for work in scheduler.plan():                  # one step: work.sequence computes positions work.start to work.stop
         ...                                        # and grows by a token if work.draws
         scheduler.computed(work)
 
 Sequences join and leave between any two steps (Yu et al. 2022, Orca, section 3.1). A step has at most `prefill_tokens`
-positions of prompts, so that a long prompt does not hold up those that are writing. A sequence is admitted when blocks
-for all it has so far, and one more, are free. When blocks run out the youngest gives its own back, and waits; it is
-computed again later, and continues as if nothing had been, because its numbers belong to places (`uniforms`).
+positions of prompts, so that a long prompt does not delay decoding sequences. A sequence is admitted when blocks for
+its tokens and one more are free. When blocks run out, the youngest sequence is preempted: it gives its blocks back and
+waits. It is recomputed later and continues with the same tokens, because random numbers depend on positions
+(`uniforms`).
 """
 
 from collections import deque
@@ -21,24 +22,24 @@ from manyhands.serve.paged_cache import BlockPool, chained_digests
 
 @dataclass(eq=False)
 class CachedSequence(Sequence):
-    """One request's tokens, and where their keys and values lie."""
+    """One request's tokens, and the blocks of their keys and values."""
 
-    num_computed_tokens: int = field(default=0, init=False)  # positions whose keys and values lie in `block_table`
+    num_computed_tokens: int = field(default=0, init=False)  # positions whose keys and values are in `block_table`
     block_table: list[int] = field(default_factory=list, init=False)
     digests: list[bytes] = field(default_factory=list, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
-    num_preemptions: int = field(default=0, init=False)  # times that it gave its blocks back
-    siblings: "list[CachedSequence]" = field(default_factory=list, init=False)  # of the same request, itself among them
+    num_preemptions: int = field(default=0, init=False)  # number of preemptions
+    siblings: "list[CachedSequence]" = field(default_factory=list, init=False)  # of its request, itself included
 
     @property
     def started(self) -> bool:
-        """Whether the request has a token: what follows must come from the same weights."""
+        """Return whether the request has a token: its next tokens must come from the same weights."""
         return any(len(s.ids) > s.prompt_length for s in self.siblings or [self])
 
 
 @dataclass(frozen=True)
 class Work:
-    """Positions start to stop - 1 of a sequence. With stop == len(ids) the next token is drawn from them."""
+    """Positions start to stop - 1 of a sequence. If stop == len(ids), the next token is drawn from them."""
 
     sequence: CachedSequence
     start: int
@@ -50,28 +51,28 @@ class Work:
 
 
 class Scheduler:
-    """Who waits, who runs, and what is next."""
+    """The waiting and the running sequences, and the plan of the next step."""
 
     def __init__(self, pool: BlockPool, max_running: int, prefill_tokens: int):
         self.pool, self.max_running, self.prefill_tokens = pool, max_running, prefill_tokens
         self.waiting: deque[CachedSequence] = deque()
         self.running: list[CachedSequence] = []  # in the order of admission
-        self.hold_new = False  # no sequence starts: the model is about to change
+        self.hold_new = False  # True while no sequence may start, because the model is about to change
 
     def add(self, sequence: CachedSequence) -> None:
-        """Queue a sequence; all blocks together must hold it (`Engine` sees to that)."""
+        """Queue a sequence; all blocks together must be able to hold it (`Engine` checks that)."""
         self.waiting.append(sequence)
 
     def cancel(self, sequence: CachedSequence) -> None:
-        """Take a sequence out wherever it is; its blocks are free at once. One that has finished stays as it is."""
+        """Remove a sequence, waiting or running, and free its blocks immediately. A finished one is unchanged."""
         if sequence.finish is None:
             sequence.finish = "cancelled"
             (self.running if sequence in self.running else self.waiting).remove(sequence)
             self._free(sequence)
 
     def plan(self) -> list[Work]:
-        """The Work of one step: first one position of each that is writing, then prompts. Empty: nothing to do."""
-        for sequence in list(self.running):  # the oldest first: it is never the one that gives way
+        """Return the Work of one step: first one position of each decoding sequence, then prompts. It may be empty."""
+        for sequence in list(self.running):  # oldest first, so that it is never preempted
             if sequence in self.running:
                 self._make_room(sequence)
         writing = [s for s in self.running if s.num_computed_tokens == len(s.ids) - 1]
@@ -85,7 +86,7 @@ class Scheduler:
         return works
 
     def computed(self, work: Work) -> None:
-        """The positions of `work` lie in the cache; who has finished makes room."""
+        """Record that the positions of `work` are in the cache, and free finished sequences' blocks."""
         sequence, size = work.sequence, self.pool.block_size
         sequence.num_computed_tokens = work.stop
         sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
@@ -96,11 +97,11 @@ class Scheduler:
             self._free(sequence)
 
     def unfinished(self) -> list[CachedSequence]:
-        """Sequences that have drawn or computed something with the present model."""
+        """Return the sequences that have drawn or computed something with the current model."""
         return [*self.running, *(s for s in self.waiting if s.started)]
 
     def _admit(self):
-        """The next sequence in the queue, with blocks for all its tokens and one more; None: not now."""
+        """Admit the next sequence in the queue, with blocks for its tokens and one more, or return None."""
         if not self.waiting or len(self.running) >= self.max_running:
             return None
         sequence = self.waiting[0]
@@ -108,7 +109,7 @@ class Scheduler:
             return None
         size = self.pool.block_size
         sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
-        # at least the last token is computed: the next one is drawn from its logits
+        # compute at least the last token: the next one is drawn from its logits
         table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
         more = self.pool.allocate(self.pool.blocks_for(len(sequence.ids) + 1) - len(table))
         if more is None:
@@ -123,19 +124,19 @@ class Scheduler:
         return sequence
 
     def _make_room(self, sequence):
-        """A block for the position that `sequence` computes next, if need be by taking those of the youngest."""
+        """Provide a block for the next position of `sequence`, if necessary by preempting the youngest."""
         while len(sequence.block_table) < self.pool.blocks_for(len(sequence.ids)):
             if block := self.pool.allocate(1):
                 sequence.block_table += block
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
-            assert self.running, "all blocks together must hold one sequence"
+            assert self.running, "all blocks together must be able to hold one sequence"
             if youngest is sequence:
                 return
 
     def _preempt(self, sequence):
-        """Take the blocks of a running sequence. It waits in front of all others, and is computed again."""
+        """Take the blocks of a running sequence; it waits in front of all others and is recomputed."""
         self.running.remove(sequence)
         self._free(sequence)
         sequence.num_preemptions += 1

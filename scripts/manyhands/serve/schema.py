@@ -1,12 +1,12 @@
-"""OpenAI's words: what a request may say, as pydantic models, what is sent back, and how the rest is refused.
+"""Define OpenAI's requests as pydantic models, the answers, and how invalid requests are refused.
 
     request = read(body, ChatRequest)                       # bytes of JSON; Refusal (400) for what is wrong
-    prompts = request.encode(words, context=64)             # ValueError for what the vocabulary cannot say
+    prompts = request.encode(words, context=64)             # ValueError for characters without a token
     answer = Answer(ticket, words, chat=True, model_name="manyhands")
     answer.content()                                          # or, of a stream: answer.events(piece), ...
 
-A field that nobody knows is refused, lest a misspelt one change the answer in silence. To support a field of `NEUTRAL`,
-take it out there and declare it in `Request`.
+An unknown field is refused, so that a misspelt one cannot silently change the answer. To support a field of `NEUTRAL`,
+remove it there and declare it in `Request`.
 """
 
 import json
@@ -25,24 +25,24 @@ from manyhands.config.bounds import Positive, Seconds
 if TYPE_CHECKING:
     from manyhands.gpt.sampling import Sampling
 
-# what changes no answer here
+# fields that change no answer here
 HARMLESS = {
     "user", "name", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
     "include_obfuscation",
 }  # fmt: skip
-# what we do not have, and the values (besides null) that ask for nothing
+# unsupported fields, and their values (besides null) that have no effect
 NEUTRAL = {
     "best_of": (1,), "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "tool_calls": ([],), "annotations": ([],), "audio": (), "prediction": (), "min_p": (0, 0.0),
     "repetition_penalty": (1, 1.0), "stop_token_ids": ([],),
 }  # fmt: skip
-TEXTS = 64  # that one request can ask for
+TEXTS = 64  # limit for one request
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one server. Lengths beyond the model's context are refused in any case: its positions are learned."""
+    """One server's limits. Lengths beyond the model's context are always refused, because its positions are learned."""
 
     running: Positive = 32  # requests that are computed at once
     queue: Positive = 256  # requests that wait for them; one more gets 429
@@ -55,7 +55,7 @@ class Limits:
 
 
 class Refusal(HTTPException):
-    """An answer that is no text: HTTP's status, a sentence, and OpenAI's words for its kind."""
+    """A refused request: the HTTP status, a sentence, and OpenAI's error type."""
 
     def __init__(self, status: int, sentence: str, code: str, param: str | None = None, headers: dict | None = None):
         super().__init__(status, sentence, headers)
@@ -73,7 +73,7 @@ class Refusal(HTTPException):
 
 
 class Strict(BaseModel):
-    """No unknown fields, no "1" for 1. Null is the same as nothing."""
+    """A model without unknown fields or conversions ("1" for 1), in which null means that a field is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -85,7 +85,7 @@ class Strict(BaseModel):
 
         def asks(name):
             value = body[name]
-            # True is no 1
+            # True is not 1
             neutral = any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ()))
             return not (value is None or name in HARMLESS or neutral)
 
@@ -99,10 +99,10 @@ class StreamOptions(Strict):
 
 
 class Request(Strict):
-    """What both kinds of request have in common."""
+    """The fields that both kinds of request have in common."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)  # none: all that the context has room for
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)  # none: as many as the context allows
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)  # the newer name
     n: int = Field(1, ge=1, le=TEXTS)  # texts for each prompt
     temperature: float = Field(1.0, ge=0, le=2)
@@ -112,7 +112,7 @@ class Request(Strict):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logprobs: int | None = Field(None, ge=0, le=20)  # log p of each token, and of so many of the likeliest
+    logprobs: int | None = Field(None, ge=0, le=20)  # log p of each token, and of this number of the likeliest
     stop: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field([], max_length=4)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -131,12 +131,12 @@ class Request(Strict):
 
     @property
     def most(self) -> int | None:
-        """Tokens to draw at most; none: all that the context has room for."""
+        """Return the largest number of tokens to draw; none: as many as the context allows."""
         return self.max_completion_tokens or self.max_tokens
 
     def sampling(self, words) -> "Sampling":
-        """How to draw. Raises Refusal for a bias on what is no token of `words`."""
-        from manyhands.gpt.sampling import Sampling  # late: it brings torch, and `serve.py --help` needs none
+        """Return the Sampling. Raise Refusal for a bias on an id that is not a token of `words`."""
+        from manyhands.gpt.sampling import Sampling  # imported late, because `serve.py --help` does not need torch
 
         bias = {int(i): value for i, value in self.logit_bias.items() if i.isdecimal() and i == str(int(i[:9]))}
         if len(bias) < len(self.logit_bias) or max(bias, default=0) >= len(words):
@@ -146,12 +146,12 @@ class Request(Strict):
         return Sampling(self.temperature, self.top_k, self.top_p, *penalties, bias, self.likeliest())
 
     def likeliest(self) -> int | None:
-        """Of how many tokens log p is wanted; none: not even of the drawn one."""
+        """Return the number of tokens whose log p is requested; none: not even the drawn one's."""
         return self.logprobs
 
 
 class Prompts(NamedTuple):
-    """What a model is to go on with."""
+    """The texts that a model continues."""
 
     each: Iterable[tuple[list[int], str]]  # (ids, what the answer begins with), encoded as one asks for it
     stop_ids: set[int]  # a drawn one of these ends the text
@@ -179,7 +179,7 @@ class CompletionRequest(Request):
     @classmethod
     def not_too_many(cls, prompts, info):
         if (n := info.data.get("n", 1)) * len(prompts) > TEXTS:
-            raise ValueError(f"{len(prompts)} of them, n={n} times, are more than {TEXTS} texts; ask for fewer at once")
+            raise ValueError(f"{len(prompts)} of them, n={n} times, are more than {TEXTS} texts; send fewer at once")
         return prompts
 
     @field_validator("echo")
@@ -211,7 +211,7 @@ class Message(Strict):
     @field_validator("content", mode="before")
     @classmethod
     def joined(cls, content):
-        """OpenAI's clients may send content as a list of parts."""
+        """Join content that OpenAI's clients send as a list of parts."""
         if not isinstance(content, list):
             return content
         if any(
@@ -264,14 +264,14 @@ class CheckpointRequest(Strict):
 
 
 def read(body: bytes, kind):
-    """An object of `kind`, one of the models above, out of bytes of JSON. Raises Refusal (400) for its first fault."""
+    """Parse bytes of JSON as `kind`, one of the models above. Raise Refusal (400) for the first error."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
     place = repr(".".join(str(part) for part in fault["loc"]))[1:-1][:80]  # a field may be named by a new line
     if fault["type"] == "extra_forbidden":
-        reason = "is not supported with this value" if fault["loc"][-1] in NEUTRAL else "is no field of this request"
+        reason = "is not supported with this value" if fault["loc"][-1] in NEUTRAL else "is not a field of this request"
         raise Refusal(400, f"{place} {reason}; leave it out", "unsupported_value", place)
     sentence = fault["msg"].removeprefix("Value error, ")
     code = "invalid_json" if fault["type"] == "json_invalid" else "invalid_value"
@@ -279,7 +279,7 @@ def read(body: bytes, kind):
 
 
 class Answer:
-    """What is sent back for a ticket that has its first token: whole or in events, of a chat or a plain completion."""
+    """The answer for a ticket that has its first token: complete or as events, for a chat or a completion."""
 
     def __init__(self, ticket, words, chat: bool, model_name: str):
         self.ticket, self.words, self.chat = ticket, words, chat
@@ -293,7 +293,7 @@ class Answer:
             self.head["dropped_messages"] = ticket.dropped_messages
 
     def content(self) -> dict:
-        """The answer to a request without a stream."""
+        """Return the answer to a request without a stream."""
         choices = []
         for choice in self.ticket.choices:
             part: dict = {"text": choice.shown}
@@ -303,7 +303,7 @@ class Answer:
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def events(self, piece) -> bytes:
-        """A Piece of a choice in a stream; behind its last one, why it ended."""
+        """Return the events for a Piece of a choice, and after its last one the finish reason."""
         choice, text, tokens, finish = piece
         part: dict = {"text": text}
         if self.chat:
@@ -315,11 +315,11 @@ class Answer:
         return found
 
     def last_events(self, include_usage: bool) -> bytes:
-        """Behind all pieces of a stream."""
+        """Return the events that end a stream."""
         return (self._chunk([], usage=self.usage()) if include_usage else b"") + b"data: [DONE]\n\n"
 
     def usage(self) -> dict:
-        """OpenAI's count of tokens, each prompt's once; cached ones are those whose keys and values were found."""
+        """Return OpenAI's token counts, each prompt once; cached tokens are those whose keys and values were found."""
         sequences = [choice.sequence for choice in self.ticket.choices]
         firsts = sequences[:: self.ticket.n]
         prompt, drawn = sum(s.prompt_length for s in firsts), sum(len(s.ids) - s.prompt_length for s in sequences)
@@ -358,5 +358,5 @@ class Answer:
 
 
 def event(content: dict) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"

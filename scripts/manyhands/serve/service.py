@@ -1,15 +1,15 @@
-"""One server's state, and what happens to a request between its JSON and its answer; `http` has the routes.
+"""Manage one server's state and process requests, from parsed JSON to pieces of text; `http` has the routes.
 
     service = Service(model, metadata, token, held_out_ids, load)
-    await service.start()                          # in the event loop that will serve
-    ticket = await service.submit(request)         # Refusal if it makes no sense, or there is no room
-    async for piece in ticket.pieces(): ...        # what has been drawn since, at once
-    service.close(ticket, "gone")                  # for every ticket, once, whatever happened
+    await service.start()                          # in the server's event loop
+    ticket = await service.submit(request)         # Refusal if it is invalid or the server is full
+    async for piece in ticket.pieces(): ...        # new tokens, as they are drawn
+    service.close(ticket, "gone")                  # exactly once for every ticket
     verdict = await service.consider("newest")     # a new checkpoint, through the gate
     await service.stop()
 
-All of it belongs to the event loop. Only the engine's steps run in a thread, beside the loop; what is asked for
-meanwhile happens before the next one. A slow reader finds more tokens at a time; none waits for another.
+Everything runs in the event loop, except the engine's steps, which run in a thread. Changes requested during a step
+are applied before the next one. A slow reader gets more tokens at a time and does not delay others.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refus
 from manyhands.serve.vocabulary import TextSoFar, TooLong, Vocabulary
 
 log = logging.getLogger("manyhands.serve")
-EVENT_S = 0.04  # tokens that are drawn within so many seconds go out together
+EVENT_S = 0.04  # tokens drawn within this many seconds are sent together
 
 
 class Piece(NamedTuple):
-    """What can be shown of a choice, since the last time."""
+    """A choice's new text since the last piece."""
 
     choice: "Choice"
     text: str
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Choice:
-    """One of the texts of a request, as it comes."""
+    """One text of a request, while it is generated."""
 
     def __init__(self, index: int, sequence: CachedSequence, text: TextSoFar, echo: str):
         self.index, self.sequence, self.text = index, sequence, text
@@ -55,7 +55,7 @@ class Choice:
         self.tokens: list[tuple] = []  # of `shown`
 
     def take(self) -> Piece:
-        """What the ids that have come are worth."""
+        """Convert the ids drawn so far into a Piece."""
         ids, self.ids = self.ids, []
         piece = self.text.add(ids)
         if self.text.stopped:  # at a string; the engine may be behind it already
@@ -75,7 +75,7 @@ class Choice:
 
 
 class Ticket:
-    """One request, and its texts as they come: `n` choices for each prompt, in the order of prompts."""
+    """One request and its texts in progress: `n` choices for each prompt, in the order of prompts."""
 
     def __init__(self, choices: list[Choice], n: int, dropped_messages: int, drop: Callable[[CachedSequence], None]):
         self.choices, self.n, self.dropped_messages, self.drop = choices, n, dropped_messages, drop
@@ -86,7 +86,7 @@ class Ticket:
         self.timer: asyncio.TimerHandle  # fails it when its time is over
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield what can be shown, as it comes. Raises the Refusal that `fail` got."""
+        """Yield new pieces as they arrive. Raise the Refusal passed to `fail`."""
         unfinished = list(self.choices)
         while unfinished:
             await self.news.wait()
@@ -102,7 +102,7 @@ class Ticket:
                     yield piece
 
     def fail(self, error: Refusal) -> None:
-        """Whoever waits for more gets this instead."""
+        """Make the reader of further pieces raise this Refusal."""
         self.error = error
         self.news.set()
 
@@ -120,11 +120,11 @@ class Live:
 
 
 class Service:
-    """Everything but HTTP. `name` is what clients call the model.
+    """The server without HTTP. `name`: the model's name for clients.
 
-    `held_out_ids` [n] are what a new checkpoint is judged on, and `tolerance` is the nats per token by which it may be
-    worse. `load(step)` returns the (model, metadata) of one; without it none can be asked for. Raises ValueError for a
-    model with a weight that is no finite number.
+    `held_out_ids` [n] are the text for judging a new checkpoint, and `tolerance` is the nats per token by which it may
+    be worse. `load(step)` returns a checkpoint's (model, metadata); without it none can be loaded. Raise ValueError for
+    a model with a weight that is NaN or infinite.
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Service:
         blocks = limits.blocks or running * -(-self.context // size)
         self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
         self.waited_for: dict[CachedSequence, tuple[Ticket, Choice]] = {}  # those that are not over for the engine
-        self.changes: deque[tuple | None] = deque()  # what is to happen to the engine's schedule before its next step
+        self.changes: deque[tuple | None] = deque()  # changes to apply to the engine before its next step
         self.failed = False  # the last step did
         self.metrics = Metrics(self.engine)
 
     @property
     def context(self) -> int:
-        """Positions of prompt and answer together."""
+        """Return the number of positions of prompt and answer together."""
         return self.live.model.config.block_size
 
     async def start(self) -> None:
@@ -157,7 +157,7 @@ class Service:
         self.first_look = asyncio.create_task(self._look_at_held_out())
 
     async def stop(self) -> None:
-        """End after the present step. Requests that are still open get no more tokens."""
+        """Stop after the current step. Open requests get no more tokens."""
         tasks = self.writing, self.first_look
         self.changes.append(None)  # no step after the present one
         for task in tasks:
@@ -169,7 +169,7 @@ class Service:
         return not self.failed and not self.writing.done()
 
     async def submit(self, request: CompletionRequest | ChatRequest) -> Ticket:
-        """A Ticket for a request. Raises Refusal: 400 for what the model cannot read or hold, 429 without room."""
+        """Return a Ticket for a request. Raise Refusal: 400 for a text that does not fit the model, 429 if full."""
         code, sampling = "invalid_value", request.sampling(self.words)
         choices: list[Choice] = []
         try:
@@ -205,7 +205,7 @@ class Service:
         return ticket
 
     def close(self, ticket: Ticket, reason: str | None = None) -> None:
-        """The request is over, for `reason`; none: its texts have ended. Its places are free before the next step."""
+        """Close a request for `reason` (none: its texts have ended) and free its places before the next step."""
         ticket.timer.cancel()
         for choice in ticket.choices:
             self._drop(choice.sequence)
@@ -220,7 +220,7 @@ class Service:
         self.woken.set()
 
     async def _write(self):
-        """For ever: what was asked for, then steps until something else is."""
+        """Main loop: apply pending changes, then step until there are more."""
         loop, engine = asyncio.get_running_loop(), self.engine
         while True:
             await self.woken.wait()
@@ -233,13 +233,13 @@ class Service:
                     continue
                 try:
                     await loop.run_in_executor(self.thread, self._steps, loop)
-                except Exception:  # one request must not end all others for ever
+                except Exception:  # an error of one request must not end all others
                     log.exception("the engine failed in a step")
                     self.failed = True
                     self._drop_all()
 
     def _steps(self, loop):
-        """In the thread: step after step, so that none waits for the loop, until something is to change."""
+        """Run steps in the thread, without waiting for the loop, until a change is pending."""
         scheduler, drawn, told_s = self.engine.scheduler, [], 0.0
         while True:
             new = [(sequence, next_id, sequence.finish) for sequence, next_id in self.engine.step()]
@@ -280,13 +280,13 @@ class Service:
                 )
 
     async def consider(self, step: str) -> gate.Verdict:
-        """The Verdict on the checkpoint of a step ("newest", "best", or a number); if it has passed, it serves now.
+        """Judge the checkpoint of a step ("newest", "best", or a number), serve it if it passes, return the Verdict.
 
-        Requests that were being written are finished by the old model first, and none is dropped. Raises Refusal (409)
-        while another one is judged, or where none can be loaded; whatever `load` raises goes on.
+        The old model first finishes the started requests, and none is dropped. Raise Refusal (409) while another
+        checkpoint is judged, or if none can be loaded; errors of `load` propagate.
         """
         if self.load is None:
-            raise Refusal(409, "this server knows no folder of checkpoints; start scripts/serve.py on one", "no_source")
+            raise Refusal(409, "this server has no folder of checkpoints; start scripts/serve.py with one", "no_source")
         if self.judging.locked():
             raise Refusal(409, "another checkpoint is being judged; wait for it", "busy")
         async with self.judging:
@@ -305,7 +305,7 @@ class Service:
         return gate.judge(*models, self.held_out_ids, self.tolerance), candidate
 
     async def _change_model(self, candidate):
-        """Between two steps, when all that has begun is finished; what waits gets the new model."""
+        """Change the model between two steps, once started requests have finished; waiting ones get the new model."""
         self.engine.scheduler.hold_new = True
         try:
             while self.live is not candidate:
@@ -324,10 +324,10 @@ class Service:
 
 
 class Metrics:
-    """What a server counts, for Prometheus, in a registry of its own. Labels are never anything that a client has sent.
+    """A server's counters for Prometheus, in a separate registry. Labels never contain text from a client.
 
     Drift: `prompt_nats` is the loss on recent prompts, per token; `held_out_nats` is the loss on the gate's held-out
-    text. If the first leaves the second behind, people write what the model was not trained on.
+    text. If the first grows far above the second, users write text unlike the training data.
     """
 
     SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
@@ -360,7 +360,7 @@ class Metrics:
             make(Gauge, name, words).set_function(function)
 
     def note_end(self, ticket: Ticket, reason: str | None) -> None:
-        """A request has ended, for `reason`; none: each of its texts for its own."""
+        """Count the end of a request, for `reason`; none: each text for its own reason."""
         for choice in ticket.choices:
             sequence = choice.sequence
             self.ended.labels(reason or choice.finish).inc()
@@ -373,7 +373,7 @@ class Metrics:
         self.whole_s.observe(time.monotonic() - ticket.submitted_s)
 
     def prompt_nats(self) -> float:
-        """Nats per token of recent prompts; NaN before the first one."""
+        """Return the nats per token of recent prompts, NaN before the first one."""
         now = self.engine.prompt_nats, self.engine.prompt_tokens
         fade = self.FADING ** (now[1] - self.seen[1])
         nats, tokens = (fade * old + new - before for old, new, before in zip(self.recent, now, self.seen, strict=True))
@@ -381,5 +381,5 @@ class Metrics:
         return nats / tokens if tokens else float("nan")
 
     def content(self) -> bytes:
-        """The page that Prometheus reads."""
+        """Return the page that Prometheus reads."""
         return generate_latest(self.registry)

@@ -1,11 +1,11 @@
-"""Text to ids and back, for a model that is served; and messages to ids, where it was trained on the chat template.
+"""Convert text to ids and back for a served model, and messages to ids if it was trained on the chat template.
 
     words = Vocabulary(metadata)                   # of a checkpoint
     ids = words.encode("Who goes there?")          # ValueError for a character that the model has no token for
     ids, stop_ids, dropped = words.encode_chat(messages, room=64)    # lesson 13's template; else plain text
-    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # what can be shown, as tokens come
+    text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # text that can be shown, as tokens arrive
 
-Which way a text becomes ids is the checkpoint's own: its characters, or the tokenizer of a text of one's own.
+The checkpoint determines the encoding: its characters, or the tokenizer of a user's text.
 """
 
 import math
@@ -18,19 +18,19 @@ ROLE_NAMES = {"system": "", "user": "User: ", "assistant": "Assistant: "}
 
 
 class TooLong(ValueError):
-    """A text that cannot fit, whatever its tokens are."""
+    """A text that is too long for any tokenization to fit."""
 
 
 class Vocabulary:
-    """The tokens of a checkpoint: characters, or pieces of words. `markers` are those that no text becomes.
+    """A checkpoint's tokens: characters, or pieces of words. `markers` are tokens that no text encodes to.
 
-    They are the chat template's, and the one between documents; to draw one of them ends a text.
+    They are those of the chat template and the document separator; drawing one of them ends a text.
     """
 
     def __init__(self, metadata: dict):
         self.tokenizer = tokenizer_of(metadata)
         self.vocab = self.tokenizer.vocab
-        self.by_character = self.tokenizer.kind == "char"  # else the tokenizer has ids for every text
+        self.by_character = self.tokenizer.kind == "char"  # a tokenizer has ids for every text
         self.speaks_template = self.by_character and set(chat.MARKERS) <= set(self.vocab)
         self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
         if self.tokenizer.separator is not None:
@@ -43,7 +43,7 @@ class Vocabulary:
         return len(self.vocab)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises ValueError for a character that is no token, and TooLong unread."""
+        """Return the ids of a text. Raise ValueError for a character without a token, and TooLong before encoding."""
         if len(text) > self.most_characters:
             why = f"{len(text):,} characters do not fit into the model's context of {self.context}"
             raise TooLong(f"{why}; no text of more than {self.most_characters:,} does")
@@ -52,30 +52,29 @@ class Vocabulary:
         return self.tokenizer.encode(text).tolist()
 
     def known(self, text: str) -> str:
-        """The text without the characters that are no tokens."""
+        """Return the text without characters that have no token."""
         return "".join(filter(set(self.vocab).__contains__, text)) if self.by_character else text
 
     def known_ids(self, ids: list[int]) -> list[int]:
-        """The ids themselves. Raises ValueError for one that is no token."""
+        """Return the ids. Raise ValueError for one that is not a token."""
         if strange := [i for i in ids if not 0 <= i < len(self)]:
             raise ValueError(f"prompt: {str(strange[0])[:20]} is no token's id; use 0 to {len(self) - 1}")
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without markers."""
+        """Return the text of ids, without markers."""
         return self.tokenizer.decode([i for i in ids if i not in self.markers])
 
     def name(self, i: int) -> tuple[str, list[int] | None]:
-        """(a token as text, its bytes). A part of a character has no bytes here, and the tokenizer's own spelling."""
+        """Return (a token as text, its bytes). A part of a character has the tokenizer's spelling and no bytes."""
         text = self.tokenizer.decode([i])
         return (self.vocab[i], None) if "\ufffd" in text else (text, list(text.encode()))
 
     def encode_chat(self, messages: list[dict], room: float = math.inf) -> tuple[list[int], set[int], int]:
-        """(ids, ids that end the reply, number of messages left out). Raises ValueError for an order that is none.
+        """Return (ids, ids that end the reply, number of dropped messages). Raise ValueError for wrong roles.
 
-        Left out are the oldest questions and their answers, until at most `room` ids remain; never the system's words,
-        nor the last. A base model knows no roles: it gets a text in which "User: " and "Assistant: " stand before what
-        they say.
+        The oldest questions and their answers are dropped until at most `room` ids remain, but never the system message
+        or the last one. A base model has no roles: it gets a text with "User: " and "Assistant: " before each message.
         """
         chat.pieces(messages, reply=True)  # refuses a wrong order
         begin = 1 if messages[0]["role"] == "system" else 0
@@ -98,17 +97,17 @@ class Vocabulary:
         return [self.vocab.index(f"<|{role}|>"), *self.encode(content), self.vocab.index(chat.END)]
 
     def chat_stops(self) -> tuple[str, ...]:
-        """Strings that end a reply besides markers: a base model goes on with the user's next line."""
+        """Return strings that end a reply in addition to markers: a base model continues with the user's next line."""
         return () if self.speaks_template else ("\n" + ROLE_NAMES["user"].rstrip(),)
 
     def writer(self):
-        """A function (id, final) -> text, for ids that come one at a time; of None, what the last ones began."""
+        """Return a function (id, final) -> text for ids that arrive one at a time; None flushes the rest."""
         write = self.tokenizer.writer()
         return lambda i, final=False: "" if i in self.markers else write(i, final)
 
 
 class TextSoFar:
-    """Ids become text; what may turn out to be the beginning of a stop string is held back. `stopped`: one was met."""
+    """Decode ids incrementally, holding back a possible beginning of a stop string. `stopped`: one was found."""
 
     def __init__(self, words: Vocabulary, stop_strings=()):
         self.write, self.stops = words.writer(), tuple(stop_strings)
@@ -117,7 +116,7 @@ class TextSoFar:
         self.starts: list[int] = []  # where the text of each id begins
 
     def add(self, ids: list[int]) -> str:
-        """The text that can be shown now. What follows a stop string, and the string itself, never is."""
+        """Return the text that can be shown now, never a stop string or text after it."""
         text = ""
         for i in ids:
             self.starts.append(self.written + len(text))
@@ -125,21 +124,21 @@ class TextSoFar:
         return self._show(text)
 
     def end(self) -> str:
-        """The rest: nothing more comes."""
+        """Return the remaining text, at the end of the ids."""
         shown = self._show(self.write(None, True))
         rest, self.held = self.held, ""
         self.shown += len(rest)
         return shown + rest
 
     def ids_shown(self) -> int:
-        """How many ids, of those that were added, have text that was shown."""
+        """Return how many of the added ids have text that was shown."""
         return bisect_left(self.starts, self.shown)
 
     def _show(self, text):
         self.written += len(text)
         text = "" if self.stopped else self.held + text
         met = [place for stop in self.stops if (place := text.find(stop)) >= 0]
-        # the longest end of the text that begins a stop string
+        # the longest suffix of the text that begins a stop string
         keep = max((n for stop in self.stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0)
         shown = text[: min(met)] if met else text[: len(text) - keep]
         self.stopped = self.stopped or bool(met)

@@ -80,7 +80,7 @@ class Number:
 
 
 def main(argv=None, description=None, root=ROOT) -> int:
-    """Measure, print, write. Returns the exit status."""
+    """Measure, print, write. Return the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
     parts = ("lessons", "trainer", "serving", "switches")
@@ -252,7 +252,7 @@ def take_turn(row, folder, steps):
 
 
 def run_world(row, folder, steps) -> list[dict]:
-    """The lines that one world of a row reports. Raises RuntimeError, one sentence, if it does not end well."""
+    """The lines that one world of a row reports. Raise RuntimeError, one sentence, if it does not end well."""
     if row.name.startswith(PLAIN):
         code = f"from manyhands.tools import bench; bench.plain_loop({steps}, {bool(row.flags)}, {LINE_STEPS})"
         command = [sys.executable, "-c", code]

@@ -110,7 +110,7 @@ class ClassJob:
         )  # fmt: skip
 
     def at_once(self, nodes: int, gpus_per_node: int) -> int:
-        """How many of these jobs run at once on `nodes` nodes; 0 where not even one does."""
+        """Return how many of these jobs run at once on `nodes` nodes; 0 where not even one does."""
         share = gpus_per_node // self.gpus if self.gpus else 1
         return nodes // self.nodes * share
 

@@ -162,7 +162,7 @@ class Run:
 
     @property
     def kept(self) -> Path:
-        """Where an outcome that went well is noted, for a preflight that goes on with this one."""
+        """Return where an outcome that went well is noted, for a preflight that goes on with this one."""
         return self.folder / "outcome.json"
 
     def identity(self) -> list[str]:

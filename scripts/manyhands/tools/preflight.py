@@ -227,14 +227,14 @@ def try_queue(limit_s: float = SUBMIT_S) -> tuple[str, bool]:
 
 
 def has_mpiexec() -> bool:
-    """Whether ranks can be started by MPI here: a site may have nothing but srun."""
+    """Return whether ranks can be started by MPI here: a site may have nothing but srun."""
     return bool(environment().get("MPIEXEC") or mpi_launcher(1))
 
 
 def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_only=False) -> list[Run]:
     """First every notebook, then every script under torchrun and mpiexec, if it is here, on 2 and 4 ranks, or `ranks`.
 
-    Raises ValueError for short parameters that a lesson does not know.
+    Raise ValueError for short parameters that a lesson does not know.
     """
     notebooks, scripts = [], []
     # as on sites that advise against torchrun

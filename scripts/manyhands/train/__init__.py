@@ -1,1 +1,1 @@
-"""What `scripts/train.py` is made of, beside the strategies."""
+"""The parts of `scripts/train.py`, except the strategies."""

@@ -1,9 +1,9 @@
-"""The curves of a run: in the terminal, and as a PNG.
+"""Plot a run's curves in the terminal and as a PNG.
 
     curves.terminal(rows, width)          # text: loss and validation loss, tokens per second
     curves.png(rows, folder / "curves.png")
 
-`rows` are the lines of steps.jsonl as dicts; None and what is not finite are left out.
+`rows` are the lines of steps.jsonl as dicts; None and non-finite values are omitted.
 """
 
 import math
@@ -15,20 +15,20 @@ PLOT_WIDTH = 100  # at most, in characters
 
 
 def series(rows, key):
-    """(steps, values) of a column, where it has a finite number."""
+    """Return (steps, values) of a column's finite numbers."""
     points = [(row["step"], row.get(key)) for row in rows]
     points = [(step, v) for step, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def speeds(rows):
-    """(steps, tokens/s) without the first measured line, which warms up."""
+    """Return (steps, tokens/s) without the first measured line, which includes the warm-up."""
     steps, values = series(rows, "tokens_per_s")
     return steps[1:], values[1:]
 
 
 def terminal(rows, width):
-    """Plots of plain characters, at most `width` wide."""
+    """Return plots of plain characters, at most `width` wide."""
     steps, speed = speeds(rows)
     plots = {
         "loss (.) and validation loss (x) over steps": (
@@ -64,7 +64,7 @@ def png(rows, path):
     norm.set_ylabel("gradient norm")
     speed.plot(*speeds(rows), **TRAINING)
     speed.set(ylabel="tokens/s, all ranks", xlabel="step", ylim=(0, None))
-    speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 2.5
+    speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps are whole numbers
     for axes in (loss, norm, speed):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

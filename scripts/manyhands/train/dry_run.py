@@ -1,9 +1,9 @@
-"""`--dry-run`: what would run, on how many ranks, and whether it fits. No process group, no weights.
+"""Implement `--dry-run`: print the options, the ranks and whether it fits, without a process group or weights.
 
     python scripts/train.py --preset olmo-7b --ranks 64 --dry-run                 # read it
     python scripts/train.py --preset gpt2 --train.steps 9 --dry-run > run.toml    # --config run.toml runs the same
 
-What it prints is a configuration file: the resolved options in TOML, and what follows from them as comments above.
+The output is a configuration file: the resolved options in TOML, preceded by derived numbers as comments.
 
     spread = model_from_flags("--parallel.strategy fsdp", ranks, vocab_size=65)      # a run's model, without the run
     loss = spread.parallel.forward_backward(ids_bT, targets_bT)
@@ -31,15 +31,14 @@ from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.train.report import about_run
 from manyhands.train.start import AIR, corpus_of, memory_of_a_rank, refuse_text, with_micro_batch
 
-USUAL_PER_NODE = 8  # ranks: a node rarely has more GPUs
-NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # of this call, not of the run
+USUAL_PER_NODE = 8  # ranks per node: a node rarely has more GPUs
+NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # options of this call, not of the run
 
 
 def dry_run(options):
-    """Print what `options` would run on `options.ranks` ranks (none: on those that were started). Returns the exit
-    status.
+    """Print the run of `options` on `options.ranks` ranks (none: those that were started); return the exit status.
 
-    A run that would be refused is refused here with the same sentence. Started on many ranks, the first one prints.
+    A run that would be refused is refused here with the same sentence. On several ranks, the first one prints.
     """
     try:
         place = resolve()
@@ -53,12 +52,12 @@ def dry_run(options):
 
 
 def describe(options, world_size, per_node=None):
-    """The configuration file of a run on `world_size` ranks, a str. Raises OptionError, LayoutError or DataError.
+    """Return the configuration file of a run on `world_size` ranks. Raise OptionError, LayoutError or DataError.
 
-    `per_node` of them stand on a node; none: as the nodes here have it, or as is usual.
+    `per_node`: ranks per node; none: as on the nodes here, or the usual number.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # what is said of the corpus is no part of the file
-        # where it is needed for nothing but a check, it is not fetched
+    with contextlib.redirect_stdout(sys.stderr):  # messages about the corpus do not belong in the file
+        # not fetched if it is needed only for a check
         needed = options.model.vocab_size is None or options.data.folder
         corpus = corpus_of(options) if needed or at_hand() else None
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
@@ -90,7 +89,7 @@ def describe(options, world_size, per_node=None):
 
 
 def held_lines(held, options, layout, dropout):
-    """What the fullest rank holds, a line per kind: between two steps, and within one."""
+    """Return what the fullest rank holds, a line per kind, between two steps and within one."""
     sequences, checkpointing = sequences_at_once(layout, options), options.parallel.activation_checkpointing
     said = {
         "activations": f"of micro-batches of {sequences} sequence{'s' * (sequences > 1)}, activation checkpointing"
@@ -116,9 +115,9 @@ def _usual_per_node(world_size):
 
 
 def room_of(gpu_gib, on_node):
-    """(bytes, whose they are): `gpu_gib`, else a GPU's here, else a share of the memory here.
+    """Return (bytes, description): `gpu_gib`, else the memory of a GPU here, else a share of this machine's memory.
 
-    `on_node` ranks share a node; more than this one are taken to be like it.
+    `on_node` ranks share a node; other nodes are assumed to be like this one.
     """
     import torch
 
@@ -130,24 +129,24 @@ def room_of(gpu_gib, on_node):
 
 
 def fits(needed, room, whose):
-    """Whether `needed` bytes per rank fit into `room`, a sentence."""
+    """Return a sentence on whether `needed` bytes per rank fit into `room`."""
     said = f"{gib(needed)} at least, into the {gib(room)} {whose}"
     if needed > room:
         return f"IT DOES NOT FIT: {said}"
     if needed > (1 - AIR) * room:
-        return f"it fits, but tightly: {said}; what libraries hold beside it takes up to {AIR:.0%}"
+        return f"it fits, but tightly: {said}; libraries take up to {AIR:.0%} in addition"
     return f"it fits: {said}"
 
 
 def gib(count):
-    """Bytes for people: in GiB, or in MiB below one."""
+    """Format bytes in GiB, or in MiB below one GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"
 
 
 def to_toml(options):
-    """The options as a file that `read_options` reads back. None is a comment: TOML has no none."""
+    """Return the options as TOML for `read_options`. None becomes a comment, because TOML has no none."""
     lines = []
-    for name, value in to_dict(options).items():  # those of no group come first
+    for name, value in to_dict(options).items():  # options outside groups come first
         if isinstance(value, dict):
             lines += [f"\n[{name}]", *(_toml_line(*item) for item in value.items())]
         elif name not in NOT_IN_THE_FILE:
@@ -158,13 +157,13 @@ def to_toml(options):
 def _toml_line(name, value):
     if value is None:
         return f"# {name}: none"
-    # JSON spells text, numbers and truth as TOML does, but for one character
+    # JSON writes text, numbers and booleans as TOML does, except for one character
     return f"{name} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
 @dataclass(frozen=True)
 class ModelFromFlags:
-    """A strategy that holds the model, its optimizer, and what the formulas say of them."""
+    """A strategy with the model, its optimizer, and the formulas' predictions for them."""
 
     parallel: Strategy
     optimizer: object
@@ -174,23 +173,23 @@ class ModelFromFlags:
 
     @property
     def held_by_formula(self) -> memory.RankBytes:
-        """The `RankBytes` of the fullest rank."""
+        """Return the `RankBytes` of the fullest rank."""
         return memory.bytes_per_rank(self.config, self.layout, self.options)
 
     @property
     def sent_by_formula(self) -> dict[str, traffic.Traffic]:
-        """{collective: Traffic} of a step; ValueError for a strategy without a formula."""
+        """Return {collective: Traffic} of a step; raise ValueError for a strategy without a formula."""
         return traffic.per_step(self.config, self.layout, self.options)
 
 
 def model_from_flags(flags, ranks, vocab_size, start=full_model):
-    """A ModelFromFlags by the trainer's `flags`, a text as on a command line. All ranks must call it.
+    """Return a ModelFromFlags for the trainer's `flags`, a command line's text. All ranks must call it.
 
-    `start(config, options)` makes the whole GPT that is spread: see `parallelize`.
-    Raises OptionError as the trainer does.
+    `start(config, options)` makes the full GPT that is sharded: see `parallelize`.
+    Raise OptionError as the trainer does.
     """
     options = read_options(shlex.split(flags))
-    # what is counted and timed in between must run
+    # code that counts and times must run
     options = replace(options, train=replace(options.train, cuda_graphs=False))
     config = model_config(options, vocab_size)
     layout = resolve_layout(options, config, ranks.world_size)

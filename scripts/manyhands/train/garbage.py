@@ -1,12 +1,12 @@
-"""Python's collection of garbage, at the same steps on all ranks.
+"""Run Python's garbage collection at the same steps on all ranks.
 
     with garbage_held() as collect:
         for step in range(1000):
             train_step()
             collect(step)
 
-A collection that one rank begins by itself makes all others wait for it in the next collective. With many ranks nearly
-every step waits for one.
+A garbage collection on one rank makes all other ranks wait in the next collective. With many ranks, nearly every step
+would wait for one.
 """
 
 import gc
@@ -18,7 +18,7 @@ EVERY = 100  # steps
 
 @contextmanager
 def garbage_held(wanted: bool = True) -> Iterator[Callable[[int], None]]:
-    """Collect nothing in the block but what `collect(step)` does, each EVERY steps. Not `wanted`: Python decides."""
+    """Collect garbage in the block only by `collect(step)`, every EVERY steps. Without `wanted`, leave it to Python."""
     if not wanted or not gc.isenabled():
         yield lambda step: None
         return
@@ -28,7 +28,7 @@ def garbage_held(wanted: bool = True) -> Iterator[Callable[[int], None]]:
             gc.collect()
 
     gc.collect()
-    gc.freeze()  # what is there stays: it need not be looked at again
+    gc.freeze()  # existing objects stay, so do not scan them again
     gc.disable()
     try:
         yield collect

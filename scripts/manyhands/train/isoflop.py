@@ -1,13 +1,13 @@
-"""An isoFLOP grid: small GPTs, each trained with a budget of FLOPs; and what it says of the best size for each budget.
+"""Train an isoFLOP grid of small GPTs, each with a budget of FLOPs, and fit the best size for each budget.
 
-    row = train_point(Point(6e10, 24), corpus, ranks)         # by all ranks: lesson 12 does it live
+    row = train_point(Point(6e10, 24), corpus, ranks)         # on all ranks: lesson 12 does it live
     optima = [parabola(rows) for rows in by_budget(points).values()]
     fit = power_law(optima)                    # params = scale * budget ** exponent
-    low, high = spread(points)["exponent"]     # 90 % of what noise as large as the residuals makes of the same grid
+    low, high = spread(points)["exponent"]     # 90 % range under noise as large as the residuals
 
-One budget's points differ in width only, and in how many tokens the budget then buys: tokens = budget / FLOPs per
-token. The FLOPs are counted exactly, by `models.flops_per_token`; the usual 6 N per token leaves out attention's
-products and counts embeddings, which cost nothing. Points are rows with budget_flops, params and val_loss.
+A budget's points differ in width, and so in the number of tokens: tokens = budget / FLOPs per token. The FLOPs are
+counted exactly, by `models.flops_per_token`; the usual 6 N per token omits attention's products and counts
+embeddings, which cost nothing. Points are rows with budget_flops, params and val_loss.
 
 This is the second approach of Hoffmann et al. 2022 (section 3.2, "IsoFLOP profiles") at a millionth of a millionth of
 its scale: a budget's losses are fitted by a parabola in log N, and the parabolas' lowest points by a straight line in
@@ -35,21 +35,21 @@ from manyhands.parallel.strategy import Strategy, parallelize
 from manyhands.predict.models import flops_per_token
 
 LAYERS, HEADS, BLOCK = 2, 2, 32
-GLOBAL_BATCH = 24  # sequences of the grid; on ranks that do not divide it, the next number that they do
+GLOBAL_BATCH = 24  # sequences per batch; rounded up to a multiple of the number of ranks
 SEED = 1337
-LOOK_ROWS, LOOK_AT_ONCE = 1024, 64  # sequences of the validation text
+LOOK_ROWS, LOOK_AT_ONCE = 1024, 64  # validation sequences
 
 
 @dataclass(frozen=True)
 class Point:
-    """A budget in FLOPs, a width and a seed; what follows from them."""
+    """A point of the grid: a budget in FLOPs, a width and a seed."""
 
     budget_flops: float
     width: int
     seed: int = SEED
 
     def options(self, vocab_size: int, strategy: str = "ddp", world_size: int = 1) -> Options:
-        """The trainer's options. The learning rate falls with the width; it was tuned for the smallest budget only."""
+        """Return options. The learning rate falls with the width; it was tuned for the smallest budget only."""
         sizes = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": self.width, "block_size": BLOCK}
         model = sizes | {"vocab_size": vocab_size}
         groups = {"model": model, "optimizer": {"lr": 0.3 / self.width}, "parallel": {"strategy": strategy}}
@@ -61,11 +61,11 @@ class Point:
 
 
 def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
-    """Train one point to its end, over all ranks: a row of the grid. All ranks call it.
+    """Train one point over all ranks and return its row of the grid. All ranks call it.
 
-    `strategy`: ddp, zero1 or fsdp. The row is the same on all ranks but for `seconds`, and but for rounding the same
-    under each of them on any number of ranks that divides GLOBAL_BATCH.
-    `sample`: so many characters that the model writes are the row's "sample".
+    `strategy`: ddp, zero1 or fsdp. Except for `seconds`, the row is the same on all ranks. Except for rounding, it is
+    the same under every strategy and every number of ranks that divides GLOBAL_BATCH. `sample`: the number of
+    characters that the model writes for the row's "sample".
     """
     options = point.options(len(corpus.vocab), strategy, ranks.world_size)
     config = model_config(options, len(corpus.vocab))
@@ -94,7 +94,7 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
         "val_loss": validation_loss(parallel, corpus, ranks.device),
         "seconds": seconds,
     }
-    if sample:  # what it writes after a line's end: the same on all ranks, which all take part
+    if sample:  # text after a newline: all ranks take part and get the same
         start_11 = corpus.encode("\n").to(ranks.device)[None]
         ids_1T = generate(parallel, start_11, sample, 1.0, torch.Generator().manual_seed(SEED))
         row["sample"] = corpus.decode(ids_1T[0, 1:])
@@ -103,7 +103,7 @@ def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp
 
 @torch.no_grad()
 def validation_loss(parallel: Strategy, corpus: Corpus, device: torch.device) -> float:
-    """Return the loss on the validation text, in nats per character. Each rank reads the same: all of them call it."""
+    """Return the loss on the validation text, in nats per character. Each rank reads the same text; all call it."""
     rows = min(LOOK_ROWS, (len(corpus.val_ids) - 1) // BLOCK)
     x_BT, y_BT = (corpus.val_ids[i : i + rows * BLOCK].view(rows, BLOCK).to(device) for i in (0, 1))
     loss = 0.0
@@ -115,7 +115,7 @@ def validation_loss(parallel: Strategy, corpus: Corpus, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Optimum:
-    """The lowest point of a budget's parabola: loss = c[0] x^2 + c[1] x + c[2] with x = ln(params)."""
+    """The minimum of a budget's parabola: loss = c[0] x^2 + c[1] x + c[2] with x = ln(params)."""
 
     budget_flops: float
     params: float
@@ -123,13 +123,13 @@ class Optimum:
     coefficients: tuple
 
     def curve(self, params: float) -> float:
-        """The fitted loss at these numbers of parameters."""
+        """Return the fitted loss at these numbers of parameters."""
         return np.polyval(self.coefficients, np.log(params))
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """params = scale * budget ** exponent, loss = loss_scale * budget ** loss_exponent, within the range seen."""
+    """The fit params = scale * budget ** exponent, loss = loss_scale * budget ** loss_exponent, in a range."""
 
     scale: float
     exponent: float
@@ -137,18 +137,18 @@ class PowerLaw:
     loss_exponent: float
 
     def at(self, budget_flops: float) -> tuple[float, float]:
-        """(params, loss) of the best model for this budget."""
+        """Return (params, loss) of the best model for this budget."""
         return (self.scale * budget_flops**self.exponent, self.loss_scale * budget_flops**self.loss_exponent)
 
 
 def by_budget(points: Sequence[dict]) -> dict[float, list[dict]]:
-    """{budget: its points, by size}, budgets in order."""
+    """Return {budget: its points, by size}, with budgets in order."""
     ordered = sorted(points, key=itemgetter("budget_flops", "params"))
     return {budget: list(rows) for budget, rows in groupby(ordered, key=itemgetter("budget_flops"))}
 
 
 def parabola(points: Sequence[dict]) -> Optimum:
-    """The `Optimum` of one budget's points. Raises ValueError for two sizes or one, or a curve without a bottom."""
+    """Return the `Optimum` of one budget's points. Raise ValueError for fewer than three sizes or no minimum."""
     budget, sizes = points[0]["budget_flops"], {point["params"] for point in points}
     if len(sizes) < 3:
         raise ValueError(f"{len(sizes)} sizes make no parabola; train at least 3 for each budget")
@@ -162,7 +162,7 @@ def parabola(points: Sequence[dict]) -> Optimum:
 
 
 def power_law(optima: Sequence[Optimum]) -> PowerLaw:
-    """The straight lines through the logarithms of the optima. Raises ValueError for fewer than two."""
+    """Fit straight lines to the logarithms of the optima. Raise ValueError for fewer than two."""
     if len(optima) < 2:
         raise ValueError(f"{len(optima)} budget makes no line; use at least 2")
     budgets = np.log([optimum.budget_flops for optimum in optima])
@@ -172,7 +172,7 @@ def power_law(optima: Sequence[Optimum]) -> PowerLaw:
 
 
 def residuals(points: Sequence[dict]) -> tuple[float, list[float]]:
-    """(their standard deviation over all budgets, with three parameters taken by each parabola; the residuals)."""
+    """Return (standard deviation over all budgets, with three parameters fitted per parabola; the residuals)."""
     found, free = [], len(points)
     for rows in by_budget(points).values():
         optimum, free = parabola(rows), free - 3
@@ -185,10 +185,10 @@ def residuals(points: Sequence[dict]) -> tuple[float, list[float]]:
 def spread(
     points: Sequence[dict], draws: int = 1000, share: float = 0.9, seed: int = 0, ahead: float = 10.0
 ) -> dict[str, tuple[float, float]]:
-    """Ranges that hold `share` of the fits to `draws` grids: the fitted parabolas plus noise as large as the residuals.
+    """Return ranges that contain `share` of the fits to `draws` grids: the parabolas plus noise of the residuals' size.
 
     {"exponent": (low, high), "params": ..., "loss": ...}: the last two at `ahead` times the largest budget. A draw
-    without a lowest point in each budget is drawn again, up to ten times as often. Raises ValueError.
+    without a minimum in each budget is repeated, up to ten times as many draws in all. Raise ValueError.
     """
     sigma, grids = residuals(points)[0], by_budget(points)
     curves = {budget: parabola(rows).curve for budget, rows in grids.items()}

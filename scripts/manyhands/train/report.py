@@ -1,16 +1,16 @@
-"""What people see of a training run: a legend once, then a line per interval; and the same as JSON, always.
+"""Report a training run: a legend once, then a line per interval, and the same numbers as JSON.
 
     report = Report(ranks, options, layout, config, corpus, folder, mean_loss)      # all ranks
-    report.start()                                                          # who and what runs, and the legend
+    report.start()                                                          # the run's header and the legend
     report.timer.step_start() ... report.timer.mark("step")                 # around each step, its batch included
     report.step(step, loss, grad_norm, lr, busiest)                         # all ranks, every step; steps count from 1
     report.evaluation(step, val_loss); report.sample(step, text); report.note(sentence)
     report.close("300 steps done")
 
-`step` reads no number and sends no message, except in an interval's last step: then two collectives, the mean loss and
-one all-reduce of a few numbers per rank. Only rank 0 shows and writes. A line waits for the evaluation of its step.
-Numbers count the whole world: samples/s is the global batch over the time of the slowest rank. A row is one line's
-numbers: {key of KEYS: number or None}.
+`step` neither synchronises nor communicates, except in an interval's last step: then it makes two collectives, the mean
+loss and one all-reduce of a few numbers per rank. Only rank 0 shows and writes. A line waits for the evaluation of its
+step. Numbers count the whole world: samples/s is the global batch over the time of the slowest rank. A row holds one
+line's numbers: {key of KEYS: number or None}.
 """
 
 import math
@@ -37,21 +37,21 @@ from manyhands.train.timing import StepTimer
 from manyhands.train.trackers import Trackers
 
 HEADER_EVERY = 30  # lines between headers
-WORTH_S = 60.0  # a run that is over by then needs no announcement
-LOG_WIDTH = 160  # where there is no terminal: every column
+WORTH_S = 60.0  # a run that ends sooner needs no announcement
+LOG_WIDTH = 160  # without a terminal: every column
 KEYS = (
     "step", "tokens", "loss", "val_loss", "dt_s", "dt_min_s", "dt_mean_s", "slowest_rank", "dtf_s", "dtb_s",
     "samples_per_s", "samples_per_s_per_rank", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "grad_norm", "lr",
     "busiest", "memory_gib", "memory_min_gib", "memory_mean_gib", "elapsed_s", "start_up_s",
 )  # fmt: skip
-OVER_RANKS = {  # keys of what compares ranks: one rank alone has none of it
+OVER_RANKS = {  # keys that compare ranks, absent with one rank
     "dt_min_s", "dt_mean_s", "samples_per_s_per_rank", "tokens_per_s_per_rank", "memory_min_gib", "memory_mean_gib",
 }  # fmt: skip
-PHASES = {"dtf_s", "dtb_s"}  # which a pipeline has not: its forwards and backwards alternate
+PHASES = {"dtf_s", "dtb_s"}  # absent in a pipeline, whose forwards and backwards alternate
 
 
 class Report:
-    """See the module. `mean_loss(loss)` is its mean over the global batch, collective; `now` gives seconds."""
+    """A run's report. `mean_loss(loss)` is the mean over the global batch (collective); `now`: a clock."""
 
     def __init__(
         self, ranks, options, layout, config, corpus, folder, mean_loss=lambda loss: loss, *, now=time.perf_counter,
@@ -60,9 +60,9 @@ class Report:
         self.ranks, self.options, self.layout = ranks, options, layout
         self.config, self.corpus, self.folder = config, corpus, folder
         self.mean_loss, self.now = mean_loss, now
-        self.resumed = (0, 0)  # the step at which a resumed run goes on, and the tokens seen until then
+        self.resumed = (0, 0)  # the step at which a resumed run continues, and the tokens seen until then
         self.timer = StepTimer(ranks.device, now)
-        # FLOP/s of one rank: the same in every precision, so that runs compare. fp16: of a GPU older than bf16
+        # peak FLOP/s of one rank, the same for every precision, so that runs are comparable; fp16 for GPUs without bf16
         peaks = {kind: dense_peak(ranks.device, kind) for kind in ("bf16", "fp16")}
         self.peak_kind, self.peak = next((pair for pair in peaks.items() if pair[1]), (None, None))
         self.began, self.in_steps_s = now(), 0.0
@@ -75,7 +75,7 @@ class Report:
             self.bar = Bar(options.train.steps, terminal and options.log.progress)
 
     def start(self):
-        """Show who and what runs and the legend."""
+        """Show the run's header and the legend."""
         if not self.shows:
             return
         everything = all_columns(self.options, self.config, self.layout, self.ranks.device, self.peak, self.peak_kind)
@@ -87,7 +87,7 @@ class Report:
         self.bar.start()
 
     def step(self, step, loss, grad_norm, lr, busiest=None):
-        """Step number `step` is done. All ranks call it.
+        """Record that step number `step` is done. All ranks call it.
 
         0-dim tensors: this rank's `loss`, the global `grad_norm`, and with experts `busiest` (see `Strategy.balance`).
         """
@@ -108,7 +108,7 @@ class Report:
         self.pending["busiest"] = None if busiest is None else float(busiest)
         self._add_measured(timing.steps, *over_ranks)
         self.bar.advance(step, self.pending)
-        # the first line's steps warm up and may compile: the second one's say how long the run will take
+        # the first line's steps warm up and may compile: estimate the run's duration from the second line
         timed = sum(row["dt_s"] is not None for row in self.rows)
         end = self._expected_end(step, self.pending["dt_s"] or 0.0) if timed == 1 else ""
         if not self._evaluated(step):
@@ -117,7 +117,7 @@ class Report:
             self.bar.write(end)
 
     def _add_measured(self, steps, dt_n, dtf_n, dtb_n, memory_n):
-        """The values of all ranks go into the row that waits."""
+        """Add the values of all ranks to the pending row."""
         row, size = self.pending, self.ranks.world_size
         row |= {
             "dtf_s": _mean(dtf_n), "dtb_s": _mean(dtb_n),
@@ -137,7 +137,7 @@ class Report:
         }  # fmt: skip
 
     def _expected_end(self, step, step_s):
-        """When the run will be over, if that is worth a line."""
+        """Return a sentence on when the run will end, if that is worth a line."""
         left = self.options.train.steps - step
         if left * step_s < WORTH_S:
             return ""
@@ -150,7 +150,7 @@ class Report:
         return step == self.options.train.steps or (every > 0 and step % every == 0)
 
     def _over_ranks(self, mine):
-        """For each number its values over all ranks, in rank order; an empty list if it is None. One all-reduce."""
+        """Return each number's values over all ranks, in rank order, or [] if it is None. One all-reduce."""
         table_nk = torch.zeros(self.ranks.world_size, len(mine), dtype=torch.float64)
         table_nk[self.ranks.rank] = torch.tensor([math.nan if value is None else value for value in mine])
         if dist.is_initialized():
@@ -159,7 +159,7 @@ class Report:
         return [[v for v in values if not math.isnan(v)] for values in table_nk.t().tolist()]
 
     def tokens(self, step):
-        """What the model has seen after `step` steps, those of a run before this one included."""
+        """Return the tokens seen after `step` steps, including those of the run that was resumed."""
         since, before = self.resumed
         return before + (step - since) * self.options.train.global_batch * self.config.block_size
 
@@ -168,7 +168,7 @@ class Report:
         return dict.fromkeys(KEYS) | {"step": step, "tokens": self.tokens(step), "elapsed_s": elapsed} | values
 
     def _flush(self):
-        """Show and write the line that waits, if one does."""
+        """Show and write the pending line, if any."""
         row, self.pending = self.pending, None
         if row is None:
             return
@@ -181,11 +181,11 @@ class Report:
         self.rows.append(row)
         self.bar.write(" ".join(column.cell(row[column.key]) for column in self.columns))
         if self.log and not self._guarded(lambda: self.log.write(**row) or True):
-            self.log = None  # said once
+            self.log = None  # shown once
         self.trackers.log(row)
 
     def evaluation(self, step, val_loss):
-        """The validation loss after `step`: in the line of that step, else in one of its own. All ranks may call it."""
+        """Report the validation loss after `step`, in that step's line or a separate one. All ranks may call it."""
         if not self.shows:
             return
         if self.pending is None or self.pending["step"] != step:
@@ -195,7 +195,7 @@ class Report:
         self._flush()
 
     def sample(self, step, text):
-        """Show text that the model wrote. Control characters are shown by their codes."""
+        """Show text that the model wrote, with control characters as codes."""
         if self.shows:
             self._flush()
             self.bar.write(f"sample after step {step}:\n{shown_text(text, screen_width())}")
@@ -208,7 +208,7 @@ class Report:
             self.bar.write(str(sentence))
 
     def close(self, reason):
-        """Say how the run ended, draw its curves, end the trackers. All ranks may call it, again too."""
+        """Report how the run ended, draw its curves, end the trackers. All ranks may call it, even twice."""
         if not self.shows or self.closed:
             return
         self.closed = True
@@ -232,7 +232,7 @@ class Report:
         if measured:
             best = min(measured, key=lambda row: row["val_loss"])
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
-        speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # the first one warms up
+        speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # without the warm-up
         if speeds:
             lines.append(f"  median {format_rate(statistics.median(speeds))} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])
@@ -244,15 +244,15 @@ class Report:
         self.bar.write(f"curves: {curves.png(self.rows, self.folder / 'curves.png')}")
 
     def _guarded(self, call):
-        """What is written must not end a training: a failure is said, and None returned."""
+        """Call a function; on failure print a note and return None, because reporting must not end the training."""
         try:
             return call()
         except Exception as error:  # noqa: BLE001
-            self.bar.write(f"report: {said(None, error)}; training goes on")
+            self.bar.write(f"report: {said(None, error)}; training continues")
 
 
 class Bar:
-    """A progress bar, where `active`: a terminal. Lines of a run go through `write`, and stand above it."""
+    """A progress bar, if `active` (in a terminal). The run's lines are printed above it with `write`."""
 
     def __init__(self, steps, active):
         from rich.console import Console
@@ -268,11 +268,11 @@ class Bar:
 
     def start(self):
         self.progress.start()
-        if self.progress.live.is_started:  # rich hides the cursor, and a run that is killed cannot bring it back
+        if self.progress.live.is_started:  # rich hides the cursor, and a killed run could not restore it
             self.progress.console.show_cursor(True)
 
     def advance(self, step, row=None):
-        """`step` steps are done; `row`: a line's numbers, if there are new ones."""
+        """Advance to `step` steps; `row`: a line's new numbers, if any."""
         self.progress.update(self.task, completed=step, **({"loss": f"loss {row['loss']:.4f}"} if row else {}))
 
     def write(self, text):
@@ -288,8 +288,8 @@ class Bar:
 class Column:
     """One number of a report line, always `width` characters wide.
 
-    `key`: its name in steps.jsonl; `meaning`: its row in the legend; `drop_order`: of columns that do not fit, the one
-    with the highest goes first, and one with 0 always stays.
+    `key`: its name in steps.jsonl; `meaning`: its row in the legend; `drop_order`: if columns do not fit, those with
+    the highest number are dropped first; 0 is never dropped.
     """
 
     key: str
@@ -310,7 +310,7 @@ class Column:
 
 
 def format_seconds(value):
-    """Seven characters at most: 45.1ms, 12.35s."""
+    """Format seconds in at most seven characters: 45.1ms, 12.35s."""
     if value < 0.9999:
         return f"{value * 1000:.1f}ms" if value >= 0.001 else f"{value * 1000:.3f}ms"
     return f"{value:.2f}s" if value < 999 else f"{value:.0f}s"
@@ -337,12 +337,12 @@ def format_share(value):
 
 
 def screen_width():
-    """Characters per line: of the terminal, or what COLUMNS says; a log file takes all columns."""
+    """Return characters per line, of the terminal or from COLUMNS; a log file shows all columns."""
     return shutil.get_terminal_size((LOG_WIDTH, 24)).columns
 
 
 def all_columns(options, config, layout, device, peak, peak_kind="bf16"):
-    """Every column of a run, in order, with its numbers in the meanings.
+    """Return every column of a run, in order, with the run's numbers in the meanings.
 
     `peak`: FLOP/s of a rank in products of `peak_kind`, or None.
     """
@@ -410,7 +410,7 @@ def all_columns(options, config, layout, device, peak, peak_kind="bf16"):
 
 
 def fitting(columns, width):
-    """The columns that fit into `width` characters; those with the highest `drop_order` are left out first."""
+    """Return the columns that fit into `width` characters; those with the highest `drop_order` are dropped first."""
     columns = list(columns)
     while len(header_line(columns)) > width and any(column.drop_order for column in columns):
         most = max(column.drop_order for column in columns)
@@ -423,7 +423,7 @@ def header_line(columns):
 
 
 def legend(everything, shown, width):
-    """A row per column of `shown`, and the names of the others of `everything`."""
+    """Return a row per column of `shown`, and the names of the others in `everything`."""
     wide = max(len(column.name) for column in shown)
     rows = [("column", "what it says"), *((column.name, column.meaning) for column in shown)]
     lines = [
@@ -436,7 +436,7 @@ def legend(everything, shown, width):
 
 
 def about_run(options, config, layout):
-    """What runs, {name: a line}."""
+    """Describe the run as {name: a line}."""
     train, parallel, many = options.train, options.parallel, layout.micro_batches
     size, share, tokens = layout.world_size, train.global_batch // layout.data, train.global_batch * config.block_size
     return {
@@ -452,7 +452,7 @@ def about_run(options, config, layout):
 
 
 def about_experts(config):
-    """What follows the model's sizes, where it has experts."""
+    """Describe the model's experts, if any, as the end of a sentence."""
     if config.experts == 1:
         return ""
     shared = f", and {config.shared_experts} that all tokens share" if config.shared_experts else ""
@@ -460,7 +460,7 @@ def about_experts(config):
 
 
 def run_header(options, config, layout, device, corpus, folder):
-    """A few aligned lines."""
+    """Return the header in a few aligned lines."""
     epochs = options.train.steps * options.train.global_batch * config.block_size / max(1, len(corpus.train_ids))
     lines = about_run(options, config, layout) | {
         "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
@@ -473,7 +473,7 @@ def run_header(options, config, layout, device, corpus, folder):
 
 
 def shown_text(text, width):
-    """Text of unknown content for a screen: control characters as codes, long lines wrapped, a bar at the left."""
+    """Format untrusted text for a screen: control characters as codes, long lines wrapped, a bar at the left."""
     visible = "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text.expandtabs(4))
     lines = []
     for line in visible.split("\n"):
@@ -482,7 +482,7 @@ def shown_text(text, width):
 
 
 def launch_time(launcher):
-    """When the command was given, as time.time(): the start of our launcher where it is our parent, else ours."""
+    """Return when the command was started, as time.time(): our launcher's start if it is our parent, else ours."""
     process = psutil.Process()
     if launcher in ("torchrun", "mpich"):
         process = process.parent() or process

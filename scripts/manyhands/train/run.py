@@ -1,9 +1,8 @@
-"""A training run, whatever the strategy: `scripts/train.py` calls `train(options)`.
+"""Run a training with any strategy: `scripts/train.py` calls `train(options)`.
 
-`Run.go` sets up what watches a run, `Run.loop` is the whole training, `Run.train_step` one step of it. What comes
-before is in `start`, what differs between strategies in `parallel`, what people see in `report`, what survives in
-`checkpoints`. Step k means: after k optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data
-is the step.
+`Run.go` sets up monitoring, `Run.loop` is the whole training, `Run.train_step` one step of it. Set-up is in `start`,
+the strategies are in `parallel`, output is in `report`, and saved state in `checkpoints`. Step k means: after k
+optimizer steps. Batch k is drawn from (seed, k) alone, so the position in the data is the step.
 """
 
 import dataclasses
@@ -45,12 +44,12 @@ from manyhands.train.start import (
 )
 from manyhands.train.timing import profiled
 
-SLOW_S = 1800.0  # a checkpoint on a slow disk or a compilation that takes longer counts as a stall
-VALIDATION_SEED = 1  # the same validation batches at each evaluation of each run
+SLOW_S = 1800.0  # a checkpoint or a compilation that takes longer counts as a stall
+VALIDATION_SEED = 1  # the same validation batches in every evaluation of every run
 
 
 class Diverged(RuntimeError):
-    """The loss, the gradients or the weights of `run` are NaN or infinite: `what`, and the cure."""
+    """The loss, the gradients or the weights of `run` are NaN or infinite; the message says which, and what to do."""
 
     def __init__(self, run, what):
         super().__init__(
@@ -60,9 +59,9 @@ class Diverged(RuntimeError):
 
 
 class Run:
-    """Model, optimizer, checkpoints and report of one run, which leaves when `preemption` says so."""
+    """The model, optimizer, checkpoints and report of one run, which stops when `preemption` agrees on it."""
 
-    _ahead = (-1, None)  # a step, and its batch: see `gradients`
+    _ahead = (-1, None)  # a step and its batch: see `gradients`
 
     def __init__(self, options, config, layout, corpus, ranks, preemption):
         self.options, self.config, self.layout = options, config, layout
@@ -74,7 +73,7 @@ class Run:
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
-        self.eval_pending = True  # of the step it begins with: also where a signal came within that evaluation
+        self.eval_pending = True  # of the first step, even if a signal arrived during that evaluation
         self.preemption = preemption
         seed_dropout(options.train.seed, layout, ranks)
         wanted = options.checkpoint
@@ -86,14 +85,14 @@ class Run:
         self.report = Report(ranks, options, layout, config, corpus, self.folder, self.parallel.mean_loss)
 
     def spread(self):
-        """The model over the ranks: a `Strategy`. All ranks call it."""
+        """Distribute the model over the ranks and return the `Strategy`. All ranks call it."""
         return parallelize(self.config, self.layout, self.options, self.ranks)
 
     def go(self):
-        """Train to the end, or until a signal says so. Returns the exit status."""
+        """Train to the end or until a signal stops it, and return the exit status."""
         options, report = self.options, self.report
         if self.ranks.rank == 0:
-            point_latest_to(self.folder)  # not before: a run that was refused is nobody's latest
+            point_latest_to(self.folder)  # only now: a refused run must not become `latest`
         clear_requeue(self.checkpoint_folder, self.ranks)
         report.start()
         left = options.train.steps - self.step
@@ -114,28 +113,28 @@ class Run:
         report.close(
             "done" if not stop
             else f"stopped by {stop} and saved at step {self.step}" if saved
-            else f"stopped by {stop} at step {self.step}, and not saved: name a --checkpoint.folder to go on from"
+            else f"stopped by {stop} at step {self.step}, and not saved: set --checkpoint.folder to be able to resume"
         )  # fmt: skip
         self.write_metrics()
         self.checkpoints.close()
         return 0 if saved else INTERRUPTED
 
     def loop(self, watch, step_done, collect):
-        """All steps that are left. Returns the signal that ended them early, or None. All ranks call it."""
+        """Train the remaining steps and return the signal that stopped them early, or None. All ranks call it."""
         options, every, stop = self.options, self.options.log, self.preemption.agreed()
         first = self.step
-        compile_s = SLOW_S if options.train.compile else None  # the first passes of either kind compile
+        compile_s = SLOW_S if options.train.compile else None  # the first forward and evaluation compile
         if stop is None and self.eval_pending and self.due(every.eval_every):
             watch.at(self.step, "evaluation", compile_s)
             stop = self.evaluate()
         while self.step < options.train.steps and stop is None:
-            # ranks wait for each other in every step: one that stands still stops all, and the watch names it
+            # ranks wait for each other in every step: one that hangs stops all, and the watch names it
             watch.at(self.step, "training", compile_s if self.step == first else None)
             norm = self.train_step()
             step_done()
             collect(self.step)
             if any(map(self.due, (every.every, every.eval_every, options.checkpoint.every))):
-                self.abort_on_nan(norm)  # the numbers are read now anyway: a GPU is waited for once
+                self.abort_on_nan(norm)  # the report synchronises with the GPU here anyway
             if self.due(every.eval_every):
                 watch.at(self.step, "evaluation", compile_s)
                 stop = self.evaluate()
@@ -149,13 +148,13 @@ class Run:
         if stop is None and self.step not in self.val_losses:
             stop = self.evaluate()
         watch.at(self.step, "checkpoint", SLOW_S)
-        if stop != BY_HAND or options.checkpoint.folder:  # who wants to go on has named a folder
+        if stop != BY_HAND or options.checkpoint.folder:  # only with a folder can a run be resumed
             self.save()
-        self.checkpoints.wait()  # the disk may still be writing what an asynchronous save has copied
+        self.checkpoints.wait()  # an asynchronous save may still be writing
         return stop
 
     def train_step(self):
-        """One optimizer step. Returns the global gradient norm, a tensor. All ranks call it."""
+        """Make one optimizer step and return the global gradient norm, a tensor. All ranks call it."""
         timer = self.report.timer
         timer.step_start()
         batch = self.next_batch()
@@ -164,44 +163,44 @@ class Run:
         timer.mark("batch")
         if self.scale:
             self.parallel.loss_scale = self.scale.scale
-        # here gradients travel between ranks, and with FSDP, tensor or pipeline ranks also weights or activations
+        # communicates gradients, and with FSDP, tensor or pipeline ranks also weights or activations
         loss = self.gradients(batch, timer)
         # the norm of the whole model, so that all ranks clip by the same number
         norm = self.parallel.clip(self.options.optimizer.clip)
-        # fp16 alone waits for the norm: a step whose gradients overflowed is taken by no rank
+        # only fp16 waits for the norm: all ranks skip a step whose gradients overflowed
         if self.scale is None or self.scale.take(norm.item()):
             self.optimizer.step()
         self.optimizer.zero_grad()
         busiest = self.parallel.balance()
         timer.mark("step")
         self.step += 1
-        self.report.step(self.step, loss, norm, lr, busiest)  # sends something in the last step of an interval only
+        self.report.step(self.step, loss, norm, lr, busiest)  # communicates only in the last step of an interval
         return norm
 
     def next_batch(self):
-        """What this step learns from: this rank's share."""
+        """Return this rank's share of this step's batch."""
         step, batch = self._ahead
         if step == self.step:
             return batch
-        # every data rank draws the whole step's windows from (seed, step), and keeps its own: nothing is sent
+        # every data rank draws all of the step's windows from (seed, step) and keeps its own: no communication
         return self.batch(self.train_ids, self.step, self.options.train.seed)
 
     def gradients(self, batch, timer):
-        """Those of the global batch, added to `.grad`; returns this rank's loss. All ranks call it."""
+        """Add the global batch's gradients to `.grad` and return this rank's loss. All ranks call it."""
         loss = self.parallel.forward_backward(*batch, timer)
         following, train = self.step + 1, self.options.train
-        if self.ranks.device.type != "cpu" and following < train.steps:  # a GPU is still at work: read meanwhile
+        if self.ranks.device.type != "cpu" and following < train.steps:  # read the next batch while the GPU computes
             self._ahead = following, self.batch(self.train_ids, following, train.seed)
         return loss
 
     def evaluate(self):
-        """Validation loss, all ranks each on its share; and a sample. Raises Diverged on all ranks.
+        """Compute the validation loss, each rank on its share, and a sample. Raise Diverged on all ranks.
 
-        Returns the signal by which ranks have agreed to leave between two batches, or None; then nothing is evaluated.
+        Return the signal by which ranks agreed to stop between two batches, which ends the evaluation, or None.
         """
         log, losses = self.options.log, []
         for i in range(log.eval_batches):
-            # a scheduler waits for half a minute or so, an evaluation may take longer
+            # a scheduler waits about half a minute, and an evaluation may take longer
             if i and (stop := self.preemption.agreed()):
                 return stop
             self.parallel.moved()
@@ -214,9 +213,9 @@ class Run:
         return self.sample() if log.sample else None
 
     def sample(self):
-        """Show what the model writes. All ranks call it: each draws the same tokens.
+        """Show text that the model writes. All ranks call it and draw the same tokens.
 
-        Returns the signal by which ranks have agreed to leave between two tokens, or None.
+        Return the signal by which ranks agreed to stop between two tokens, or None.
         """
         draw = drawing(1.0, torch.Generator().manual_seed(self.options.train.seed))
         prompt = prompt_ids(self.options, self.corpus).to(self.ranks.device)[None]
@@ -226,26 +225,26 @@ class Run:
                 ids += next_1.tolist()
                 if stop := self.preemption.agreed():
                     return stop
-        # a vocabulary may be wider than the corpus's alphabet
+        # a vocabulary may be larger than the corpus's
         self.report.sample(self.step, self.corpus.decode([i for i in ids if i < len(self.corpus.vocab)]))
         return None
 
     def batch(self, ids, step, seed):
-        """This rank's share of global batch `step`: [b, T] twice. Ranks of a tensor or pipeline group get the same."""
+        """Return this rank's share of global batch `step`, [b, T] twice, the same within a tensor or pipeline group."""
         parts = get_batch(
             ids, step, self.options.train.global_batch, self.config.block_size,
             self.parallel.data_rank, self.parallel.data_size, seed,
         )  # fmt: skip
-        if self.ranks.device.type == "cuda":  # a copy out of pinned memory waits for nothing that is queued
+        if self.ranks.device.type == "cuda":  # a copy from pinned memory does not wait for queued work
             parts = [part.pin_memory() for part in parts]
         return [part.to(self.ranks.device, non_blocking=True) for part in parts]
 
     def due(self, every):
-        """Whether what happens each `every` steps (0: never) happens now; the end has its own turn."""
+        """Return whether an event of every `every` steps (0: never) is due; the run's end is handled separately."""
         return every and self.step % every == 0 and self.step < self.options.train.steps
 
     def metadata(self):
-        """What stands beside the tensors of a checkpoint, as JSON holds it."""
+        """Return a checkpoint's metadata in JSON's types."""
         return {
             "step": self.step,
             "options": to_dict(self.options),
@@ -259,11 +258,11 @@ class Run:
         }
 
     def tensors(self):
-        """All that training changes, under names that no strategy changes."""
+        """Return all state that training changes, under names that do not depend on the strategy."""
         return self.parallel.checkpoint_tensors(self.optimizer)
 
     def save(self):
-        """A checkpoint of this step, if there is none. Raises Diverged or CheckpointError on all ranks: all call it."""
+        """Save this step's checkpoint, if there is none. Raise Diverged or CheckpointError on all ranks. Collective."""
         if self.saved == self.step:
             return
         tensors = self.tensors()
@@ -275,27 +274,27 @@ class Run:
         self.saved = self.step
 
     def abort_on_nan(self, norm):
-        """Raises Diverged where the global gradient norm, 0-dim, is NaN or Inf: on all ranks, which have the same."""
-        if self.scale is None and not math.isfinite(norm.item()):  # fp16 leaves such steps out, and goes on
+        """Raise Diverged if the global gradient norm, 0-dim and equal on all ranks, is NaN or Inf."""
+        if self.scale is None and not math.isfinite(norm.item()):  # fp16 skips such steps
             raise Diverged(self, f"the gradient norm is {norm.item()}")
 
     def abort_on_broken_weights(self, tensors):
-        """What the last step made of finite gradients. Raises Diverged on all ranks, which all call it."""
-        # the largest number of each: the norm needs no room of its own, and hands a NaN on
+        """Raise Diverged on all ranks if the last step produced a weight that is NaN or Inf. All ranks call it."""
+        # the largest number of each tensor: this norm allocates nothing and propagates NaN
         largest = [
             torch.linalg.vector_norm(part, math.inf)
             for part in (local_part(value) for name, value in tensors.items() if name.startswith("model."))
             if part.numel()
         ]
         broken = torch.tensor(int(bool(largest) and not torch.stack(largest).isfinite().all()))
-        dist.all_reduce(broken, op=dist.ReduceOp.MAX)  # a shard is one rank's alone: one tells all
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX)  # a shard belongs to one rank: share the result
         if broken:
-            raise Diverged(self, "a weight is no finite number")
+            raise Diverged(self, "a weight is NaN or Inf")
 
     def write_metrics(self):
-        """metrics.json of a run that has ended; where there is no room for it, a sentence."""
+        """Write the metrics.json of a finished run; print a sentence if that fails."""
         options = to_dict(self.options) | {"config": None}
-        for group in ("data", "checkpoint"):  # without the names of folders: two runs of one configuration are compared
+        for group in ("data", "checkpoint"):  # so that runs in different folders can be compared
             options[group] = options[group] | {"folder": None}
         metrics = Metrics(self.ranks, self.corpus, {"options": options})
         losses = {str(step): loss for step, loss in self.val_losses.items()}
@@ -304,19 +303,19 @@ class Run:
         try:
             metrics.write()
         except OSError as error:
-            # the training is over and saved: it has not failed, and starting it again would not help
+            # the training is complete and saved, so this is not a failure
             self.report.note(f"metrics.json could not be written ({reason(error)}); the training itself is complete")
 
     def close(self):
-        """Before a run that was refused ends."""
+        """Close the report of a run that was refused."""
         self.report.close("refused")
         self.checkpoints.close()
 
 
 def train(options):
-    """Run `options` on all ranks that were started. Returns this process's exit status. All ranks must call it.
+    """Run `options` on all ranks that were started and return this process's exit status. All ranks must call it.
 
-    Refuses what cannot be (status 2) before the first collective of the training.
+    Invalid options are refused (status 2) before the first collective of the training.
     """
     ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
     with PreemptionHandler(ranks) as preemption:
@@ -338,15 +337,15 @@ def train(options):
 
 
 def carry_out(run, prog, look=lambda run: None):
-    """Resume a run, go to its end: the exit status. `look(run)` may raise CheckpointError before. All ranks call it."""
+    """Resume a run, train to its end, return the status. `look(run)` may raise CheckpointError. All ranks call it."""
     try:
         look(run)
         resume(run)
         status = run.go()
-    except CheckpointError as error:  # on all ranks: a foreign or broken one, or a full disk
+    except CheckpointError as error:  # raised on all ranks: a foreign or damaged checkpoint, or a full disk
         run.close()
         refuse(str(error))
-    except Diverged as error:  # on all ranks too: what it looks at is global
+    except Diverged as error:  # also on all ranks, because the checked values are global
         run.close()
         end(f"{prog}: {error}", DIVERGED)
     leave()

@@ -1,20 +1,20 @@
-"""Names the rank that stopped. In a distributed program one rank that hangs leaves all others waiting for it, silently.
+"""Name the rank that stopped. In a distributed program, one rank that hangs silently blocks all others.
 
     with StallWatch(ranks, stall_s=120) as watch:
         for step in range(steps):
-            watch.at(step, "data")              # each rank, at each step and before each long part of it
+            watch.at(step, "data")              # on each rank, at each step and before each long phase
             ...
-            watch.moved()                       # the part goes on: after each piece of it, on all ranks
-            watch.at(step, "checkpoint", allow_s=1800)    # this part may take longer than stall_s
+            watch.moved()                       # progress within the phase, on all ranks
+            watch.at(step, "checkpoint", allow_s=1800)    # this phase may take longer than stall_s
 
 You see, from rank 0 or, if rank 0 is the one that stopped, from the next one:
 
     rank 1 of 4 (node2, process 71) has not moved for 121 s: it stands at step 5, data, in loader.py line 33, read.
     Ranks 0, 2-3 wait at step 5, training. If it is only slow, raise --train.stall-s.
 
-then the stack of every rank, and the run ends with status 1. A thread of each rank sends a heartbeat, where its main
-thread is, every few seconds, over the process group's store, on a connection of its own; the collectives do not know of
-it. A second thread keeps the time, because a store that is gone answers nothing, not even an error.
+then the stack of every rank, and the run ends with status 1. A thread of each rank sends a heartbeat with its main
+thread's position every few seconds, over a separate connection to the process group's store, independent of
+collectives. A second thread watches the time, because a lost store returns nothing, not even an error.
 """
 
 import faulthandler
@@ -38,10 +38,10 @@ import torch.distributed as dist
 
 from manyhands.launch.ranks import name_ranks
 
-SHOW = signal.SIGURG  # makes a rank print its stack and go on; a program that knows nothing of it ignores it
-FORWARD_S = 2  # for its launcher to hand that on: once a rank has ended, it throws the rest away
+SHOW = signal.SIGURG  # makes a rank print its stack and continue; other programs ignore it
+FORWARD_S = 2  # for the launcher to forward the output: after a rank's end it discards the rest
 TORCH = str(Path(torch.__file__).parent) + os.sep
-# inside these files of torch a rank waits for the others, or for a GPU that does
+# in these files of torch a rank waits for the others, or for a GPU that does
 WAITING_FILES = ("distributed" + os.sep, os.path.join("nn", "parallel", "distributed.py"), "autograd" + os.sep)
 WAITING_LINES = re.compile(
     r"\.(wait|item|tolist|synchronize|cpu)\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier|all_to_all"
@@ -50,27 +50,27 @@ WAITING_LINES = re.compile(
 
 CURE = "If it is only slow, raise --train.stall-s."
 
-_watches = count()  # a store outlives a watch: each has a corner of its own in it
+_watches = count()  # a store outlives a watch: each watch has its own prefix
 
 
 @dataclass
 class Heartbeat:
-    """What a rank last said about itself, and how long ago. One that never spoke has only its number."""
+    """A rank's last report, and its age. A rank that never reported has only its number."""
 
     rank: int
     host: str = "?"
     pid: int | None = None
-    born: float = 0.0  # when its process began: a number is used again
-    beats: int = 0  # how often it has spoken
-    ats: int = 0  # calls of `StallWatch.at`: how far it has got
+    born: float = 0.0  # start of its process, because process ids are reused
+    beats: int = 0  # number of reports
+    ats: int = 0  # calls of `StallWatch.at`, the measure of progress
     step: int | None = None
     phase: str = "start"
-    idle_s: float = 0.0  # since its last call of `at`, when it spoke
-    patience_s: float = 0.0  # how long that phase may take
-    where: str = ""  # once it is idle for longer: file, line and function
-    busy: bool = False  # it does not look as if it waited for another rank
-    left: bool = False  # it has left the watch in order
-    silent_s: float = 0.0  # since it last said something new
+    idle_s: float = 0.0  # seconds since its last call of `at`, at the time of the report
+    patience_s: float = 0.0  # limit of the phase in seconds
+    where: str = ""  # file, line and function, once it is idle for longer
+    busy: bool = False  # it does not seem to wait for another rank
+    left: bool = False  # it left the watch normally
+    silent_s: float = 0.0  # seconds since its last new report
 
     @property
     def place(self):
@@ -78,16 +78,16 @@ class Heartbeat:
 
 
 class StallWatch:
-    """Ends the run with status 1 if a rank makes no progress for `stall_s` seconds (0: never). All ranks enter it.
+    """End the run with status 1 if a rank makes no progress for `stall_s` seconds (0: never). All ranks enter it.
 
-    Progress is a call of `at` or `moved`. A rank whose process is stopped, or whose node is gone, is noticed by its
-    silence.
+    Progress is a call of `at` or `moved`. A rank whose process is stopped or whose node is lost is detected by missing
+    heartbeats.
     """
 
     def __init__(self, ranks, stall_s):
         self.ranks, self.stall_s = ranks, stall_s
         self.beat_s = min(5.0, max(0.1, stall_s / 8))
-        # always replaced whole: the threads read it any time
+        # replaced atomically: the threads read it at any time
         self._at = (0, None, "start", time.monotonic(), stall_s)
         self._answered = time.monotonic()
         self._over, self._ending, self._threads = threading.Event(), threading.Lock(), []
@@ -95,7 +95,7 @@ class StallWatch:
     def __enter__(self):
         if self.stall_s > 0:
             self._main = threading.get_ident()
-            faulthandler.register(SHOW, file=sys.__stderr__)  # a stopped process can be made to say where it was
+            faulthandler.register(SHOW, file=sys.__stderr__)  # a stopped process can still print its stack
             self._heartbeats = HeartbeatStore(self.ranks, self.stall_s, self.beat_s)
             self.at(None, "start")
             self._heartbeats.tell(self._here())
@@ -107,20 +107,20 @@ class StallWatch:
     def __exit__(self, *error):
         self._over.set()
         for thread in self._threads:
-            thread.join(2)  # one that waits for a store that is gone ends with the process
+            thread.join(2)  # a daemon: one that waits for a lost store ends with the process
 
     def at(self, step, phase, allow_s=None):
-        """This rank has got as far as `phase` of `step`, and the phase may take `allow_s` seconds (None: stall_s)."""
+        """Record that this rank begins `phase` of `step`, which may take `allow_s` seconds (None: stall_s)."""
         self._at = (self._at[0] + 1, step, phase, time.monotonic(), allow_s or self.stall_s)
 
     def moved(self):
-        """The phase goes on, and from now on may take as long again."""
+        """Record progress within the phase and restart its time limit."""
         ats, step, phase, _, patience_s = self._at
         self._at = (ats + 1, step, phase, time.monotonic(), patience_s)
 
     def _converse(self):
-        """Tell the others where this rank is, and ask whether somebody has found a stall, or find it."""
-        with suppress(RuntimeError):  # the store has ended: `_guard` notices, if the run has not
+        """Send this rank's heartbeat, and look for a stall or another rank's verdict."""
+        with suppress(RuntimeError):  # the store has ended: `_guard` detects it if the run continues
             while self._sleep():
                 self._heartbeats.tell(self._here())
                 sentence, silent = self._heartbeats.verdict()
@@ -132,10 +132,10 @@ class StallWatch:
             self._heartbeats.tell(self._here(left=True))
 
     def _guard(self):
-        """A run that makes progress does not need the store; one that does not, and gets no answer, has lost rank 0."""
+        """End the run if it makes no progress and the store does not answer, which means that rank 0 is lost."""
         while self._sleep():
             now, (_, _, _, since, patience_s) = time.monotonic(), self._at
-            # a long phase is no excuse where the store is silent too: rank 0 serves it while it writes
+            # even in a long phase the store must answer: rank 0 serves it meanwhile
             if now - since > min(patience_s, self.stall_s) + self.beat_s and now - self._answered > self.stall_s:
                 _print(
                     f"rank {self.ranks.rank} of {self.ranks.world_size} waits for {now - since:.0f} s at"
@@ -145,7 +145,7 @@ class StallWatch:
                 self._end([self._heartbeats.first_rank] if self._heartbeats.first_rank else [])
 
     def _sleep(self):
-        """Until the next beat; False once the watch is over. Time in which the job was suspended does not count."""
+        """Sleep until the next heartbeat; return False once the watch is over. Suspended time does not count."""
         before = time.monotonic()
         over = self._over.wait(self.beat_s)
         now = time.monotonic()
@@ -156,7 +156,7 @@ class StallWatch:
         return not over
 
     def _here(self, left=False):
-        """What this rank says about itself."""
+        """Return this rank's Heartbeat."""
         ats, step, phase, since, patience_s = self._at
         idle_s, own = time.monotonic() - since, psutil.Process()
         where, busy = place_of(sys._current_frames().get(self._main)) if idle_s > patience_s else ("", False)
@@ -166,21 +166,21 @@ class StallWatch:
         )  # fmt: skip
 
     def _end(self, silent, store=None):
-        """Show this rank's stack, end processes that were stopped, and leave with status 1."""
+        """Show this rank's stack, end stopped processes, and exit with status 1."""
         if self._over.is_set() or not self._ending.acquire(blocking=False):
             return
         frame = sys._current_frames().get(self._main)
         lines = "".join(traceback.format_stack(frame)) if frame else "  its main thread has ended"
         _print(f"rank {self.ranks.rank} stands here:\n{lines}".rstrip())
         if store:
-            # a launcher ends all ranks with the first one, and rank 0 may serve the store: first everybody prints
+            # a launcher ends all ranks with the first one, and rank 0 may serve the store: let all ranks print first
             _bounded(lambda: store.wait_for_the_others(len(silent)), 2 * self.beat_s + 1)
         here = [one for one in silent if one.host == self.ranks.host]
         for action, then_s in ((_show, FORWARD_S), (psutil.Process.kill, 0)):
             for one in here:
                 with suppress(psutil.Error, OSError):
                     process = psutil.Process(one.pid)
-                    if process.create_time() == one.born:  # else the number is another's by now
+                    if process.create_time() == one.born:  # otherwise the process id has been reused
                         action(process)
             time.sleep(then_s if here else 0)
         _bounded(sys.stdout.flush)
@@ -188,32 +188,32 @@ class StallWatch:
 
 
 class HeartbeatStore:
-    """One rank's end of it. Used by one thread at a time; a call may wait for ever if the store is gone."""
+    """One rank's access to the heartbeats, for one thread at a time; calls may block forever if the store is lost."""
 
     def __init__(self, ranks, stall_s, beat_s):
         self.ranks, self.stall_s, self.beat_s = ranks, stall_s, beat_s
-        # a connection of its own: the main thread's calls wait on the other
+        # a separate connection: the main thread's calls block the other
         shared = dist.distributed_c10d._get_default_store().clone()
         self._store = dist.PrefixStore(f"stalls{next(_watches)}", shared)
         self._beats = 0
-        self.first_rank = None  # what rank 0 last said
+        self.first_rank = None  # rank 0's last report
         self.forget()
 
     def forget(self):
-        """Begin to listen: from now on silence counts."""
-        self._seen = {}  # {rank: (number of its last beat, when that was heard)}
+        """Start to listen: from now on, missing heartbeats count."""
+        self._seen = {}  # {rank: (number of its last heartbeat, when it arrived)}
         self._since = time.monotonic()
 
     def tell(self, here):
-        """Tell the others what this rank says about itself (a Heartbeat)."""
+        """Send this rank's Heartbeat to the others."""
         self._beats += 1
         here.beats = self._beats
         self._store.set(f"rank{here.rank}", json.dumps(vars(here)))
 
     def verdict(self):
-        """(None, []) while all is well, else (a sentence, "" for all ranks but the one that says it; the silent ranks).
+        """Return (None, []), or after a stall (sentence, silent ranks), with "" except on the rank that prints it.
 
-        Rank 0 judges. If it is silent itself, or has left, the next ranks do, each a little later than the one before.
+        Rank 0 judges. If it is silent or has left, the next ranks do, each a little later than the one before.
         """
         sentence, own = "", b""
         if not self._store.check(["verdict"]):
@@ -225,12 +225,12 @@ class HeartbeatStore:
             if sentence is None:
                 return None, []
             own = json.dumps([self.ranks.rank, *map(vars, silent)]).encode()
-            self._store.compare_set("verdict", "", own.decode())  # of two that judge at once one is heard
+            self._store.compare_set("verdict", "", own.decode())  # if two ranks judge at once, the first one counts
         heard = self._store.get("verdict")
         return sentence if heard == own else "", [Heartbeat(**one) for one in json.loads(heard)[1:]]
 
     def _listen(self, ranks):
-        """[Heartbeat] of these ranks, with the seconds since each said something new."""
+        """Return [Heartbeat] of these ranks, with the seconds since each one's last new report."""
         heard, now = [], time.monotonic()
         for rank in ranks:
             said = Heartbeat(rank, patience_s=self.stall_s)
@@ -243,18 +243,18 @@ class HeartbeatStore:
         return heard
 
     def wait_for_the_others(self, num_silent):
-        """Return when all ranks but the silent ones have got here."""
+        """Return when all ranks except the silent ones have arrived here."""
         self._store.add("printed", 1)
         while self._store.add("printed", 0) < self.ranks.world_size - num_silent:
             time.sleep(0.05)
-        time.sleep(0.2)  # others still ask this
+        time.sleep(0.2)  # others still query this store
 
 
 def judged(heard, stall_s):
-    """(sentence, the silent ranks) if the run has stalled, else (None, []). `heard` are all ranks.
+    """Return (sentence, silent ranks) if the run has stalled, else (None, []). `heard`: the Heartbeats of all ranks.
 
-    Silent for `stall_s`: its process is stopped or its node is gone; that alone is no stall while the others go on.
-    Otherwise the culprits are those that got least far, once they are idle for longer than they may be; among several,
+    A rank that is silent for `stall_s` is stopped or its node is lost, which is a stall only if the others do not
+    progress. Otherwise the culprits are the ranks with the least progress that exceed their time limit; among several,
     those that do not wait for a message.
     """
     present = [one for one in heard if not one.left]
@@ -274,7 +274,7 @@ def judged(heard, stall_s):
 
 
 def _sentence(culprits, waiting, world_size, what, clock):
-    """Each culprit in a sentence of its own; those that wait together."""
+    """Return a sentence per culprit, and one for the ranks that wait."""
     said = []
     for one in culprits[:8]:
         where = f", in {one.where}" if one.where else ""
@@ -284,7 +284,7 @@ def _sentence(culprits, waiting, world_size, what, clock):
             f" {stands} at {one.place}{where}."
         )
     if len(culprits) > 8:
-        said.append(f"So {len(culprits) - 8} more.")
+        said.append(f"...and {len(culprits) - 8} more ranks.")
     places = {}
     for one in waiting:
         places.setdefault(one.place, []).append(one.rank)
@@ -294,11 +294,11 @@ def _sentence(culprits, waiting, world_size, what, clock):
 
 
 def place_of(frame):
-    """("loader.py line 33, read", whether it looks busy rather than waiting) of a thread's innermost frame."""
+    """Return ("loader.py line 33, read", whether it seems busy rather than waiting) for a thread's innermost frame."""
     if frame is None:
         return "", False
     innermost, waiting = frame, False
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):  # torch's own lines say nothing to a reader
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):  # torch's own lines do not help a reader
         inside = frame.f_code.co_filename[len(TORCH) :]
         waiting = waiting or inside.startswith(WAITING_FILES)
         frame = frame.f_back
@@ -310,17 +310,17 @@ def place_of(frame):
 
 
 def _show(process):
-    """Continue a process that was stopped; the first thing that it does is to print its stack."""
+    """Continue a stopped process, which first prints its stack."""
     process.send_signal(SHOW)
     process.resume()
 
 
 def _print(text):
-    _bounded(lambda: os.write(2, f"{text}\n".encode()))  # one write; the main thread may hold sys.stderr
+    _bounded(lambda: os.write(2, f"{text}\n".encode()))  # one write, because the main thread may hold sys.stderr
 
 
 def _bounded(action, most_s=1.0):
-    """Do it within `most_s` or leave it: a screen that nobody reads must not keep this process alive."""
+    """Call a function but give up after `most_s`: a blocked screen must not keep this process alive."""
 
     def quietly():
         with suppress(OSError, ValueError, RuntimeError):

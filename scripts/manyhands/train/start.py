@@ -1,5 +1,5 @@
-"""What comes before the first step of a run: a text, a prompt, room for the model; a checkpoint to go on from, on its
-own layout or another; and what each rank draws its dropout from.
+"""Prepare a run before its first step: check the text, the prompt and memory for the model, resume from a checkpoint
+of the same or another layout, and seed each rank's dropout.
 
     corpus = corpus_of(options, ranks)
     resume(run)
@@ -23,21 +23,21 @@ from manyhands.launch.settings import environment
 from manyhands.predict.memory import bytes_per_rank
 
 STEADY = 2**16  # tokens
-AIR = 0.1  # of the memory: the device's context, NCCL's buffers, gaps between tensors
-WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options of the place where a run is, not of what it learns
+AIR = 0.1  # share of the memory for the device's context, NCCL's buffers and fragmentation
+WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
 
 
 def corpus_of(options, ranks=None):
-    """The corpus that `options.data` names, the same on all ranks. All ranks must call it.
+    """Return the corpus that `options.data` names, the same on all ranks. All ranks must call it.
 
-    Raises DataError, on all of them, for a folder that is no prepared text.
+    Raise DataError on all ranks for a folder that is not a prepared text.
     """
     folder = options.data.folder
     return load_corpus(ranks) if folder is None else open_text(folder, ranks)
 
 
 def refuse_text(options, config, corpus):
-    """Raises OptionError where the corpus has no window of block_size, or not what a sample begins with."""
+    """Raise OptionError if the corpus is shorter than block_size or lacks the prompt's characters."""
     least = min(len(corpus.train_ids), len(corpus.val_ids))
     if least <= config.block_size:
         raise OptionError(
@@ -49,10 +49,9 @@ def refuse_text(options, config, corpus):
 
 
 def prompt_ids(options, corpus):
-    """The ids that a sample goes on from: of `log.prompt`, or the text's first token where that is its default and
-    unknown.
+    """Return the ids of `log.prompt`, or the text's first token if the default prompt is not in the vocabulary.
 
-    Raises OptionError.
+    Raise OptionError for another prompt that is not.
     """
     try:
         return corpus.encode(options.log.prompt)
@@ -63,9 +62,9 @@ def prompt_ids(options, corpus):
 
 
 def refuse_size(config, ranks):
-    """Raises OptionError on all ranks, which call it, where a node has no room for what its ranks hold as they start.
+    """Raise OptionError on all ranks if a node lacks memory for its ranks' start. All ranks call it.
 
-    Each makes all weights in float32 before it keeps its share (`full_model`); what training adds is not counted.
+    Each rank makes all weights in float32 before it keeps its share (`full_model`); training's memory is not counted.
     """
     room = torch.tensor(available_memory_bytes() / ranks.local_world_size, dtype=torch.float64)
     dist.all_reduce(room, dist.ReduceOp.MIN)
@@ -79,9 +78,9 @@ def refuse_size(config, ranks):
 
 
 def decided(options, config, layout, ranks):
-    """`options` with what they leave to the place: micro-batches that fit, and whether to compile. All ranks call it.
+    """Complete `options` for this machine: micro-batches that fit, and whether to compile. All ranks call it.
 
-    Returns them and a sentence about what could not be had, or None.
+    Return them and a sentence about what is unavailable, or None.
     """
     room = memory_of_a_rank(ranks.device.type, ranks.local_world_size)
     compiler = compiler_for(ranks.device.type, environment()) is not None
@@ -92,24 +91,24 @@ def decided(options, config, layout, ranks):
     wanted, sentence = compiles(layout, options) and ranks.device.type == "cuda", None
     if options.train.compile is None:
         if wanted and not compiler:
-            sentence = "not compiled: a host has no C compiler (CC, gcc or clang); scripts/doctor.py says more"
+            sentence = "not compiled: a host has no C compiler (CC, gcc or clang); run scripts/doctor.py for details"
         train = dataclasses.replace(options.train, compile=bool(wanted and compiler))
         options = dataclasses.replace(options, train=train)
     return options, sentence
 
 
 def memory_of_a_rank(kind, on_node):
-    """Bytes of the GPU, or a share of the host's memory where ranks compute on a CPU and `on_node` of them share it."""
+    """Return the GPU's bytes, or on a CPU the share of the host's memory for one of `on_node` ranks."""
     if kind == "cuda":
         return torch.cuda.mem_get_info()[1]
     return available_memory_bytes() // on_node
 
 
 def with_micro_batch(options, config, world_size, per_node, room):
-    """`options` with the largest micro-batch that fits into `room` bytes of a rank and leaves AIR; 1 if none does.
+    """Return `options` with the largest micro-batch that fits into a rank's `room` bytes and leaves AIR, or with 1.
 
-    As they are, where they name one, where a rank's whole share fits, or where a pipeline has its own rule. More than
-    STEADY tokens at once make no GPU faster.
+    They are unchanged if they name a micro-batch, if a rank's whole share fits, or for a pipeline, which has its own
+    rule. More than STEADY tokens at once do not make a GPU faster.
     """
     layout = resolve_layout(options, config, world_size, per_node)
     if options.train.micro_batch or layout.pipeline > 1:
@@ -126,7 +125,7 @@ def with_micro_batch(options, config, world_size, per_node, room):
 
 
 def refuse_compile(options, ranks):
-    """Raises OptionError on all ranks, which call it, where train.compile finds no compiler on one of their hosts."""
+    """Raise OptionError on all ranks if train.compile finds no compiler on one of the hosts. All ranks call it."""
 
     def look():
         if options.train.compile and compiler_for(ranks.device.type, environment()) is None:
@@ -140,19 +139,19 @@ def refuse_compile(options, ranks):
 
 
 def choose_tf32(options, device):
-    """Set whether a GPU's products of fp32 run in TF32. A CPU computes as the lessons do."""
+    """Set whether a GPU multiplies fp32 matrices in TF32. A CPU computes as in the lessons."""
     if device.type != "cpu" and options.train.precision == "fp32":
         torch.set_float32_matmul_precision("high" if options.train.tf32 else "highest")
 
 
 def resume(run):
-    """Go on from the newest checkpoint of the folder, if there is one and it is wanted. Raises CheckpointError."""
-    run.checkpoints.claim()  # it can be written, and no other run writes there
+    """Resume from the folder's newest checkpoint, if there is one and the options ask for it. Raise CheckpointError."""
+    run.checkpoints.claim()  # check that it is writable and no other run writes there
     wanted, newest = run.options.checkpoint.resume, run.checkpoints.newest()
     if newest is None:
         if not run.checkpoints.empty():
             raise CheckpointError(
-                f"{run.checkpoint_folder} holds checkpoints and none of them can be trusted; mend it, or name another"
+                f"{run.checkpoint_folder} holds only damaged checkpoints; repair it or name another folder"
             )
         if wanted == "must":
             raise CheckpointError(f"{run.checkpoint_folder} holds no complete checkpoint to resume from")
@@ -165,12 +164,12 @@ def resume(run):
     _refuse_foreign(run, newest)
     rank_state = random_state(run.ranks.device)
     tensors = run.tensors()
-    # every rank reads what it needs of the shards that any layout has written
+    # every rank reads the parts that it needs from shards of any layout
     metadata = run.checkpoints.load(newest, tensors, rank_state, str(run.layout))
     run.parallel.take_checkpoint(tensors)
     if metadata["rank_state_restored"]:
         Agreement(run.ranks, None, CheckpointError).all(lambda: set_random_state(rank_state, run.ranks.device, newest))
-    else:  # saved under another layout: draw on, but not what the first steps drew
+    else:  # saved under another layout: continue with new random numbers, not those of the first steps
         seed_dropout(run.options.train.seed, run.layout, run.ranks, metadata["step"])
     if run.scale and metadata.get("loss_scale"):
         run.scale.restore(metadata["loss_scale"])
@@ -181,7 +180,7 @@ def resume(run):
     several = "s" * (metadata["world_size"] != 1)
     run.report.note(f"resumed from {newest}, saved by {metadata['world_size']} rank{several} ({metadata['layout']})")
     if changed := _changed(metadata.get("options", {}), to_dict(run.options)):
-        run.report.note(f"it goes on with other options: {', '.join(changed)}")
+        run.report.note(f"it continues with other options: {', '.join(changed)}")
     if run.step > run.options.train.steps:
         run.report.note(
             f"step {run.step} is already past train.steps={run.options.train.steps}: nothing is left to train"
@@ -189,7 +188,7 @@ def resume(run):
 
 
 def _refuse_foreign(run, path):
-    """Another model or another text is another run. Raises CheckpointError with what differs."""
+    """Raise CheckpointError if a checkpoint's model or text differs; the message names the difference."""
     metadata = read_manifest(path).metadata
     own, saved = dataclasses.asdict(run.config), dataclasses.asdict(GPTConfig(**metadata["config"]))
     differing = [f"{k}={saved[k]}" for k in own if saved[k] != own[k]]
@@ -201,7 +200,7 @@ def _refuse_foreign(run, path):
 
 
 def _changed(before, now):
-    """What of the training differs between two runs' options, as phrases; what one of them lacks counts for nothing."""
+    """Return the training options that differ between two runs, as phrases, ignoring options that one lacks."""
     return [
         f"{group}.{name}={value} (was {before[group][name]})"
         for group in ("train", "optimizer", "parallel")
@@ -213,10 +212,10 @@ def _changed(before, now):
 def seed_dropout(seed, layout, ranks, step=0):
     """Seed this rank's masks, for a run that begins at `step`.
 
-    Ranks with other data or another stage draw other dropout masks; tensor ranks draw the same, on the same
+    Ranks with different data or stages draw different dropout masks. Tensor ranks draw the same ones for the same
     activations.
 
-    The numbers are mixed, not multiplied: products of ranks collide, so that `seed * (rank + 1) * (local_rank + 1)`
+    The numbers are hashed, not multiplied. Products of ranks collide: `seed * (rank + 1) * (local_rank + 1)`
     gives ranks 2 and 8 of two nodes with eight each the same masks.
     """
     place = layout.coordinates(ranks.rank)
@@ -225,7 +224,7 @@ def seed_dropout(seed, layout, ranks, step=0):
 
 
 def random_state(device):
-    """The states of torch's generators on this rank: {"cpu": uint8 tensor, "device": another, on a GPU}."""
+    """Return the states of torch's generators on this rank: {"cpu": uint8 tensor, "device": another, on a GPU}."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -233,7 +232,7 @@ def random_state(device):
 
 
 def set_random_state(states, device, path):
-    """Go on drawing where `random_state` was taken. Raises CheckpointError, which names `path`, for no such state."""
+    """Restore a `random_state`. Raise CheckpointError, naming `path`, for an invalid state."""
     try:
         torch.set_rng_state(states["cpu"])
         if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: `StepTimer` in every run, `profiled` with `--log.profile`.
+"""Measure the phases of a step: `StepTimer` in every run, `profiled` with `--log.profile`.
 
     timer = StepTimer(device)
     timer.step_start()    # then, when each is over: mark("batch"), mark("forward"), mark("backward"), mark("step")
@@ -9,8 +9,8 @@
             ...
             step_done()
 
-A GPU works behind the program: a clock on the wall would see how fast work is handed over. There, each mark is an event
-in the device's own queue, and its times are read when they are asked for. On a CPU a mark is `perf_counter`.
+A GPU runs asynchronously, so a wall clock would measure only how fast work is queued. There, each mark is an event in
+the device's queue, whose time is read later by `take`. On a CPU a mark is `perf_counter`.
 
 Profiled, each rank writes <folder>/profile/rank-N.json, a trace of a few steps for https://ui.perfetto.dev or
 chrome://tracing. It costs time: a profiled run's tokens/s are not its speed.
@@ -26,12 +26,12 @@ import torch
 from manyhands.launch.ranks import said
 from manyhands.launch.settings import set_default
 
-LATER, WARM_UP, TRACED = 4, 2, 3  # steps let pass (compilation, first allocations), warmed up, traced
-SILENT = "99"  # torch's profiler would write "USDT: ... profiler_start" into the table of steps
+LATER, WARM_UP, TRACED = 4, 2, 3  # steps skipped (compilation, first allocations), of warm-up, and traced
+SILENT = "99"  # torch's profiler would print "USDT: ... profiler_start" between the report's lines
 
 
 class Timing(NamedTuple):
-    """Mean seconds per step over `steps` steps; None where nothing was marked (a forward in a pipeline)."""
+    """Mean seconds per step over `steps` steps; None for a phase that was not marked (a forward in a pipeline)."""
 
     steps: int
     step_s: float | None = None
@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
 
 class HostEvent:
-    """A point in time of the host, with the interface of a GPU's event."""
+    """A point in the host's time, with the interface of a GPU's event."""
 
     def __init__(self, now):
         self.at_s = now()
@@ -49,18 +49,18 @@ class HostEvent:
         pass
 
     def elapsed_time(self, later):
-        """Milliseconds, as GPUs count them."""
+        """Return milliseconds, like a GPU's event."""
         return 1000 * (later.at_s - self.at_s)
 
 
 class StepTimer:
-    """Collects the marks of each step. A step may have many forwards and backwards: one pair per micro-batch."""
+    """Collect the marks of each step. A step may have many forwards and backwards: one pair per micro-batch."""
 
     def __init__(self, device=None, now=time.perf_counter):
         self.device = device
         self.event = self._gpu_event if device and device.type != "cpu" else lambda: HostEvent(now)
         self.first_start_s = None  # time.time() at the first step's start
-        self.steps = []  # since the last take: of each its marks, [(what ended there, event), ...]
+        self.steps = []  # steps since the last take: the marks of each, [(phase that ended, event), ...]
 
     def _gpu_event(self):
         event = torch.get_device_module(self.device).Event(enable_timing=True)
@@ -72,11 +72,11 @@ class StepTimer:
         self.steps.append([("start", self.event())])
 
     def mark(self, ended):
-        """What this step did last is over: "batch", "forward", "backward", or the whole "step"."""
+        """Mark the end of a phase: "batch", "forward", "backward", or the whole "step"."""
         self.steps[-1].append((ended, self.event()))
 
     def take(self):
-        """The `Timing` of the steps since the last call; the device has done them all when this returns."""
+        """Wait for the device and return the `Timing` of the steps since the last call."""
         steps, self.steps = self.steps, []
         if not steps:
             return Timing(0)
@@ -92,7 +92,7 @@ class StepTimer:
 
 @contextmanager
 def profiled(ranks, options, folder, say, steps):
-    """Inside, a run of `steps` steps is profiled if `options` ask for it; gives what to call after each step."""
+    """Profile a run of `steps` steps in the block, if `options` ask for it; yield a function to call after each."""
     if not options.log.profile:
         yield lambda: None
         return
@@ -104,12 +104,12 @@ def profiled(ranks, options, folder, say, steps):
         try:
             trace.export_chrome_trace(str(folder / f"rank-{ranks.rank}.json"))
         except (OSError, RuntimeError) as error:  # a full disk must not end a training
-            say(f"profile: {said(None, error)}. Training goes on")
+            say(f"profile: {said(None, error)}. Training continues")
 
-    active = max(1, min(TRACED, steps))  # a short run is traced from its start
+    active = max(1, min(TRACED, steps))  # trace a short run from its start
     warmup = min(WARM_UP, steps - active)
     schedule = torch.profiler.schedule(wait=min(LATER, steps - active - warmup), warmup=warmup, active=active, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write_trace, acc_events=True) as trace:
-        yield trace.step  # a run that ends early writes what it has
+        yield trace.step  # write the trace even if the run ends early
     if ranks.rank == 0:
         say(f"profiles: {folder}; open rank-*.json in https://ui.perfetto.dev")

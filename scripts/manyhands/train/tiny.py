@@ -1,4 +1,4 @@
-"""A tiny GPT for experiments that one rank makes alone, in seconds: no communication, the same result everywhere.
+"""Train a tiny GPT on one rank in seconds, without communication and with the same result on every rank.
 
 model = train_tiny(batch_of, vocab_size=256, steps=200)      # batch_of(step) -> inputs, targets [B, T]
 nats = mean_loss(model, *batch)

@@ -1,10 +1,10 @@
-"""TensorBoard and Weights & Biases: opt-in, on rank 0, and never a reason for training to stop.
+"""Log to TensorBoard and Weights & Biases: opt-in, on rank 0, never stopping the training.
 
     trackers = Trackers(options, folder, world_size, say)     # --log.tensorboard, --log.wandb PROJECT
     trackers.log(row); trackers.text(step, text); trackers.close()
 
-Whatever fails is said once, by `say`, and that tracker is used no more. W&B works offline where nobody is logged in or
-its server does not answer within seconds: its files then lie in the run's folder, and `wandb sync` uploads them later.
+A failure is reported once, by `say`, and disables that tracker. W&B works offline if the user is not logged in or its
+server does not answer within seconds: its files are then in the run's folder, and `wandb sync` uploads them later.
 """
 
 import os
@@ -12,12 +12,12 @@ import threading
 
 from manyhands.config.options import to_dict
 
-REACH_S = 20  # for the server to answer at the start
-FINISH_S = 30  # for uploads at the end
+REACH_S = 20  # seconds for the server to answer at the start
+FINISH_S = 30  # seconds for uploads at the end
 
 
 class Trackers:
-    """Those that the options ask for. `say(sentence)` shows what went wrong."""
+    """The trackers that the options ask for. `say(sentence)` shows errors."""
 
     def __init__(self, options, folder, world_size, say):
         self.say, self.open = say, {}
@@ -28,12 +28,12 @@ class Trackers:
             self._try("W&B", lambda: _WandB(options.log.wandb, folder, about, say))
 
     def log(self, row):
-        """The numbers of a line, as `report` makes it: None is left out."""
+        """Log the numbers of a report's row, without None."""
         numbers = {k: v for k, v in row.items() if k != "step" and isinstance(v, (int, float))}
         self._each("log", row["step"], numbers)
 
     def text(self, step, text):
-        """A sample after `step`."""
+        """Log a sample after `step`."""
         self._each("text", step, text)
 
     def close(self):
@@ -44,17 +44,17 @@ class Trackers:
             self._try(name, lambda tracker=tracker: getattr(tracker, method)(*args) or tracker)
 
     def _try(self, name, call):
-        """Keep the tracker that `call()` returns. A failure is said, and ends its use."""
+        """Keep the tracker that `call()` returns. A failure is reported and disables it."""
         try:
             self.open[name] = call()
             return
         except ImportError as error:
             extra = {"TensorBoard": "tensorboard", "W&B": "wandb"}[name]
             why = f"is not used: {error}; install it by: pip install -e '.[{extra}]'"
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises
-            why = f"is not used any more: {type(error).__name__}: {str(error).split(chr(10))[0]}"
+        except Exception as error:  # noqa: BLE001 - any error of a tracker
+            why = f"is disabled: {type(error).__name__}: {str(error).split(chr(10))[0]}"
         self.open.pop(name, None)
-        self.say(f"{name} {why}. Training goes on")
+        self.say(f"{name} {why}. Training continues")
 
 
 class _TensorBoard:
@@ -82,9 +82,9 @@ class _WandB:
         }  # fmt: skip
         try:
             if not os.environ.get("WANDB_MODE") and not wandb.login(prompt=False):
-                raise wandb.Error("nobody is logged in")
+                raise wandb.Error("not logged in")
             self.run = wandb.init(**wanted)
-        except wandb.Error as error:  # a compute node without a network, too
+        except wandb.Error as error:  # also on a compute node without a network
             why, offline = str(error).splitlines()[0], folder / "wandb" / "offline-run-*"
             say(f"W&B works offline: {why}. Upload later: wandb sync {offline}")
             self.run = wandb.init(**wanted, mode="offline")
@@ -96,7 +96,7 @@ class _WandB:
         self.run.log({"sample": text}, step=step)
 
     def close(self):
-        """Ends the run; an upload that is retried for ever is left behind."""
+        """End the run, abandoning an upload that is retried forever."""
         ending = threading.Thread(target=self.run.finish, daemon=True)
         ending.start()
         ending.join(FINISH_S)

@@ -10,7 +10,7 @@ from manyhands.launch.settings import live
 
 
 def is_live():
-    """Whether somebody may use controls: a notebook's kernel with ipywidgets, and not a headless or stored run.
+    """Return whether somebody may use controls: a notebook's kernel with ipywidgets, and not a headless or stored run.
 
     Those set MANYHANDS_LIVE=0: what they show is read later, on a web page, without a kernel.
     """

@@ -59,14 +59,14 @@ class Bits:
 
 
 def bits(value, dtype):
-    """The `Bits` of a number in fp32, bf16 or fp16, rounded as torch rounds. Raises ValueError for another format."""
+    """The `Bits` of a number in fp32, bf16 or fp16, rounded as torch rounds. Raise ValueError for another format."""
     integer, width = _integer(dtype)
     stored = torch.tensor(float(value), dtype=torch.float64).to(DTYPES[dtype])
     return from_pattern(f"{stored.view(integer).item() % 2**width:0{width}b}", dtype)
 
 
 def from_pattern(pattern, dtype):
-    """The `Bits` of a string of 0 and 1, blanks ignored. Raises ValueError for other letters and another length."""
+    """The `Bits` of a string of 0 and 1, blanks ignored. Raise ValueError for other letters and another length."""
     (integer, width), pattern = _integer(dtype), "".join(pattern.split())
     if len(pattern) != width or set(pattern) - {"0", "1"}:
         raise ValueError(f"{dtype} has {width} bits, each 0 or 1, not {len(pattern)} letters {pattern!r}")

@@ -119,7 +119,7 @@ MOST_BOXES = 60
 
 
 def devices_needed(gigabytes, device, unit):
-    """How many devices of `device` x `unit` bytes (GB: 10^9, GiB: 2^30) hold `gigabytes` x 10^9 bytes."""
+    """Return how many devices of `device` x `unit` bytes (GB: 10^9, GiB: 2^30) hold `gigabytes` x 10^9 bytes."""
     return ceil(gigabytes * GIGA["GB"] / (device * GIGA[unit]))
 
 

@@ -10,7 +10,7 @@ CHUNKED = ("Interleaved1F1B", "InterleavedZeroBubble")
 def pipeline_picture(schedule="1F1B", p=4, m=8, v=1):
     """(a matplotlib Figure, its text): what each of p ranks does when, in m micro-batches and v stages per rank.
 
-    v counts for interleaved schedules only. Raises ValueError where the schedule refuses these numbers.
+    v counts for interleaved schedules only. Raise ValueError where the schedule refuses these numbers.
     """
     v = v if schedule in CHUNKED else 1
     run, formula = simulate(orders_of(schedule, p, m, v)), bubble_formula(schedule, p, m, v)

@@ -14,7 +14,7 @@ ROWS = 6
 def planner_picture(model="olmo-7b", machine="h100", gpus=64, global_batch=512, offload=True):
     """(a matplotlib Figure, its text): the recommended plan and the next best.
 
-    Raises ValueError where nothing fits, or where that cannot be asked.
+    Raise ValueError where nothing fits, or where that cannot be asked.
     """
     asked = preset_model(model)
     question = Question(asked, machine_named(machine), gpus, global_batch, offload, program=program_for(asked))

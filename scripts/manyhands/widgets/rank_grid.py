@@ -72,7 +72,7 @@ def between_nodes(sent: dict[tuple[int, int], OnLink], per_node: int) -> dict[st
 
 def rank_grid_picture(pipeline=2, data=2, tensor=2, per_node=4, rank=0, order=ORDERS[0]):
     """(a matplotlib Figure, its text): left a box per rank, `rank`'s partners with a letter; right the bytes from each
-    to each. `order` names the axes, the outermost first. Raises ValueError where the numbers make no grid.
+    to each. `order` names the axes, the outermost first. Raise ValueError where the numbers make no grid.
     """
     n, given = pipeline * data * tensor, {"pipeline": pipeline, "data": data, "tensor": tensor}
     if n > MOST_RANKS:

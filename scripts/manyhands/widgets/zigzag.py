@@ -14,7 +14,7 @@ def owners(layout, T, n):
     """The rank of each of T positions under a layout on n ranks: a list of T.
 
     "in order": one stretch each; "zig-zag": chunk r of 2n and its mirror image; "striped": every n-th position (Brandon
-    et al. 2023, arXiv:2311.09431). Raises ValueError where T does not split, or the layout is none of LAYOUTS.
+    et al. 2023, arXiv:2311.09431). Raise ValueError where T does not split, or the layout is none of LAYOUTS.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
@@ -40,7 +40,7 @@ def pairs_by_step(owner_T, n):
 
 def zigzag_picture(ranks=4, positions=16, layout="zig-zag"):
     """(a matplotlib Figure, its text): the causal mask in the colours of the ranks whose queries they are, and each
-    rank's pairs. Raises ValueError where the positions do not split.
+    rank's pairs. Raise ValueError where the positions do not split.
     """
     owner_T = owners(layout, positions, ranks)
     pairs = pairs_by_step(owner_T, ranks)
