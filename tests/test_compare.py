@@ -72,6 +72,12 @@ def with_change(index, by, dtype=torch.float32):
             ["rank 0: tensor of shape (2,), float32, cpu",
              "rank 1: 1 of 2 elements differ from rank 0, first at [1]: nan on rank 1, 1 on rank 0; NaN on one side"],
         ),
+        (
+            [torch.tensor([NAN, 1.0]), torch.tensor([NAN, 2.0])],
+            ["rank 0: tensor of shape (2,), float32, cpu",
+             "rank 1: 1 of 2 elements differ from rank 0, first at [1]: 2 on rank 1, 1 on rank 0; "
+             "largest difference 1"],
+        ),
         ([torch.ones(2), torch.ones(3)],
          ["rank 0: tensor of shape (2,), float32, cpu", "rank 1: tensor of shape (3,), float32, cpu"]),
         ([torch.ones(2), torch.ones(2).double()],
