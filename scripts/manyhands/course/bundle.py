@@ -7,8 +7,8 @@ There, with the same system and the same version of Python:
 
     tar xf many-hands.tar && cd many-hands && make lab
 
-The archive holds the attendees' copy (`make copy`) and the folder wheels/. Where that folder is, `make` installs from it
-alone. TORCH_INDEX chooses the build of torch, as for `make lab`.
+The archive holds the attendees' copy (`make copy`) and the folder wheels/. Where that folder is, `make` installs from
+it alone. TORCH_INDEX chooses the build of torch, as for `make lab`.
 """
 
 import argparse

@@ -29,10 +29,11 @@ NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
 JOBS = "ddp_shakespeare", "doctor", "preflight", "sweep", "train"
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
-    ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff",
-    "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "pyproject.toml", "requirements.txt",
+    ".devcontainer/*", ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md",
+    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "postBuild",
+    "pyproject.toml", "requirements.txt",
     "assets/**/*", "data/README.md", "data/plays.txt", "jobs/README.md",
-    "jobs/manyhands.def", "jobs/sweep.tsv", "jobs/sites/*.toml",
+    "jobs/Dockerfile", "jobs/Dockerfile.dockerignore", "jobs/manyhands.def", "jobs/sweep.tsv", "jobs/sites/*.toml",
     *(f"jobs/{name}.{kind}" for kind in ("pbs", "slurm") for name in JOBS),
     "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
 )  # fmt: skip
