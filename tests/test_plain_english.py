@@ -6,7 +6,7 @@ import re
 import pytest
 
 # packages; this list may only grow
-FINISHED = ["checks", "launch", "train", "serve", "parallel", "data", "checkpoint", "align"]
+FINISHED = ["checks", "launch", "train", "serve", "parallel", "data", "checkpoint", "align", "jobs"]
 # a docstring's first word, and what to write instead
 OPENINGS = {
     "What": "Return, or a noun", "Whether": "Return whether", "How": "Return how", "Of": "the noun first",

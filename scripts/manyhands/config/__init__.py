@@ -1,1 +1,1 @@
-"""What a run of the trainer is asked to do, and whether it can be done."""
+"""Read the trainer's options and check that they can be run."""

@@ -1,4 +1,4 @@
-"""What a number among options may be, said by its type; what is outside of it is one sentence.
+"""Define the ranges of numeric options as types, and refuse other values with one sentence.
 
 steps: Positive = 300               # in a dataclass
 refuse_bounds(options)              # Refused: train.steps=0 is too small; use at least 1

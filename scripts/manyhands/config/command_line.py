@@ -59,14 +59,14 @@ def _open_switches(kind, group=""):
 
 
 def named_value(argv: Sequence[str], flag: str) -> str | None:
-    """The value of `flag` on a command line, in both spellings; of several the last, as tyro has it."""
+    """Return the value of `flag` on a command line, in either spelling; the last of several, as in tyro."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag, dest="value", nargs="?")
     return parser.parse_known_args(list(argv))[0].value
 
 
 def _sentence(event, kind, argv):
-    """What tyro's event says, "" for what it has its own words for."""
+    """Return tyro's error as a sentence, or "" if tyro prints its own message."""
     if isinstance(event, _errors.UnrecognizedArgs):
         word = event.tokens[0].partition("=")[0]
         if not word.startswith("-"):
@@ -89,7 +89,7 @@ def _name(argument):
 
 
 def flags_of(kind: Any, group: str = "") -> Iterator[str]:
-    """All flags of a dataclass, as they are spelled."""
+    """Return all flags of a dataclass, as they are spelled."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for one in dataclasses.fields(kind):
         said = [about.name for about in getattr(hints[one.name], "__metadata__", ()) if getattr(about, "name", None)]

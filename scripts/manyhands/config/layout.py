@@ -1,4 +1,4 @@
-"""How many ranks stand on each axis of the mesh, and which wishes do not fit together. Nothing here communicates.
+"""Compute the number of ranks on each mesh axis, and refuse incompatible options, without communication.
 
     layout = resolve_layout(options, config, world_size=8)   # a Layout, or LayoutError with the numbers and the cure
 
@@ -19,7 +19,7 @@ from manyhands.config.options import OptionError, Options, ParallelOptions
 from manyhands.config.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from manyhands.gpt.model import GPTConfig  # it brings torch, and who plans a run needs none
+    from manyhands.gpt.model import GPTConfig  # it imports torch, which planning does not need
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -72,12 +72,12 @@ class Layout:
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data` shares of the global batch `rank` works on."""
+        """Return which of the `data` shares of the global batch `rank` processes."""
         place = self.coordinates(rank)
         return (place["replicate"] * self.shard + place["shard"]) // self.context
 
     def dp_mode(self, options: Options) -> str:
-        """How data-parallel ranks hold the model: "replicas", or what they share it by, such as "fsdp"."""
+        """Return how data-parallel ranks hold the model: "replicas", or the way of sharding, such as "fsdp"."""
         if self.tensor > 1 and self.replicate * self.shard > 1 and self.pipeline == 1:
             return "fsdp"  # DDP refuses DTensors; fully_shard averages replicas too, over an axis shard of one rank
         return STRATEGIES[options.parallel.strategy].dp_mode
@@ -88,7 +88,7 @@ class Layout:
 
 
 def logits_at_once(layout: Layout, options: Options) -> int | None:
-    """How many logits the head has at once where there are more; None: all. Tensor ranks and pipelines have all."""
+    """Return how many logits the head computes at once, or None for all, as for tensor ranks and pipelines."""
     whole = layout.tensor > 1 or layout.pipeline > 1 or options.parallel.strategy == "deepspeed"
     return None if whole or not options.train.chunk_loss else LOGITS_AT_ONCE
 
@@ -99,7 +99,7 @@ def compiles(layout: Layout, options: Options) -> bool:
     if train.compile is not None:
         return train.compile
     plain = layout.tensor == layout.pipeline == layout.context == 1 and train.precision != "fp64"
-    plain = plain and options.model.experts == 1  # how many tokens an expert gets, the host must know
+    plain = plain and options.model.experts == 1  # the host needs the number of tokens per expert
     return plain and options.parallel.strategy in COMPILED and train.steps >= STEPS_TO_COMPILE
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Registration:
-    """What is known of a strategy before there are ranks or weights."""
+    """The properties of a strategy that need neither ranks nor weights."""
 
     help: str  # what its ranks share: a line of `train.py --help`
     axis: str  # of the mesh: that of the ranks which no other axis claims
@@ -89,5 +89,5 @@ STRATEGIES = {
 
 
 def strategies_help() -> str:
-    """What the ranks share under each strategy, a line for each."""
+    """Return a line for each strategy on what its ranks share."""
     return "\n".join(f"    {name:<11}{one.help}" for name, one in STRATEGIES.items())

@@ -1,5 +1,5 @@
-"""What FSDP gathers at once, by `parallel.wrapping`: one rule, for what is built (`parallel.fsdp`) and what is planned
-(`predict.memory`). It needs no torch.
+"""Choose FSDP's units by `parallel.wrapping`: one rule for building (`parallel.fsdp`) and planning (`predict.memory`),
+without torch.
 
     kind, count = parsed("size:100000")            # ("size", 100000); ("block", 1) where there is no number
     units_of_size({("a",): 5, ("a", "b"): 9}, 8)   # {("a", "b"): [("a", "b")]}

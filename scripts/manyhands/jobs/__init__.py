@@ -1,1 +1,1 @@
-"""Job files for PBS and Slurm: a site's settings in them, and a job's life."""
+"""Write a site's settings into job files for PBS and Slurm, and submit and watch jobs."""

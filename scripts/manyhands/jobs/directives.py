@@ -1,8 +1,8 @@
-"""The lines of a job file that the scheduler reads: find them, replace some, say what is wrong with them.
+"""Find, replace and check the lines of a job file that the scheduler reads.
 
 A directive is known by its key: `-A`, `-l select` (PBS; `-l` lines are taken apart at their commas) or `--account`
-(Slurm; short options become long ones). `complaints` names what a scheduler would drop or do without a word; an option
-or a resource that there is not, qsub and sbatch refuse themselves.
+(Slurm; short options become long ones). `complaints` names errors that a scheduler would silently ignore; qsub and
+sbatch themselves refuse unknown options and resources.
 """
 
 import re
@@ -22,11 +22,11 @@ _LONG = {
 @dataclass(frozen=True)
 class Directive:
     key: str  # "-q", "-l select", "--nodes"
-    value: str  # "" where the option has none
+    value: str  # "" if the option has none
 
 
 def duration_s(text):
-    """Seconds of hours:minutes:seconds. ValueError for anything else: a bare 10 is seconds to PBS, minutes to Slurm."""
+    """Return seconds of hours:minutes:seconds. ValueError otherwise: a bare 10 is seconds to PBS, minutes to Slurm."""
     match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if not match or int(text.replace(":", "")) == 0:
         raise ValueError(f"walltime {text!r} is not hours:minutes:seconds above zero; write ten minutes as 00:10:00")
@@ -49,12 +49,12 @@ def _split(line, scheduler):
 
 
 def _first_command(lines):
-    """Index of the first line that is neither blank nor a comment: where a scheduler stops reading."""
+    """Return the index of the first line that is neither blank nor a comment, where a scheduler stops reading."""
     return next((n for n, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
 
 
 def read(text, scheduler):
-    """The directives of a job file that its scheduler will see, in order."""
+    """Return the directives of a job file that its scheduler will see, in order."""
     lines = text.splitlines()
     return [
         directive
@@ -71,7 +71,7 @@ def as_line(key, value, scheduler):
 
 
 def replace(text, scheduler, owned, wanted):
-    """`text` with the directives whose key is in `owned` taken out and `wanted` {key: value} in their place.
+    """Return `text` with the directives in `owned` replaced by `wanted` {key: value}.
 
     All other lines, and the rest of a `-l` line that held an owned resource, stay as they are.
     """
@@ -91,7 +91,7 @@ def replace(text, scheduler, owned, wanted):
 
 
 def complaints(text, scheduler, site):
-    """What is wrong with a job file's directives for `site` (a jobs.stamp.Site): sentences, none if all is well."""
+    """Return sentences on errors in a job file's directives for `site` (a jobs.stamp.Site), or an empty list."""
     found = read(text, scheduler)
     values = {directive.key: directive.value for directive in found}
     say = list(_ignored_lines(text, scheduler))
@@ -103,7 +103,7 @@ def complaints(text, scheduler, site):
     try:
         if walltime is None:
             say.append("no walltime: the site would refuse the job, or guess")
-        elif not values.get("--reservation"):  # a reservation has limits of its own
+        elif not values.get("--reservation"):  # a reservation has its own limits
             say += site.over_limits(queue, number_of_nodes(values, scheduler), duration_s(walltime))
     except ValueError as error:
         say.append(str(error))

@@ -6,7 +6,7 @@
 
 (`make jobs SITE=polaris ACCOUNT=MyProject ...` calls the second.) A scheduler reads its directives before any shell
 runs, so they cannot come from a variable or a sourced file. A site is a small file in jobs/sites; a stamped file says
-which in its line "# site: ...". Stamping again changes what it is told to and keeps the rest: your own directives,
+which in its line "# site: ...". Stamping again changes only the given settings and keeps the rest: your own directives,
 the number of nodes, every other line; for the same site also what an earlier stamp, or you, wrote there.
 """
 
@@ -68,7 +68,7 @@ class Site:
 
     @property
     def queue_option(self):
-        """What QUEUE means in Slurm here: --partition, or --qos."""
+        """Return the Slurm option that QUEUE sets here: --partition or --qos."""
         return self.slurm.get("queue_option", "--partition")
 
     def fixed(self, scheduler):
@@ -78,7 +78,7 @@ class Site:
         return {directive.key: directive.value for directive in directives.read(text, scheduler)}
 
     def usual_walltime(self, name, queue):
-        """What a job file asks for where nobody says. A preflight has many runs: an hour, if its queue has it."""
+        """Return the default walltime of a job file. A preflight has many runs: an hour, if its queue allows it."""
         longest = self.queues.get(queue or self.queue, {}).get("walltime", "01:00:00")
         return min("01:00:00", longest, key=directives.duration_s) if name == "preflight" else self.walltime
 
@@ -102,7 +102,7 @@ def jobs_folder():
 
 
 def sites():
-    """{name: Site} of every file in jobs/sites, by name. Raise JobError for one that is none."""
+    """Return {name: Site} of every file in jobs/sites, by name. Raise JobError for an invalid one."""
     found = {}
     for path in sorted((jobs_folder() / "sites").glob("*.toml")):
         try:
@@ -113,7 +113,7 @@ def sites():
 
 
 def site_named(name):
-    """Raise JobError with the list of sites if there is none of that name."""
+    """Return the site of a name. Raise JobError with the list of sites if it is unknown."""
     known = sites()
     if name not in known:
         cure = f"take SITE={', '.join(known)}, or copy jobs/sites/generic.toml to a file for yours"
@@ -128,7 +128,7 @@ def job_files(folder=None):
 
 
 def stamped_site(text):
-    """The name of the site that a job file says it was written for."""
+    """Return the name of the site that a job file was written for."""
     line = re.search(r"^# site: (\S+)", text, re.MULTILINE)
     return line.group(1) if line else "generic"
 
@@ -169,14 +169,14 @@ def stamp(
 
 
 def _stamped(text, scheduler, site, wishes):
-    """The text of a job file, written for `site`."""
+    """Return the text of a job file, written for `site`."""
     old = {directive.key: directive.value for directive in directives.read(text, scheduler)}
     undo = site.name == "generic" and not any(wishes[name] is not None for name in WISHES)
     same = stamped_site(text) == site.name and not undo
     usual = 1 if ARRAY[scheduler] in old else 2  # a row of a sweep is small
     nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
-    owned = set(wanted) | {"--partition", "--qos"}  # of whichever site was here before
+    owned = set(wanted) | {"--partition", "--qos"}  # of the previous site
     owned = owned.union(*(other.fixed(scheduler) for other in sites().values()))
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})
     text = re.sub(r"^# site: \S+", f"# site: {site.name}", text, flags=re.MULTILINE)
@@ -227,7 +227,7 @@ def _slurm(site, wishes, nodes, kept):
 
 
 def table_complaints(path, scheduler):
-    """What is wrong with the array of a job that runs a table (sweep.slurm beside sweep.tsv), as sentences."""
+    """Return sentences on errors in the array of a job that runs a table (sweep.slurm with sweep.tsv)."""
     table = path.with_suffix(".tsv")
     if not table.is_file():
         return []
@@ -249,7 +249,7 @@ def jobs_at_once(path, scheduler):
 
 
 def crowd_complaints(path, scheduler):
-    """What is wrong with the number of jobs of an array for the queue in which it stands, as sentences."""
+    """Return sentences if an array has too many jobs for its queue."""
     most, queue = jobs_at_once(path, scheduler)
     found = {d.key: d.value for d in directives.read(path.read_text(encoding="utf-8"), scheduler)}
     tasks = re.match(r"(\d+)-(\d+)", found.get(ARRAY[scheduler], ""))

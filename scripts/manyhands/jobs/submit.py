@@ -34,8 +34,8 @@ PASSED_ON = (
 OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
 KNOWN_END = ("completed", "failed", "cancelled")
 ENDED = (*KNOWN_END, "ended")
-SLOWEST_S = 30  # between two questions to a scheduler: sixty people ask it, too
-FRESH_S = 5  # so long an answer serves the jobs for which another one asked
+SLOWEST_S = 30  # seconds between two queries: a whole class queries the scheduler
+FRESH_S = 5  # seconds for which one answer serves all jobs of this kernel
 TOO_MANY = re.compile("per-user limit|MaxSubmitJob|job submit limit")  # OpenPBS's words, Slurm's reasons
 # what schedulers write into a job's output when they end it
 KILLED = re.compile(r"=>> PBS: job killed: (.*)|\*\*\* JOB .* CANCELLED AT .* (DUE TO TIME LIMIT) \*\*\*")
@@ -43,7 +43,7 @@ CANCELLED = re.compile(r"\*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ \*\*\*")
 
 
 class SubmitError(RuntimeError):
-    """The scheduler did not take the job; the message is what it said, and what may help."""
+    """The scheduler rejected the job; the message has its error and what may help."""
 
 
 def scheduler():
@@ -66,7 +66,7 @@ def submit(name, flags="", via=None):
 
 
 class Job:
-    """What the three kinds share. `number` is the scheduler's, `output` the file that holds what the job prints."""
+    """A submitted job. `number` is the scheduler's, `output` the file with the job's output."""
 
     slowest_s = SLOWEST_S
     _jobs: weakref.WeakSet = weakref.WeakSet()  # of this kernel
@@ -76,7 +76,7 @@ class Job:
     def __init__(self, name, flags):
         self.name, self.submitted_at = name, time.time()
         self.course = _course(name)
-        self._last = "unknown", ""  # its last state of which the scheduler spoke
+        self._last = "unknown", ""  # the last state that the scheduler reported
         self._cancelled = False  # by us
         self._outputs = outputs_folder()
         # the Python environment of this kernel is the job's, too
@@ -91,7 +91,7 @@ class Job:
         return f"job {self.number} ({self.name}): {self.state()[0]}"
 
     def _submitted(self, *command, environ=None, first=None):
-        """The number that the scheduler gave to the job of this command. `first`: variables to show in front of it."""
+        """Return the scheduler's number of this command's job. `first`: variables to show in front of it."""
         _show(command, "".join(f"{name}={shlex.quote(value)} " for name, value in (first or {}).items()))
         how = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
         done = subprocess.run(command, cwd=self.course, env=environ, **how)
@@ -126,7 +126,7 @@ class Job:
         return found
 
     def _answer(self):
-        """What the scheduler says of this job. One question is for all of this kernel; each takes its answer once."""
+        """Return the scheduler's answer for this job. One query serves all jobs of this kernel; each uses it once."""
         kind = type(self)
         if self.number not in kind._answers or time.monotonic() - kind._answered_at > FRESH_S:
             live = {job.number for job in self._jobs if isinstance(job, kind) and job._last[0] not in ENDED}
@@ -134,7 +134,7 @@ class Job:
         return kind._answers.pop(self.number)
 
     def _forgotten(self):
-        """The state of a job that the scheduler no longer knows: what its output and its own files say of its end."""
+        """Return the state of a job that the scheduler has forgotten, from the job's output and files."""
         if killed := KILLED.search("\n".join(self._lines())):
             return "failed", killed[1] if killed[1] and "walltime" not in killed[1] else "over time"
         if self._was_cancelled():
@@ -149,7 +149,7 @@ class Job:
         return self._outputs / "jobs" / f"{self.name}.{self.number}.{kind}"
 
     def _was_cancelled(self):
-        """By us, by qdel or scancel: a job that was cancelled may have saved, and ended with status 0."""
+        """Return whether we, qdel or scancel cancelled it: a cancelled job may have saved and ended with status 0."""
         return self._cancelled or self._file("cancelled").exists() or CANCELLED.search("\n".join(self._lines()))
 
     def ended(self):
@@ -163,7 +163,7 @@ class Job:
     def watch(self, seconds):
         """Print a line per change of state until the job ends or `seconds` are over; the last state.
 
-        It asks after 1, 2, 4 ... 30 s, and after a change anew.
+        It queries after 1, 2, 4 ... 30 s, and starts over after a change.
         """
         shown, deadline, pause_s = None, time.monotonic() + seconds, 1
         while True:
@@ -212,7 +212,7 @@ class SlurmJob(Job):
         return number, self.course / f"{self.name}.o{number}"
 
     def _ask(self, numbers):
-        """{number: "state|why it waits or where it runs", "" where it does neither}."""
+        """Return {number: "state|why it waits or where it runs"}, "" for neither."""
         jobs = f"--jobs={','.join(numbers)}"
         said, _ = _asked("squeue", "--me", "--noheader", "--format=%A|%T|%R", jobs)
         return dict.fromkeys(numbers, "") | dict(line.split("|", 1) for line in said.splitlines())
@@ -260,7 +260,7 @@ class PbsJob(Job):
         return number, self.course / f"{self.name}.o{number}"
 
     def _ask(self, numbers):
-        """{number: what qstat says of the job, or what it complains of where it says nothing}."""
+        """Return {number: qstat's output for the job, or its error}."""
         said = complaint = ""
         # one that has ended is in the history; where there is none, -x answers nothing, for live jobs too
         for flags in (["-f"], ["-x", "-f"]):
@@ -320,7 +320,7 @@ class LocalJob(Job):
 
 
 def _course(name):
-    """The folder to submit from: the course around this notebook, else the one around the package."""
+    """Return the folder to submit from: the course around this notebook, else the one around the package."""
     for folder in (Path.cwd().parent, Path.cwd(), ROOT):
         if (folder / "jobs" / f"{name}.pbs").is_file():
             return folder
@@ -340,7 +340,7 @@ def _show(command, first=""):
 
 
 def _asked(*command):
-    """(what a command of the scheduler prints, what it complains of)."""
+    """Return (stdout, stderr) of a scheduler's command."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:

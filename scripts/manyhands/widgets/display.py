@@ -1,4 +1,4 @@
-"""Where a picture goes: below its controls in a live notebook, alone where nobody can use them."""
+"""Show a picture below its controls in a live notebook, or alone elsewhere."""
 
 import base64
 import html

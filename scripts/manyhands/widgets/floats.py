@@ -48,7 +48,7 @@ class Bits:
 
     @property
     def power(self):
-        """The power of two that the significand is multiplied with. A subnormal has that of the smallest normal one."""
+        """Return the power of two of the significand; a subnormal has that of the smallest normal one."""
         bias = 2 ** (len(self.exponent) - 1) - 1
         return max(int(self.exponent, 2), 1) - bias
 
@@ -137,7 +137,7 @@ def in_words(stored):
         return f"{stored.kind}: {sign}{abs(stored.value):g}"
     if stored.kind == "not a number":
         return stored.kind
-    digits = {"fp32": 9, "bf16": 4, "fp16": 5}[stored.dtype]  # so many tell all numbers of the format apart
+    digits = {"fp32": 9, "bf16": 4, "fp16": 5}[stored.dtype]  # enough to distinguish all numbers
     return f"{stored.kind}: {sign}{stored.significand:.{digits}g} x 2^{stored.power} = {stored.value:.{digits}g}"
 
 
@@ -160,7 +160,7 @@ def show_floats(value=math.pi):
 
 
 class FloatControls:
-    """What one types and clicks; `value` is the number shown. What makes no number is said and changes nothing."""
+    """The input fields and buttons; `value` is the number shown. Invalid input shows a message and changes nothing."""
 
     def __init__(self, value):
         import ipywidgets as w

@@ -28,7 +28,7 @@ LOOK_OF = {
 
 
 def bytes_by_kind(config, recipe, stage, n_ranks, sequences=0):
-    """{kind: bytes} of one rank under a stage of ZeRO (0: DDP), with `sequences` whole sequences per rank and forward.
+    """Return {kind: bytes} of one rank under a stage of ZeRO (0: DDP), with `sequences` sequences per rank and forward.
 
     Kinds are those of a Recipe, what FSDP unshards (the root and a block, in the precision of the products) and
     activations (flash attention, no recomputation, all in that precision: autocast keeps those of norms in fp32, and
