@@ -514,7 +514,7 @@ def test_a_limit_on_ones_jobs_is_named_as_the_cause_with_its_number(in_the_cours
     for via, (name, sentence) in refused.items():
         answers(monkeypatch, tmp_path, **{name: f"echo {shlex.quote(sentence)} >&2; exit 1"})
         with pytest.raises(
-            submit.SubmitError, match="this queue takes only so many of your jobs, waiting ones too"
+            submit.SubmitError, match="this queue limits the number of your jobs, waiting ones too"
         ) as e:
             submit.submit("ddp_shakespeare", via=via)
         assert sentence in str(e.value) and "ACCOUNT" not in str(e.value)

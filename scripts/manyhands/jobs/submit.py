@@ -109,7 +109,7 @@ class Job:
             return "If it misses an account or a queue: in a terminal, `make jobs SITE=... ACCOUNT=... QUEUE=...`"
         path = self.course / "jobs" / f"{self.name}{self.suffix}"
         most, queue = stamp.jobs_at_once(path, directives.SCHEDULERS[self.suffix])
-        here = f"{queue} takes {most} of your jobs at a time" if most else "this queue takes only so many of your jobs"
+        here = f"{queue} takes {most} of your jobs at a time" if most else "this queue limits the number of your jobs"
         return f"{here}, waiting ones too: wait until one has ended (`{self.lister}` lists them), or cancel it"
 
     def state(self):
