@@ -416,7 +416,7 @@ def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_
     assert status == 0 and end == f"stopped by SIGINT and saved at step {step}" and 3 <= step < 10_000
     assert "requeue.json" not in left
     (status, end, left), _ = pool.run(2, signalled, calm, tmp_path, "SIGINT", 3)
-    assert status == 130 and "not saved: name a --checkpoint.folder" in end
+    assert status == 130 and "not saved: set --checkpoint.folder" in end
     assert not [name for name in left if "step-" in name]
 
 
