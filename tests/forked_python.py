@@ -32,7 +32,7 @@ PRELOAD = (
     "numpy", "rich.console", "tyro", "matplotlib.figure", "ipykernel.ipkernel", "ipyparallel.engine.app", "nbformat",
     "pydantic.dataclasses", "pydantic.type_adapter", "plotext", "safetensors.torch",
     "papermill.cli", "torch.profiler", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
-    "torch.distributed.optim", "torch.utils.flop_counter", "tabulate", "sqlite3", "psutil",
+    "torch.distributed.optim", "torch.utils.flop_counter", "sqlite3", "psutil",
 )  # fmt: skip
 CLIENT = """\
 #!{python} -ISE
