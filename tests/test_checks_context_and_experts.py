@@ -122,7 +122,7 @@ REJECTED = {
         ("return leaving_ne.sum(1).tolist()",
          "return [int((experts_Nk * group.size() // E == r).any(1).sum()) for r in range(group.size())]",
          "one that chooses two experts travels twice"),
-        ("arriving_ne.sum(1)", "leaving_ne.sum(1)", "that is what leaves; what arrives"),
+        ("arriving_ne.sum(1)", "leaving_ne.sum(1)", "that is what leaves; only the other ranks know what arrives"),
         ("arriving_ne.sum(1)", "arriving_ne.sum(0)", "those are from all ranks for each of my experts; add up by rank"),
         ("return leaving_ne", "return arriving_ne", "that is what arrives"),
         (TABLE, "tolist(), leaving_ne\n", "that is what leaves"),

@@ -56,7 +56,7 @@ WRONG = {
         ("        speaks_B =", "        counts.append(speaks_B)\n        speaks_B =",
          "        counts.append(speaks_B)\n    return", "    return", "that is one position too late"),
         (MASK, f"{MASK} & (ids_BT[:, 1:] != end)", "without it the model never learns to stop"),
-        (MASK, f"{MASK} | True", "nobody has to learn what the user wrote"),
+        (MASK, f"{MASK} | True", "the user's text is not a target"),
         (MASK, f"{MASK} | (ids_BT[:, 1:] == end)", "an end marker that ends no answer does not count"),
         (" & (token_B != end)", "", "an answer ends at its end marker"),
         ("[:, :-1].T", ".T", "should have the shape [1, 7], not [1, 8]"),

@@ -307,7 +307,7 @@ REJECTED = {
         "one vector": (lambda c, b: max(0, fits(c, b, vectors=1)), "a layer keeps 16 vectors for each token"),
         "one layer": (lambda c, b: max(0, fits(c, b, itemsize=2 / c.n_layer)), "every layer keeps its 16 vectors"),
         "tokens": (lambda c, b: max(0, fits(c, b, itemsize=2 / c.block_size)), "that is tokens, and a sequence has"),
-        "below zero": (lambda c, b: fits(c, b), "and fewer than 0 sequences there are not"),
+        "below zero": (lambda c, b: fits(c, b), "so the answer is 0 sequences"),
         "rounded up": (lambda c, b: max(0, 1 + fits(c, b - 1)), "the last one does not fit whole"),
         "a part": (lambda c, b: max(0, fits(c, b) + 0.25), "round down to whole sequences"),
     },

@@ -311,8 +311,8 @@ REJECTED = {
         "no step": (without("step"), "the loop is at step 0, not 13"),
         "a box of its own": (in_a_box("all_of", "put_back"), "the weights are not those that were saved"),
         "an eval": ((ours.all_of, lambda loop, state: ours.put_back(loop, state) or loop.model.eval()),
-            "compare optimizer.param_groups and model.training as well"),
-        "no order": (without("order"), "the order of this epoch is another one"),
+            "check optimizer.param_groups and model.training as well"),
+        "no order": (without("order"), "the order of this epoch has changed"),
         "no position": (without("position"), "the next row is number 0 of the epoch, not 3"),
         "no shuffle": (without("shuffle"), "the next epoch will have another order"),
         "no random numbers": (without("random"), "dropout draws other masks"),
@@ -446,7 +446,7 @@ SAVES = {
     "the manifest last": (
         saving(finish=lambda path, files: (_partial(path).rename(path), a_manifest(path, files))),
         "before rank 0 had the manifest on the disk"),
-    "and does not wait": (saving(waits=False), "a rank that is done must not find it missing"),
+    "and does not wait": (saving(waits=False), "it must exist before any rank returns"),
     "into a cache": (saving(written_to_a_cache), "synced no file to the disk"),
     "all on rank 0": (
         saving(lambda path, name, content, gather: dict(gather((name, content))),

@@ -185,7 +185,7 @@ NEXT_UP = math.nextafter(1.0, 2)
         (dict(exact={"a": 1}), dict(exact={"a": 1.0}), ["exact a: 1 and 1.0"]),
         (dict(exact={"a": math.nan}), dict(exact={"a": math.nan}), []),
         (dict(close={"g": [1.0, 2.0]}, tolerance=1e-10), dict(close={"g": [1.0, 2.5]}, tolerance=1e-10),
-         ["close g[1]: 2.0 and 2.5 are 0.5 apart, allowed is 1e-10"]),
+         ["close g[1]: 2.0 and 2.5 are 0.5 apart, more than the tolerance 1e-10"]),
         (dict(exact={"a": 1}), {}, ["exact a: 1 and missing"]),
         ({}, dict(close={"b": 1.5}, world_size=2), ["close b: missing and 1.5"]),
         (dict(close={"v": 1.0}), dict(close={"v": math.nan}), ["close v: 1.0 and nan"]),
@@ -196,9 +196,9 @@ NEXT_UP = math.nextafter(1.0, 2)
         (dict(exact={"l": 2.0, "bits": "a1"}, device="cuda"), dict(exact={"l": 2.001, "bits": "b2"}, device="cuda"),
          []),
         (dict(exact={"l": 2.0, "n": 4000}, device="cuda"), dict(exact={"l": 2.1, "n": 4001}, device="cuda"),
-         ["exact l: 2.0 and 2.1 are 0.1 apart, allowed is 0.001", "exact n: 4000 and 4001"]),
+         ["exact l: 2.0 and 2.1 are 0.1 apart, more than the tolerance 0.001", "exact n: 4000 and 4001"]),
         (dict(exact={"a": 1.0}, close={"b": 1.0}, device="cuda"), dict(exact={"a": 1.5}, close={"b": 1.5}),
-         ["close b: 1.0 and 1.5 are 0.5 apart, allowed is 0.001"]),
+         ["close b: 1.0 and 1.5 are 0.5 apart, more than the tolerance 0.001"]),
     ],
 )  # fmt: skip
 def test_two_runs_differ_in_exact_bits_at_the_same_number_of_ranks_and_beyond_a_tolerance_at_any(

@@ -80,7 +80,7 @@ def test_another_run_under_another_name_and_none_at_all(tmp_path, command):
 def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path, command):
     dirty = metrics()["conditions"] | {"commit": "1a2b3c4 with uncommitted changes"}
     status, said = command(metrics(conditions=dirty))
-    assert status == 0 and "not of a commit alone" in said
+    assert status == 0 and "the run had uncommitted changes" in said
     assert json.loads((tmp_path / "to" / "03_data_parallel.h200x4.json").read_text())["commit"] == dirty["commit"]
 
 

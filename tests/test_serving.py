@@ -259,7 +259,7 @@ ONLY_TEXT = "messages.0.content: only text is understood"
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
         (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is not a field of this request; leave it out"),
         (TEXT, {"prompt": "HO", "best_of": 5}, 400, "best_of is not supported with this value"),
-        (TEXT, {"prompt": "HO", "model": "x"}, 404, "there is no such model"),
+        (TEXT, {"prompt": "HO", "model": "x"}, 404, "unknown model; use manyhands"),
         (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
         (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),

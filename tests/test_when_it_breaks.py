@@ -99,7 +99,7 @@ def test_nothing_is_left_of_a_child_that_ignores_every_request(tmp_path):
     ready = tmp_path / "ready"
     ready.mkdir()
     with (
-        pytest.raises(ChildError, match="did not happen in time"),
+        pytest.raises(ChildError, match="did not hold in time"),
         Torchrun(deaf, ready, n_ranks=2, log=tmp_path / "log", timeout_s=100) as child,
     ):
         child.until(lambda: len(list(ready.iterdir())) == 2)

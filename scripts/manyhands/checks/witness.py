@@ -115,7 +115,8 @@ class Witness:
             trace = trace.tb_next
         path = trace.tb_frame.f_code.co_filename
         ours = not _is_library(trace.tb_frame.f_code) or path.startswith(_CHECKS)
-        return ours and "raise" in linecache.getline(path, trace.tb_lineno)
+        line = linecache.getline(path, trace.tb_lineno)  # "" for code that was run without a file
+        return ours and ("raise" in line or not line)
 
     def is_running(self):
         """Return whether the learner's code made the running call, directly or through a library."""
@@ -151,7 +152,8 @@ class Witness:
         if self._called is None:
             return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
         if self.returned_none():
-            return f"your function returned None: is a `return` missing? The check cannot go on ({said(error)})"
+            missing = "your function returned None: is a `return` missing?"
+            return f"{missing} If not, the check cannot go on with what your code left behind ({said(error)})"
         return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
 
     def _learners(self, code):
