@@ -5,7 +5,7 @@
 #   PYTHON=/path/python3       the Python to build with, where python3 is too old
 #   ENV=/path                  use the environment that `make shared` built there; lab and kernel remember it here
 #   VENV=/path                 build the course's own environment there (default .venv here); REBUILD=yes: anew
-#   PROCESSES=8                files of tests that run at once (default: 2, and with 1 each after the other; see tests/conftest.py)
+#   PROCESSES=8                files of tests that run at once (default: 3, and with 1 each after the other; see tests/conftest.py)
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu   on Linux without a GPU: torch without the gigabytes for GPUs
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ FETCH = $(if $(ENV_HERE),:,$(RUN) scripts/prepare_data.py)
 ANEW = $(if $(filter yes,$(REBUILD)),--rebuild)
 REMEMBER = $(if $(ENV_HERE),remember)
 LESSON ?=
-PROCESSES ?= 2
+PROCESSES ?= 3
 AT_ONCE = -n $(PROCESSES)
 # what failed beside other tests runs once more, each after the other; whatever fails again, fails
 INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps -p "$(BIN)/python",$(RUN) -m pip install -q --no-deps)

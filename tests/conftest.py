@@ -163,9 +163,9 @@ def short_run(tmp_path_factory, attendees):
     return run
 
 
-# What runs beside what (`make test` is pytest -n 2): one process takes the files that run lessons on all cores, the
-# other meanwhile those that mostly wait, for schedulers, browsers and time-outs; then both take what is left, file by
-# file, the long ones first.
+# What runs beside what (`make test` is pytest -n 3): two processes take the files that run lessons, one the lessons of
+# even numbers and one those of odd ones, and the third meanwhile those that mostly wait, for schedulers, browsers and
+# time-outs; then all take what is left, file by file, the long ones first. With two processes both cores idled by half.
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
