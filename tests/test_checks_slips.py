@@ -174,7 +174,8 @@ SLIPS = {
         "Ranks 0-3 call broadcast with different roots: 0, 1, 2 and 3."),
     "swallowed": (swallows_what_it_is_told, "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes."),
     "no return": (lambda x, rank, n: right(x) is None or None,
-        "Rank 0: Your function returned None: is a `return` missing? If not, the check cannot go on with what your code left behind (AttributeError"),
+        "Rank 0: Your function returned None: is a `return` missing? If not, the check cannot go on "
+        "with what your code left behind (AttributeError"),
     "text": (lambda x, rank, n: str(right(x)),
         "Rank 0: Your function returned the text 'tensor([6., 6.])', which the check cannot use "
         "(AttributeError: 'str' object has no attribute 'tolist')."),
@@ -354,7 +355,11 @@ def prints(x):
 def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
     for answer, verdict in [
         ((lambda x: 2 * x, appends), "correct"),
-        ((prints, appends), "Your function returned None: is a `return` missing? If not, the check cannot go on with what your code left behind (TypeError"),
+        (
+            (prints, appends),
+            "Your function returned None: is a `return` missing? If not, the check cannot go on "
+            "with what your code left behind (TypeError",
+        ),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append' (line "),
         ((lambda x: "6", appends), "Your function returned the text '6', which the check cannot use (TypeError"),
         ((lambda x: 2 * x, lambda numbers: numbers[99]), "Your code raised IndexError: list index out of range (line "),
