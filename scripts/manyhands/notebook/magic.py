@@ -153,7 +153,7 @@ def groups(result):
 
 
 def sections(result):
-    """What to display, in order: [(mime bundle, metadata)]. Text is gathered in one bundle up to the next figure."""
+    """Return the displays, in order: [(mime bundle, metadata)]. Text up to the next figure is one bundle."""
     out, rows = [], []
 
     def flush():
@@ -201,9 +201,9 @@ def _bar(colour):
 
 
 class _Live:
-    """What is shown while a cell runs longer than two seconds: elapsed time and what its first rank says.
+    """The display of a cell that runs longer than two seconds: elapsed time and the first rank's output.
 
-    From ten seconds on also where each rank is, and how to stop the cell.
+    After ten seconds it also shows where each rank is, and how to stop the cell.
     """
 
     def __init__(self, control):
@@ -241,7 +241,7 @@ class _Live:
 
 
 def waiting(cell):
-    """Where the ranks of a running cell are, who is done, and how to stop it: lines of text."""
+    """Return lines of text: where the ranks of a running cell are, which are done, and how to stop it."""
     at, n = {}, cell.world_size
     for rank, place in cell.places().items():
         at.setdefault(_place(place), []).append(rank)
@@ -285,7 +285,7 @@ def report(result):
 
 
 def _whose(name, lesson):
-    """Where the lesson defines the `name` that a cell misses, "" where that is not known."""
+    """Return where the lesson defines the `name` that a cell misses, "" if unknown."""
     with contextlib.suppress(OSError, SyntaxError):
         return whose(script_of(lesson), name)
     return ""
