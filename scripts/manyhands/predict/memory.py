@@ -59,7 +59,7 @@ class RankBytes:
         """The bytes that offload keeps in the host's memory instead."""
         return self.between_steps if self.offload else 0
 
-    @property
+    @cached_property
     def on_gpu(self) -> int:
         """The bytes that the GPU's memory must hold at its fullest moment."""
         return sum(self.by_kind().values()) - self.on_host
@@ -71,7 +71,10 @@ class RankBytes:
 
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes}."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+
+KINDS = tuple(field.name for field in fields(RankBytes) if field.name != "offload")
 
 
 def bytes_per_rank(config, layout, options) -> RankBytes:
