@@ -16,6 +16,7 @@ import heapq
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, cached_property
 from math import ceil, prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from manyhands.config.options import OptionError
@@ -68,6 +69,11 @@ class RankBytes:
         """{kind: bytes} of what is in the GPU's memory at all."""
         on_host = AT_REST if self.offload else ()
         return {kind: size for kind, size in self.by_kind().items() if size and kind not in on_host}
+
+    def largest_kinds(self) -> str:
+        """Return the three largest kinds on the GPU, with their GB (10^9 bytes), as a phrase."""
+        largest = sorted(self.kinds_on_gpu().items(), key=itemgetter(1), reverse=True)[:3]
+        return ", ".join(f"{kind.replace('_', ' ')} {size / 1e9:.1f}" for kind, size in largest)
 
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes}."""
