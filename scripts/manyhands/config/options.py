@@ -1,4 +1,4 @@
-"""What a training run can be told: typed options with presets, a file, and flags, in this order.
+"""The options of a training run: typed, from presets, a file, and flags, in this order.
 
     options = read_options(["--preset", "shakespeare", "--train.steps", "1000", "--parallel.strategy", "fsdp"])
 
@@ -54,8 +54,8 @@ class ModelOptions:
     tie: bool = False  # one matrix for token embedding and head, as in GPT-2
     qkv_bias: bool = False  # as in GPT-2
     experts: Positive = 1  # MLPs per layer, which share the tokens by a router: a mixture of experts
-    top_k: Positive = 2  # with experts: of which each token passes through so many
-    shared_experts: Count = 0  # with experts: as wide as so many, one MLP that every token passes through
+    top_k: Positive = 2  # with experts: the number of them that each token passes through
+    shared_experts: Count = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: Literal["softmax", "sigmoid"] = "softmax"  # with experts: what makes an expert's score
 
 
@@ -69,7 +69,7 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long, on how much, in which arithmetic."""
+    """The number of steps, the batch, and the arithmetic."""
 
     steps: Positive = 300  # optimizer steps
     global_batch: Positive = 24  # sequences per step, over all ranks
@@ -89,7 +89,7 @@ class TrainOptions:
     seed: Seed = 1337  # of the weights, the batches and dropout
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # auto: GPUs, where every rank has one
     timeout_s: Seconds = 600.0  # a collective that takes longer has failed
-    stall_s: Seconds = 120.0  # a rank that makes no progress for so long is named
+    stall_s: Seconds = 120.0  # a rank that makes no progress for this time is named
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the ranks share the work. An axis that is none takes what the others leave, where the strategy uses it."""
+    """The way ranks share the work. An axis of None takes the ranks that the others leave, if the strategy uses it."""
 
     strategy: Strategy = "ddp"  # what the ranks that no axis below claims are used for
     replicate: Positive | None = None  # ranks that hold replicas
@@ -135,18 +135,18 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints go and come from. It is one folder: a run resumes from where it saves."""
+    """The checkpoints' folder and schedule. A run resumes from the folder it saves to."""
 
     folder: str | None = None  # none: in the run's own new folder; name one to resume from it later
     every: Count = 0  # steps between checkpoints; 0: only at the end and on a signal
-    keep: Positive = 2  # the last so many are kept, and the best
+    keep: Positive = 2  # number of last checkpoints to keep, besides the best
     resume: Literal["auto", "never", "must"] = "auto"  # auto: from the folder's newest, if it has one
     asynchronous: bool = False  # write while training goes on
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """What is shown and written."""
+    """The output: lines, evaluations, samples and files."""
 
     every: Positive = 10  # steps per line
     eval_every: Count = 100  # steps between evaluations; 0: only at the end
@@ -169,7 +169,7 @@ class Options:
     preset: str = "nano"
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end
-    ranks: Positive | None = None  # with --dry-run: as if on so many ranks
+    ranks: Positive | None = None  # with --dry-run: as if on this number of ranks
     gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)

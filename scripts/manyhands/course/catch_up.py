@@ -125,7 +125,7 @@ def _is_missing(lesson, name):
 
 
 def has_blanks(value):
-    """Whether a function still holds a blank, the name `____`, as it is handed out."""
+    """Return whether a function still holds a blank, the name `____`, as handed out."""
     return isinstance(value, FunctionType) and _names_a_blank(value.__code__)
 
 

@@ -1,4 +1,4 @@
-"""Where the course lies, how a file comes into being whole, and how a folder has one writer."""
+"""Find the course's folders, write files atomically, and give a folder one writer."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
 DATA = ROOT / "data"
 WRITER = ".writer"
-PATIENCE_S = 5  # a program that was just killed may take so long to let go of its folder
+PATIENCE_S = 5  # a program that was just killed may take this long to release its folder
 
 
 def named(path):

@@ -57,7 +57,7 @@ def reset(lesson):
 
 
 def _original(path, root):
-    """What the course has for `path`: the copy's own originals, else the last commit."""
+    """Return the course's text of `path`: from the copy's own originals, else from the last commit."""
     name = path.relative_to(root).as_posix()
     if (root / ORIGINALS / name).exists():
         return (root / ORIGINALS / name).read_text("utf-8")

@@ -51,7 +51,7 @@ class Parameter:
         return f"{kind} {self.limits}".strip()
 
     def admits(self, value) -> bool:
-        """Whether `value`, of whatever type, is one that the cell may hold."""
+        """Return whether the cell may hold `value`, of whatever type."""
         if self.name == LAUNCHERS_OWN:  # None: all slots of the allocation
             return value is None or (type(value) is int and value >= 1)
         if type(value) is not type(self.default):
@@ -145,7 +145,7 @@ def validate(parameters: Sequence[Parameter], values: Mapping) -> dict:
 
 
 def help_text(parameters: Sequence[Parameter], program: str) -> str:
-    """What `--help` prints."""
+    """Return the text that `--help` prints."""
     rows = [p for p in parameters if p.name != LAUNCHERS_OWN]
     width = max((len(p.flag) for p in rows), default=0)
     lines = [f"{p.flag:<{width}}  {p.help}{'; ' * bool(p.help)}{p.takes} (now {p.default})" for p in rows]

@@ -64,7 +64,7 @@ class Lesson:
         return AIM_LONG_S if self.number in LONG else AIM_S
 
     def beyond_aims(self, seconds, peak_bytes):
-        """What a headless run of full length takes more than it should, as a sentence, or ""."""
+        """Return what a headless run of full length takes beyond its aims, as a sentence, or ""."""
         found = []
         if seconds > self.aim_s:
             found.append(f"{seconds:.0f} s where {self.aim_s} s are the aim")
@@ -81,7 +81,7 @@ def course_here():
 def find_lessons(root=ROOT, only=()):
     """The lessons below `root` in order of their numbers; `only` names some ("03", "3" or "03_data_parallel").
 
-    Raises ValueError, naming the lessons that exist, if one of `only` is none of them.
+    Raises ValueError, naming the lessons that exist, if one of `only` does not exist.
     """
     files = [*Path(root).glob("scripts/[0-9][0-9]_*.py"), *Path(root).glob("notebooks/[0-9][0-9]_*.ipynb")]
     lessons = [Lesson(name, Path(root)) for name in sorted({file.stem for file in files})]

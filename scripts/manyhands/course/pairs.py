@@ -87,7 +87,7 @@ def _first_difference(ours, theirs):
 
 
 def for_some_ranks(line):
-    """Whether `line` begins a cell for some ranks only, such as "%%ranks 0,2"; in a script it follows "# "."""
+    """Return whether `line` begins a cell for some ranks, such as "%%ranks 0,2"; in a script it follows "# "."""
     words = line.removeprefix("# ").partition("#")[0].split()
     values = [word for before, word in itertools.pairwise(words) if before != "--timeout"]
     return words[:1] == ["%%ranks"] and any(word[0].isdigit() for word in values)
@@ -132,10 +132,10 @@ def stale_script(script: str | Path) -> str:
 
 
 def identical(lesson):
-    """Whether the notebook, written as a script, is the script, to the last blank line.
+    """Return whether the notebook, written as a script, equals the script to the last blank line.
 
-    JupyterLab does not open a notebook that is newer than a script from which it differs. Which of the two is newer is
-    an accident after `git clone`, so the pairs of the course are identical.
+    JupyterLab does not open a notebook that is newer than a script from which it differs. After `git clone` either of
+    the two may be newer, so the pairs of the course are identical.
     """
     both_there = lesson.notebook.exists() and lesson.script.exists()
     return both_there and as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")

@@ -198,7 +198,7 @@ def _paired(base, other):
 
 
 def _is_form(one, other):
-    """Whether two cells are forms of one: they define the same name, or most of their text is the same."""
+    """Return whether two cells are forms of one: they define the same name, or most of their text is the same."""
     if one.cell_type != other.cell_type:
         return False
     defined = [re.search(r"^(?:def|class) (\w+)", cell.source, re.M) for cell in (one, other)]

@@ -43,8 +43,8 @@ class GPTConfig:
     # the token that begins a document, where attention is to stay within documents; None: all is one text
     separator: int | None = None
     experts: int = 1  # E, MLPs per layer; 1: no router
-    top_k: int = 2  # with experts: of which each token passes through so many
-    shared_experts: int = 0  # with experts: as wide as so many of them, one MLP that every token passes through
+    top_k: int = 2  # with experts: the number of them that each token passes through
+    shared_experts: int = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: str = "softmax"  # or sigmoid: what makes an expert's score of a logit
 
     def __post_init__(self):
@@ -57,7 +57,7 @@ class GPTConfig:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not a probability; use 0 or more and less than 1")
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
-            raise ValueError(f"separator={self.separator} is none of {self.vocab_size} tokens; use one of them or None")
+            raise ValueError(f"unknown token separator={self.separator}; use 0 to {self.vocab_size - 1}, or None")
         for fault in self._experts_faults():
             raise ValueError(fault)
 
@@ -79,7 +79,7 @@ class GPTConfig:
         return N * layer + D * (V + T) + 2 * D + head
 
     def _mlp_params(self):
-        """Of one layer's MLP, or of its router, its experts and what they share."""
+        """Return the parameters of one layer's MLP, or of its router, its experts and the shared MLP."""
         D, E, S = self.n_embd, self.experts, self.shared_experts
         if E == 1:
             return 8 * D**2 + 5 * D
@@ -185,7 +185,7 @@ class Head(nn.Linear):
     # It computes with rows of zeros up to a multiple of this, and cuts their logits. A GPU multiplies 16-bit numbers
     # fast where rows are a multiple of 64; GPT-2's 50,257 tokens are odd.
     multiple = 1
-    # With targets it gives the loss, and has at most so many logits at once. None: all of them.
+    # With targets it gives the loss, and holds at most this number of logits at once. None: all of them.
     at_once: int | None = None
     share = staticmethod(chunk_share)  # of a chunk of rows; or what torch.compile makes of it
 
@@ -204,7 +204,7 @@ class Head(nn.Linear):
         return chunked_loss(x.flatten(0, -2), weight, bias, targets.flatten(), self.out_features, rows, self.share)
 
     def chunks(self, tokens):
-        """Whether the loss of so many tokens is computed in chunks."""
+        """Return whether the loss of this number of tokens is computed in chunks."""
         return self.at_once is not None and tokens * self.out_features > self.at_once
 
 

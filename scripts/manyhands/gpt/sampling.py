@@ -27,15 +27,15 @@ LEAST = 1e-30  # the temperature below which all the probability is on the likel
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. Raises ValueError, with the cure, for a value that makes no sense."""
+    """The settings for drawing tokens. Raises ValueError, with the cure, for a value that makes no sense."""
 
     temperature: float = 1.0  # 1: as the model has it; less: likelier tokens; 0: always the likeliest
-    top_k: int | None = None  # among the so many likeliest; None: all
+    top_k: int | None = None  # keep only this number of most likely tokens; None: all
     top_p: float = 1.0  # among the fewest likeliest whose probabilities reach top_p together
     presence_penalty: float = 0.0  # taken from the logits of tokens that it has written
     frequency_penalty: float = 0.0  # and this for each time
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these ids
-    logprobs: int | None = None  # note log p of each token that is drawn, and of so many of the likeliest
+    logprobs: int | None = None  # record log p of each drawn token, and of this number of most likely ones
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -47,7 +47,7 @@ class Sampling:
 
     @property
     def weighs(self) -> bool:
-        """Whether logits are changed before anything is drawn."""
+        """Return whether logits are changed before anything is drawn."""
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
 

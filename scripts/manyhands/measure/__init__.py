@@ -1,1 +1,1 @@
-"""What really happened: bytes on the wire, spans of time, tensors in memory; and the network that is simulated."""
+"""Measure bytes on the wire, spans of time and tensors in memory; and simulate a network."""

@@ -1,4 +1,4 @@
-"""What a step holds in memory, event by event and by kind.
+"""Record a step's memory, event by event and by kind.
 
     with MemoryTimeline(model, optimizer) as seen:      # one step, which is not timed
         with seen.phase("forward"):
@@ -91,7 +91,7 @@ class MemoryTimeline:
 
     @contextmanager
     def phase(self, name):
-        """What happens in the block belongs to phase `name`."""
+        """Assign the block's events to phase `name`."""
         outer, self._phase = self._phase, name
         try:
             yield
@@ -278,7 +278,7 @@ class _Operators(TorchDispatchMode):
 
 @cache
 def _makes_storage(operator):
-    """Whether any result may have a storage of its own; a view or an operation in place has none."""
+    """Return whether any result may have its own storage; views and in-place operations have none."""
     return any(result.alias_info is None for result in operator._schema.returns)
 
 

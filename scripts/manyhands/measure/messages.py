@@ -1,4 +1,4 @@
-"""What an algorithm sends, what a message costs, and how long a rank waits: the instruments of lesson 02.
+"""Measure what an algorithm sends, what a message costs, and how long a rank waits, for lesson 02.
 
 messages.bars(ring_all_reduce, ranks)                    # megabytes that each rank sends and receives, as bars
 hops = messages.time_hops(exchange, ranks, 16, 5)        # seconds of a hop and of an all-reduce, by bytes

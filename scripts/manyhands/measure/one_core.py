@@ -1,4 +1,4 @@
-"""What it costs when all ranks of a node share one core: the same product on all cores and on one, in turns."""
+"""Measure the cost of all ranks of a node sharing one core: the same product on all cores and on one, in turns."""
 
 import os
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ def _bytes(tensors, counted):
 
 @dataclass
 class Saved:
-    """What autograd kept of a call: bytes of storages, each once; a module's are under its name ("" elsewhere)."""
+    """The bytes that autograd kept of a call, each storage once; a module's are under its name ("" elsewhere)."""
 
     result: Any = None
     bytes: int = 0

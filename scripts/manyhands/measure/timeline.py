@@ -1,4 +1,4 @@
-"""What each rank did when, from the records of `trace`: computing, communicating, and waiting for which rank.
+"""Show each rank over time, from the records of `trace`: computing, communicating, and waiting for which rank.
 
     timeline = Timeline({0: record, 1: record})
     timeline.spans, timeline.rows, timeline.lines()      # for a Gantt chart, as numbers, as text

@@ -127,9 +127,9 @@ class VirtualNetwork:
 
     @contextmanager
     def step(self, i):
-        """What this rank does in the block is step `i`: `steps` gets {lane: virtual seconds}, and their total.
+        """Count this rank's work in the block as step `i`: `steps` gets {lane: virtual seconds}, and their total.
 
-        A rank waits while what it needs is not there: another rank's message, or (in `wait`) its own asynchronous ones.
+        A rank waits for another rank's message or, in `wait`, for its own asynchronous messages.
         """
         if self._in_step:
             raise ValueError(f"step {i} begins inside step {self._step}; end that one first")

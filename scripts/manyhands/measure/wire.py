@@ -1,10 +1,10 @@
-"""What left this rank: calls, messages and bytes, counted below the libraries that make them.
+"""Count what leaves this rank: calls, messages and bytes, below the libraries that make them.
 
     with wire.watch() as seen:
         dist.all_reduce(x)
     seen.count("all_reduce"), seen.messages, seen.sent_bytes, seen.transport_bytes
 
-Two instruments that know nothing of each other:
+Two independent instruments:
 
 - *calls*: every operation that enters torch.distributed, with its payload. They are read from the dispatcher (a
   TorchDispatchMode over the `c10d` operators), so DDP's buckets and FSDP's gathers are seen as well; functions of
@@ -50,7 +50,7 @@ class Call:
 
 @dataclass
 class Seen:
-    """What one rank did inside a `watch()`. Point-to-point sends are `messages`; collectives are `calls` only."""
+    """The record of one rank in a `watch()`. Point-to-point sends are `messages`; collectives are `calls` only."""
 
     calls: list[Call] = field(default_factory=list)
     transport_bytes: int | None = None
@@ -67,7 +67,7 @@ class Seen:
         return self.payload_bytes("send")
 
     def count(self, op: str) -> int:
-        """How often `op` ("all_reduce", "send", ...) was called."""
+        """Return the number of calls of `op` ("all_reduce", "send", ...)."""
         return sum(call.op == op for call in self.calls)
 
     def payload_bytes(self, op: str | None = None) -> int:

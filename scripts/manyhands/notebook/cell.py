@@ -8,7 +8,7 @@ from manyhands.notebook.engine_processes import TimeLimit
 
 GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
-BUSY_TIMES = 3  # a busy machine makes a cell's limit so many times as long, and no longer: people wait for it
+BUSY_TIMES = 3  # a busy machine lengthens a cell's limit by at most this factor: people are waiting
 LOST_PEER = re.compile(r"Connection (closed|reset)|Broken pipe|[Tt]imed out")  # as gloo says it
 
 # What CUDA, HIP, NCCL and Intel's XCCL say where a process has lost its device or its peers: it must start again.
@@ -19,7 +19,7 @@ LOST_DEVICE = re.compile(
 
 
 class Cell:
-    """What a cell did on each rank, and how it ended.
+    """The results of a cell on each rank, and how it ended.
 
     done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
     where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks;
@@ -77,7 +77,7 @@ class Cell:
         self._recover()
 
     def places(self):
-        """Where the ranks are that have not ended: as `ControlLines.where` says it; who is slow to answer is silent."""
+        """Return where the unfinished ranks are, as `ControlLines.where` does; a rank slow to answer is silent."""
         return self.pool.control.where(sorted(self._pending), 0.3)
 
     def _collect(self, into):
@@ -91,7 +91,7 @@ class Cell:
             del self._pending[rank]
 
     def _some_are_telling(self):
-        """Whether a rank is outside of the cell's lines: it makes its traceback, or its answer is on its way."""
+        """Return whether a rank is outside the cell's lines: it makes its traceback, or its answer is on its way."""
         places = self.pool.control.where(list(self._pending)).values()
         return any(place is None or (place != "silent" and not place["line"]) for place in places)
 
@@ -123,7 +123,7 @@ class Cell:
                 self.restarted = True
 
     def items(self, rank):
-        """What the rank said: [("text", str) | ("data", mime bundle, metadata)]."""
+        """Return the rank's output: [("text", str) | ("data", mime bundle, metadata)]."""
         return (self.done.get(rank) or self.freed.get(rank) or {"items": []})["items"]
 
     @property

@@ -150,7 +150,7 @@ def _groups(ranks, key):
 
 
 def _part(ranks, told, value_of):
-    """How one part differs: a line per group of equal ranks. Empty if all are equal."""
+    """Return the differences in one part: a line per group of equal ranks. Empty if all are equal."""
     groups = _groups(ranks, lambda rank: told[rank] and (told[rank]["kind"], told[rank]["digest"]))
     if len(groups) == 1:
         return []

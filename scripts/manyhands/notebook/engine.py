@@ -147,7 +147,7 @@ def _sockets():
 
 
 def where():
-    """Where the main thread is: {"call": innermost named call or "", "line": line number, "source": its text}.
+    """Return where the main thread is: {"call": innermost named call or "", "line": line number, "source": its text}.
 
     None while no cell runs; line 0 before and after the cell's own lines.
     """
@@ -222,7 +222,7 @@ def _await_device():
 
 
 class Text:
-    """What is printed in a row; of more than 4 times `kept` characters the middle is left out."""
+    """Consecutive printed text; if it exceeds 4 times `kept` characters, its middle is left out."""
 
     def __init__(self, kept):
         self.kept, self.pieces, self.held, self.left_out = kept, [], 0, 0
@@ -319,7 +319,7 @@ def recording(shell, whole=False, cell=None):
 
 
 def show_figures_as_png(shell):
-    """What `%matplotlib inline` does, without importing matplotlib before a cell wants it."""
+    """Do what `%matplotlib inline` does, without importing matplotlib before a cell needs it."""
     formatter = shell.display_formatter.formatters["image/png"]
     formatter.for_type_by_name("matplotlib.figure", "Figure", _png)
 

@@ -170,11 +170,11 @@ class Processes:
         self._children.append(child)
 
     def port_taken(self):
-        """Whether a port of the controller's went to another process before it could bind it: it waits for ever."""
+        """Return whether another process took a port of the controller first, for which it would wait forever."""
         return "Address already in use" in (self.folder / "controller.log").read_text(errors="replace")
 
     def can_be_reached(self):
-        """Whether the controller has written how a client and the engines reach it; then the engines are told."""
+        """Return whether the controller has written its addresses for client and engines; pass them to these."""
         theirs = self.connection_file.with_name("ipcontroller-engine.json")
         if not all(file.exists() and file.stat().st_size for file in (self.connection_file, theirs)):
             return False
@@ -207,7 +207,7 @@ class Processes:
             time.sleep(0.02)
 
     def _died(self):
-        """What the shells of failed engines have noted, as a phrase."""
+        """Return the failures that the engines' shells noted, as a phrase."""
         lines = (self.folder / DIED).read_text().splitlines() if (self.folder / DIED).exists() else []
         killed = "; 137 is a kill, such as by a memory limit" if any(line.endswith(" 137") for line in lines) else ""
         return ", ".join(lines) + killed

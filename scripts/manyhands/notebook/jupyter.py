@@ -1,4 +1,4 @@
-"""What `make lab`, `make kernel` and `make shared` do once the environment is there.
+"""Do the work of `make lab`, `make kernel` and `make shared` once the environment is there.
 
     python -m manyhands.notebook.jupyter kernel [--user]    # a kernel "Many Hands", here or for this user's JupyterLab
     python -m manyhands.notebook.jupyter remember           # this environment is the course's, also for the next `make`

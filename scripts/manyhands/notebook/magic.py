@@ -154,7 +154,7 @@ def groups(result):
 
 
 def sections(result):
-    """What to display, in order: [(mime bundle, metadata)]. Text is gathered in one bundle up to the next figure."""
+    """Return the displays, in order: [(mime bundle, metadata)]. Text up to the next figure is one bundle."""
     out, rows = [], []
 
     def flush():
@@ -202,9 +202,10 @@ def _bar(colour):
 
 
 class _Live:
-    """What is shown while a cell runs longer than two seconds: elapsed time and what its first rank says.
+    """The display of a cell that runs longer than two seconds: elapsed time and the first rank's output.
 
-    From ten seconds on, or once a rank has stopped at a breakpoint, also where each rank is, and how to stop the cell.
+    After ten seconds, or once a rank has stopped at a breakpoint, it also shows where each rank is, and how to stop the
+    cell.
     """
 
     def __init__(self, control):
@@ -243,7 +244,7 @@ class _Live:
 
 
 def waiting(cell):
-    """Where the ranks of a running cell are, who is done, and how to stop it: lines of text."""
+    """Return lines of text: where the ranks of a running cell are, which are done, and how to stop it."""
     at, n, stopped = {}, cell.world_size, dict(cell.pool.control.stopped)
     for rank, place in cell.places().items():
         at.setdefault(_stop(stopped[rank]) if rank in stopped else _place(place), []).append(rank)
@@ -266,7 +267,7 @@ def waiting(cell):
 
 
 def _stop(stop):
-    """Where a rank stopped at a breakpoint, from what `debug.Debugger` tells."""
+    """Return where a rank stopped at a breakpoint; `stop` is what `debug.Debugger` tells."""
     how = "stepped in a terminal, at" if stop["attached"] else "stopped at"
     return f"{how} line {stop['line']} of {stop['cell']}: {stop['source']}"
 
@@ -302,7 +303,7 @@ def report(result):
 
 
 def _whose(name, lesson):
-    """Where the lesson defines the `name` that a cell misses, "" where that is not known."""
+    """Return where the lesson defines the `name` that a cell misses, "" if unknown."""
     with contextlib.suppress(OSError, SyntaxError):
         return whose(script_of(lesson), name)
     return ""

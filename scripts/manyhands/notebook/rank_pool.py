@@ -140,7 +140,7 @@ class RankPool:
         self._answers([view.push(self.values, block=False) for view in self.views])
 
     def _answers(self, pending):
-        """What the ranks answer while they start. Raises RanksError as soon as one of them has died."""
+        """Return the ranks' answers once they have started. Raises RanksError as soon as one of them has died."""
         self.processes.wait_until(
             lambda: all(answer.ready() for answer in pending),
             lambda: f"rank {next(r for r, answer in enumerate(pending) if not answer.ready())} did not answer",
@@ -188,7 +188,7 @@ class RankPool:
         return [view.pull(name, block=True) for view in self.views]
 
     def compare(self, expression, ranks=None):
-        """How the value of `expression`, such as "loss", differs between `ranks` (default: all): a Comparison."""
+        """Compare the value of `expression`, such as "loss", between `ranks` (default: all); return a Comparison."""
         current_ranks()
         return compare(self.views, expression, ranks)
 
@@ -232,7 +232,7 @@ class Starting:
         return time.monotonic() - self.began
 
     def tell(self):
-        """Say the seconds, once in each. Nothing is said where the output is stored."""
+        """Show the elapsed seconds, once per second, unless the output is stored."""
         if settings.live() and self.seconds() >= self.said + 1:
             self.said = int(self.seconds())
             self.show(f"starting {self.n} ranks: {self.said} s", stays=False)
@@ -323,7 +323,7 @@ class ControlLines:
                     self._lines[rank].sendall(json.dumps({"do": do}).encode() + b"\n")
 
     def where(self, ranks, timeout_s=None):
-        """Where each rank is: rank -> {"call", "line", "source"}, None (no cell runs), or "silent"."""
+        """Return where each rank is: rank -> {"call", "line", "source"}, None (no cell runs), or "silent"."""
         timeout_s = timeout_s or 4 * settings.patience()
         self._next_id += 1
         question = self._next_id

@@ -1,1 +1,1 @@
-"""How the workshop's figures look: the colours and hatches of `looks`, cards, and the charts that lessons share."""
+"""Draw the workshop's figures: the colours and hatches of `looks`, cards, and the charts that lessons share."""

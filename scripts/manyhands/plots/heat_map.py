@@ -1,6 +1,6 @@
 """A heat map: one number for each rank and step, darker where it is larger.
 
-    show(heat_map(steps["waiting"], "who waits", "s", virtual=True), "waiting", alt="...")
+    show(heat_map(steps["waiting"], "waiting time", "s", virtual=True), "waiting", alt="...")
 
 The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darker and have no red in them, so that they
 read in black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.

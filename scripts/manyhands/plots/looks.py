@@ -17,7 +17,7 @@ Every colour and hatch that a figure shows comes from here, or is a `tint` of on
 import statistics
 
 INK = "#1a1a1a"  # lines and text
-QUIET = "#666666"  # what is said in passing
+QUIET = "#666666"  # for remarks
 EDGE = "#888888"  # the outline of what waits, or is not here
 FAINT = "#c8c8c8"  # rules, grids, the edge of a card
 GREY = "#d9d9d9"  # a thing that is no rank's
@@ -122,7 +122,7 @@ def series_with_ends(axes, x, series, styles, scale=1):
 
 
 def note(axes, text, at, shift, colour=INK, **style):
-    """`text` beside the point `at` of the data, shifted by so many printer's points."""
+    """`text` beside the point `at` of the data, shifted by this number of printer's points."""
     axes.annotate(text, at, shift, textcoords="offset points", color=colour, **style)
 
 

@@ -1,5 +1,5 @@
-"""What runs reached: losses of a killed run, scaling laws, rewards of alignment, tokens per call with draft tokens; who
-read what and how far apart trainings are; and the planner's predictions beside published runs.
+"""Draw results of runs: losses of a killed run, scaling laws, rewards of alignment, tokens per call with draft tokens;
+which rank read what and how far apart trainings are; and the planner's predictions beside published runs.
 
 Series have shades and markers, not the ranks' colours: a curve is a run, a batch, a formula. Whiskers: least and most.
 """

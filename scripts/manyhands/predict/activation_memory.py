@@ -1,4 +1,4 @@
-"""What a forward keeps for the backward, by formula: of our GPT, of a rank's step, and by the two formulas in
+"""Count what a forward keeps for the backward, by formula: for our GPT, for a rank's step, and by the two formulas in
 circulation.
 
     sum(saved_bytes(config, sequences=8).values()) # of our GPT; `measure.tensor_bytes.count_saved` counts the same
@@ -61,7 +61,7 @@ def _numbers(model):
     down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is the
     norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
 
-    Where `routed` copies of a token pass through experts, each MLP's terms so many times, and the routing: the router's
+    Where `routed` copies of a token pass through experts: each MLP's terms `routed` times, and for routing the router's
     input (D) and its probabilities (E), and each expert's output for the gradient of its weight. Shared experts have
     the router's input.
     """

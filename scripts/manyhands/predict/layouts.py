@@ -42,7 +42,7 @@ SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble
 
 
 class Sharing(NamedTuple):
-    """How data ranks share weights, gradients and optimizer: a strategy with options of `options.parallel`."""
+    """A way for data ranks to share weights, gradients and optimizer: a strategy with options of `options.parallel`."""
 
     strategy: str
     options: Mapping[str, Any]
@@ -78,7 +78,7 @@ ALONE = next(iter(SHARINGS))  # with nobody to share with all are the same
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. Raises ValueError for counts that cannot be."""
+    """The planner's input. Raises ValueError for impossible counts."""
 
     model: PlannedModel
     machine: Machine
@@ -117,7 +117,7 @@ class Question:
 
     @cached_property
     def base(self) -> Options:
-        """What a command line starts from: the model's preset, or nano with the model's sizes."""
+        """Return the options a command line starts from: the model's preset, or nano with the model's sizes."""
         name = self.model.name
         own = "dropout", "vocab_size", "experts", "top_k", "shared_experts", "router"
         options = from_preset(name if name in PRESETS else "nano")
@@ -205,13 +205,13 @@ def trains_experts(question: Question) -> bool:
 
 
 def divisors(n: int) -> list[int]:
-    """Of `n`, the smallest first; [] for 0."""
+    """Return the divisors of `n`, the smallest first; [] for 0."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def _sharings(question, context, tensor, pipeline, group):
-    """What makes sense for so many data ranks."""
+    """Return the sharings that make sense for the data ranks that these axes leave."""
     within, degrees = question.per_node // tensor, {"tensor": tensor, "pipeline": pipeline, "replicate": 1, "shard": 1}
     for name, how in SHARINGS.items():
         there = question.offload if how.offload else group > 1 or name == ALONE

@@ -1,5 +1,5 @@
-"""What a GPU and its links can do, from a table with its sources (machines.toml) or a file of your own; and what a
-collective takes.
+"""The speeds of a GPU and its links, from a table with its sources (machines.toml) or your own file, and the time of a
+collective.
 
     machine = machine_named("h100")                # Machine: peak, memory, bandwidths
     machine = machine_from_file("mine.toml")       # the same fields; `base = "h100"` fills in the rest
@@ -56,7 +56,7 @@ class Machine:
 
     @property
     def matmul_flops(self) -> float:
-        """What a bf16 product reaches at best, FLOP/s."""
+        """The highest rate that a bf16 product reaches, FLOP/s."""
         return self.peak_flops * self.best_share
 
     def __post_init__(self):
@@ -132,14 +132,14 @@ class Group:
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """Of the slowest link of the ring, in one direction."""
+        """The bandwidth of the ring's slowest link, in one direction."""
         inside, between = self.machine.inside_bytes_per_s, self.machine.between_bytes_per_s
         if self.nodes == 1:
             return inside * self.link_share
         return min(inside if self.on_a_node > 1 else between, self.on_a_node * between) * self.link_share
 
     def seconds(self, operation: str, payload_bytes: float, calls: int = 1) -> float:
-        """Of `calls` collectives with a payload of `payload_bytes` together. 0 for one rank alone."""
+        """Return the time of `calls` collectives with a total payload of `payload_bytes`. 0 for one rank alone."""
         if self.ranks == 1 or not calls:
             return 0.0
         latency_s = calls * self._latency_s(operation)
@@ -225,7 +225,7 @@ def listed_peak(name: str, units: int, kind: str) -> float | None:
 
 
 def device_name(device: "torch.device") -> str:
-    """What torch calls the device: "NVIDIA H200", "cpu"."""
+    """Return torch's name for the device: "NVIDIA H200", "cpu"."""
     if device.type == "cpu":
         return "cpu"
     import torch

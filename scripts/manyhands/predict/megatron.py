@@ -1,4 +1,4 @@
-"""What a layout costs in a program like Megatron-LM or torchtitan: bytes, operations and messages of the busiest GPU.
+"""The cost of a layout in a program like Megatron-LM or torchtitan: bytes, operations, messages of the busiest GPU.
 
     split = Split(tensor=8, pipeline=16, data=128, sharing="zero1", stages_per_rank=8)
     held = bytes_held(model, split, batch=2048)    # RankBytes
@@ -30,7 +30,7 @@ SPLIT = ("ZeroBubble",)  # schedules that halve the backward
 
 @dataclass(frozen=True)
 class Program:
-    """What the program that trains can do. The defaults are today's; published runs of earlier years have less."""
+    """The features of the training program. The defaults are today's; published runs of earlier years have fewer."""
 
     fused: bool = True  # norms and activations are kernels of their own, written by hand or by a compiler
     flash: bool = True  # attention's scores are never kept, and the masked half is not computed
@@ -51,7 +51,10 @@ TODAY = Program()
 
 @dataclass(frozen=True)
 class Split:
-    """How GPUs share the work. `data` are ranks with sequences of their own; with `context` they share the weights."""
+    """The degrees by which GPUs share the work.
+
+    Each of the `data` ranks has its own sequences; with `context`, they share the weights.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -74,7 +77,7 @@ class Split:
 
     @property
     def expert_data(self) -> int:
-        """Of the ranks over which the experts are spread, those of the axes context and data."""
+        """The number of context and data ranks among the ranks over which the experts are spread."""
         return max(1, self.expert // self.tensor)
 
     @property
@@ -148,7 +151,7 @@ def bytes_held(model: PlannedModel, split: Split, batch: int, program: Program =
 
 
 def _tokens(model, split):
-    """Of a micro-batch, on a rank."""
+    """Return the number of tokens of a micro-batch on one rank."""
     return split.micro_batch * model.block_size // split.context
 
 

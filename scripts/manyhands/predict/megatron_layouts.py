@@ -38,7 +38,7 @@ class Timed:
 
 @dataclass
 class Found:
-    """What `search` found."""
+    """The result of `search`."""
 
     plans: dict[str, Timed] = field(default_factory=dict)
     refused: list[tuple[str, str]] = field(default_factory=list)

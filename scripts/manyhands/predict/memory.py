@@ -51,17 +51,17 @@ class RankBytes:
 
     @property
     def between_steps(self) -> int:
-        """What lasts from one step to the next."""
+        """The bytes that last from one step to the next."""
         return sum(getattr(self, kind) for kind in AT_REST)
 
     @property
     def on_host(self) -> int:
-        """What offload keeps in the host's memory instead."""
+        """The bytes that offload keeps in the host's memory instead."""
         return self.between_steps if self.offload else 0
 
     @property
     def on_gpu(self) -> int:
-        """What the GPU's memory must hold at its fullest moment."""
+        """The bytes that the GPU's memory must hold at its fullest moment."""
         return sum(self.by_kind().values()) - self.on_host
 
     def kinds_on_gpu(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ def bytes_per_rank(config, layout, options) -> RankBytes:
 
 
 def checkpoint_bytes(config, options) -> int:
-    """What a checkpoint holds under every strategy: weights and optimizer, whole, in their own precision."""
+    """Return the size of a checkpoint under any strategy: full weights and optimizer, in their own precision."""
     return config.num_params() * weight_bytes(options) * (1 + MOMENTS[options.optimizer.name])
 
 
@@ -107,7 +107,7 @@ class State(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """What the options say of how weights are kept."""
+    """The way in which weights are stored, according to the options."""
 
     dp_mode: str
     keeps_unsharded: bool  # FSDP keeps all units whole from the forward to the end of the backward
@@ -151,7 +151,7 @@ def _state(model, layout, storage):
 
 @dataclass(frozen=True)
 class Share:
-    """What the first tensor rank of a pipeline rank has of a model, with one part of its experts."""
+    """The part of a model that the first tensor rank of a pipeline rank has, with one part of its experts."""
 
     model: PlannedModel
     tensor: int
@@ -236,7 +236,7 @@ def _fsdp(share, layout, storage):
 def padded(weights: list[Weight], layout) -> tuple[int, int]:
     """Numbers of these weights, padding included: (that a rank holds, that it gathers).
 
-    Ranks that the experts are spread over hold different ones: so many fewer share an expert. In `train.py`, whose
+    Ranks that the experts are spread over hold different ones: fewer ranks share an expert. In `train.py`, whose
     experts are one weight of the module `mlp`, FSDP leaves those to the ranks that hold them, and gathers none.
     """
     held = whole = 0
@@ -251,7 +251,7 @@ def padded(weights: list[Weight], layout) -> tuple[int, int]:
 
 
 class Unit(NamedTuple):
-    """What FSDP gathers by one message: `times` alike."""
+    """The parameters that FSDP gathers in one message; there are `times` equal units."""
 
     times: int
     weights: list[Weight]  # its own, without those of units further inside
@@ -392,7 +392,7 @@ def zero_bytes(num_params: float, n_ranks: int, stage: int, k: float = 12) -> fl
     for another stage, or less than one rank.
     """
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage} is none of ZeRO's; use 0 (nothing partitioned), 1, 2 or 3")
+        raise ValueError(f"unknown ZeRO stage {stage}; use 0 (nothing partitioned), 1, 2 or 3")
     if n_ranks < 1:
         raise ValueError(f"n_ranks={n_ranks} is too small; use at least 1")
     weights, gradients, optimizer = (1 / n_ranks if stage >= first else 1 for first in (3, 2, 1))

@@ -6,7 +6,7 @@
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
 al. 2024): it can be planned, and `train.py` does not train it. With `n_expert` above 1 a router sends each token to
-`top_k` of so many MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
+`top_k` of `experts` MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
         return prod(self.shape)
 
     def of_tensor_rank(self, tensor: int) -> "Weight":
-        """What the first of `tensor` ranks has of it: DTensor gives the first ranks the larger parts."""
+        """Return the shard of the first of `tensor` ranks: DTensor gives the first ranks the larger parts."""
         return self._replace(shape=tuple(ceil(n / tensor) if d == self.split else n for d, n in enumerate(self.shape)))
 
 
@@ -61,8 +61,8 @@ class PlannedModel:
     qkv_bias: bool = False
     dropout: float = 0.0
     n_expert: int = 1  # E MLPs per layer
-    top_k: int = 1  # of which each token passes through so many
-    n_shared: int = 0  # of a gpt: as wide as so many experts, one MLP that every token passes through
+    top_k: int = 1  # the number of experts that each token passes through
+    n_shared: int = 0  # of a gpt: one MLP for every token, as wide as this number of experts
     # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
     capacity: float | None = None
     head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
@@ -112,7 +112,7 @@ class PlannedModel:
         return self.top_k * (self.capacity or 1)
 
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
-        """Of one layer, in the order of `GPT.parameters()`, with so many of its experts; none: with all."""
+        """Return one layer's weights, in the order of `GPT.parameters()`, with this number of experts (None: all)."""
         D, kv, wide, llama = self.n_embd, self.kv_width, self.attention_width, self.style == "llama"
         norms = [[Weight(name, (D,))] * (1 if llama else 2) for name in ("norm_1", "norm_2")]
         if llama:
@@ -133,7 +133,7 @@ class PlannedModel:
         return [*norms[0], *attention, *norms[1], *mlps]
 
     def mlp_weights(self) -> list[Weight]:
-        """Of one MLP, or expert."""
+        """Return the weights of one MLP, or of one expert."""
         D, M = self.n_embd, self.n_hidden
         linears = _gpt_mlp(D, M)
         if self.style == "gpt" and self.n_expert > 1:  # without biases
@@ -161,7 +161,7 @@ class PlannedModel:
         return self.n_layer * sum(w.numel for w in self.layer_weights()) + sum(w.numel for w in once)
 
     def active_params(self) -> int:
-        """Of them, what one token passes through: all but the experts that it is not sent to."""
+        """The parameters that one token passes through: all but the experts that it is not sent to."""
         idle = self.n_layer * (self.n_expert - self.top_k) * sum(w.numel for w in self.mlp_weights())
         return self.num_params() - idle
 
@@ -176,7 +176,7 @@ class PlannedModel:
         return 2 * products + self.attention_flops()
 
     def expert_flops(self) -> float:
-        """What a layer's experts compute per token, forward, padding included; 0 without experts."""
+        """The forward FLOPs of a layer's experts per token, padding included; 0 without experts."""
         if self.n_expert == 1:
             return 0.0
         return 2 * self.routed * sum(w.numel for w in self.mlp_weights() if len(w.shape) == 2)
@@ -186,11 +186,11 @@ class PlannedModel:
         return self.layer_flops() + self.expert_flops() * (1 - self.top_k / self.routed)
 
     def attention_flops(self) -> int:
-        """Of them, what attention multiplies beside its linear layers: scores, and their product with V."""
+        """The FLOPs of attention besides its linear layers: scores, and their product with V."""
         return 4 * self.attention_width * self.block_size
 
     def head_flops(self) -> int:
-        """Of the head per token, forward."""
+        """The forward FLOPs of the head per token."""
         return 2 * self.vocab_size * self.n_embd
 
     @cache  # noqa: B019
@@ -240,7 +240,7 @@ def _mixture(options):
 
 @cache
 def share_of(model: PlannedModel, context: int) -> PlannedModel:
-    """The model that one of so many context ranks sees: its share of the positions."""
+    """Return the model as one of the context ranks sees it: with its share of the positions."""
     return replace(model, block_size=model.block_size // context) if context > 1 else model
 
 

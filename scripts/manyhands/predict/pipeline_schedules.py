@@ -36,7 +36,7 @@ HOLDS = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 class Action(NamedTuple):
-    """What a rank does at a time: `kind` F, B, I or W, for micro-batch `micro` of stage `stage`."""
+    """A rank's work in one slot: `kind` F, B, I or W, for micro-batch `micro` of stage `stage`."""
 
     kind: str
     stage: int
@@ -55,7 +55,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """What a simulation showed: the slots of all ranks, and how many micro-batches each held at most."""
+    """The result of a simulation: the slots of all ranks, and the most micro-batches that each held at once."""
 
     slots: list
     in_flight: list
@@ -85,7 +85,7 @@ def orders_of(schedule: str, p: int, m: int, v: int = 1) -> list[list[Action]]:
 
 
 def order_of(schedule: str, rank: int, p: int, m: int, v: int = 1) -> list[Action]:
-    """The actions of one rank of them: so many forwards ahead, then a forward and a backward in turns.
+    """Return the actions of one rank: the warm-up's forwards, then a forward and a backward in turns.
 
     GPipe has all forwards ahead. Of interleaved schedules a round of micro-batches goes through one stage, then through
     the next. Zero-bubble is ZB-H1: each backward in two halves, of which the second fills what would be idle.

@@ -87,7 +87,7 @@ class Plan(Candidate):
 
 @dataclass(frozen=True)
 class Answer:
-    """What `plan` found."""
+    """The result of `plan`."""
 
     question: Question
     ranked: tuple[Plan, ...]  # one of each family that fits: the recommended plan, then the others, the fastest first
@@ -108,7 +108,7 @@ class Answer:
 
 
 def program_for(model: PlannedModel) -> Program | None:
-    """What would train a model: train.py its own GPT (None), a program of Megatron-LM's kind all others."""
+    """Return the program that would train a model: None (train.py) for its own GPT, else one of Megatron-LM's kind."""
     return None if model.style == "gpt" and model.capacity is None else TODAY
 
 
@@ -149,7 +149,7 @@ def plan(question: Question) -> Answer:
 
 
 def _plan_for(question):
-    """Of a program of Megatron-LM's kind."""
+    """Plan for a program of Megatron-LM's kind."""
     contexts = [question.context] if question.context else []
     found = megatron_layouts.search(
         question.model, question.machine, question.gpus, question.global_batch, question.program, contexts

@@ -93,7 +93,7 @@ class PublishedRun(BaseModel):
 
     @property
     def machine(self) -> Machine:
-        """What it was trained on."""
+        """The machine it was trained on."""
         names = (
             "best_share",
             "best_fp8_flops",
@@ -115,7 +115,7 @@ class PublishedRun(BaseModel):
 
     @property
     def program(self) -> Program:
-        """What trained it."""
+        """The program that trained it."""
         return Program(**{field.name: getattr(self, field.name) for field in fields(Program)})
 
     @property
@@ -197,7 +197,7 @@ class Choice:
 
 
 def choice(run: PublishedRun) -> Choice:
-    """The Choice of a run: the same search as for a question of one's own, with the program that there was."""
+    """Return the Choice of a run, by the search that answers any question, for the program that the run had."""
     return _choice(run.name)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says: plain text for people, a dict for programs, and how to start it.
+"""Show a plan: plain text for people, a dict for programs, and the lines that start it.
 
     print(as_text(answer, top=8))
     json.dumps(as_dict(answer))
@@ -100,7 +100,7 @@ def _plans(answer, top, show_all):
 
 
 def _schedules(answer):
-    """What the schedules make of the first way to split that has a pipeline: the best of each that fits."""
+    """Return the best fitting candidate of each schedule, for the first split that has a pipeline."""
     if not answer.schedules:
         return []
     lines = [f"Schedules of {answer.schedules[0].name}, each at its best:"]
@@ -169,7 +169,7 @@ def _messages(time):
 
 
 def _routing(question, best):
-    """What is assumed of experts, with what it costs where it is wrong."""
+    """Return the assumption about experts, with the cost of it being wrong."""
     if best.layout.expert == 1:
         return "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
     if (capacity := question.model.capacity) is not None:

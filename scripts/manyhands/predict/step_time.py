@@ -1,4 +1,4 @@
-"""How long a training step takes: compute, memory, messages that nothing hides, and the bubble, each in seconds.
+"""Predict the time of a training step: compute, memory, exposed messages, and the bubble, each in seconds.
 
     work = planned_work(model, layout, options)    # Work: what the busiest GPU does in a step
     time = step_time(work, machine)                # StepTime
@@ -36,7 +36,7 @@ TAKEN_SHARE = 0.15
 MEMORY_PASSES = 2.22  # of each byte that is kept; fitted
 UNFUSED = 1.57  # times as many without fused kernels; fitted
 CASTS = 1.5  # assumption: times as many where linear layers cast what they multiply to 8 bits
-# Assumption: a layer's forward starts so many kernels, its backward twice as many, and the CPU starts one in so long;
+# Assumption: a layer's forward starts this number of kernels, its backward twice that, each at this cost to the CPU;
 # what a GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
 KERNELS, KERNEL_S = 25, 5e-6
 OPTIMIZER_BYTES = 32  # read and written per parameter in fp32: weight, gradient, two moments, and the gradient's norm
@@ -46,7 +46,7 @@ OF_EXPERTS = ("mlp up", "gelu", "mlp down", "routing")  # what grows with the to
 
 @dataclass(frozen=True)
 class Work:
-    """What the busiest GPU does in one step."""
+    """The work of the busiest GPU in one step."""
 
     micro_batches: int
     layers: int  # of this GPU
@@ -141,7 +141,7 @@ def _busiest_rank(model, pipeline, stages_per_rank):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a prediction rests on: change one to see what hangs on it."""
+    """The assumptions behind a prediction: change one to see its effect."""
 
     matmul_share: float = MATMUL_SHARE
     attention_share: float = ATTENTION_SHARE
@@ -262,5 +262,5 @@ def _waits(work, machine, a, forward_s, backward_s):
 
 
 def _waited(seconds, exposed_s, a):
-    """What messages cost: what nothing hides, and of the rest what their kernels take away from the products."""
+    """Return the cost of messages: all exposed time, and the part of the rest that their kernels take from products."""
     return exposed_s + (seconds - exposed_s) * a.taken / (1 - a.taken)

@@ -1,4 +1,4 @@
-"""What a rank communicates in one training step, by formula: operations, calls and payload bytes.
+"""Count a rank's communication in one training step, by formula: operations, calls and payload bytes.
 
     messages(model, layout, options, layers=32)    # [Message] on every axis of a plan, for `step_time`
     per_step(config, layout, options)              # {"all_gather": Traffic(calls, payload_bytes)}, as `wire` counts
@@ -94,7 +94,7 @@ def forwards(layout, options) -> int:
 
 
 def tokens_at_once(model: PlannedModel, layout, options) -> int:
-    """Of a micro-batch, on a rank: context ranks share the positions."""
+    """Return the tokens of a micro-batch on one rank: context ranks share the positions."""
     return sequences_at_once(layout, options) * model.block_size // layout.context
 
 
@@ -169,7 +169,7 @@ def _data(model, layout, options, flat=False):
 
 
 def _in_one_weight(model):
-    """Whether a layer's experts lie one below the other in one weight, as `train.py` has them."""
+    """Return whether one weight stacks all experts of a layer, as in `train.py`."""
     return model.n_expert > 1 and model.style == "gpt"
 
 

@@ -1,7 +1,7 @@
-"""What the course promises about speed: how soon ranks answer, how long lessons take, the trainer beside a plain loop.
+"""Measure the course's promises about speed: ranks' first answer, lessons' time, the trainer against a plain loop.
 
 Lessons are runs of the preflight. In every round each row of the trainer runs once, as people start it, and reports its
-tokens per second in a `steps.jsonl`. A ratio compares runs of one round, to which the machine does the same.
+tokens per second in a `steps.jsonl`. A ratio compares runs of one round, so that the machine's load affects both.
 """
 
 import io
@@ -215,7 +215,7 @@ def all_rows() -> list[Row]:
 
 
 def switch_rows(kind) -> list[Row]:
-    """What makes a step faster, and the same with each switch off: GPT-2 on a GPU, where `kind` is one, else MODEL."""
+    """Return rows with all speed switches on, and with each one off: GPT-2 on a GPU if `kind` is one, else MODEL."""
     gpt2 = ("--preset=gpt2", "--train.global-batch=64", f"--train.device={kind}", "--train.compile")
     base = ("--train.device=cpu",) if kind == "cpu" else gpt2
     return [Row(PLAIN_SWITCHES, flags=base)] + [Row(name, flags=(*base, *flags)) for name, flags in SWITCHES.items()]
@@ -290,7 +290,7 @@ def compared(rows) -> list[Row]:
 
 
 def engine_number() -> Number:
-    """What the paged cache and the scheduler of the server leave of a plain batched loop's speed."""
+    """Return the server's speed, with paged cache and scheduler, as a share of a plain batched loop's."""
     from manyhands.serve.load_test import random_model, share_of_plain_loop
 
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +300,7 @@ def engine_number() -> Number:
 
 
 def trainer_numbers(rows) -> list[Number]:
-    """What is promised about the trainer: the medians over the rounds of the rows that were measured."""
+    """Return the promises about the trainer: the medians over the rounds of the rows that were measured."""
     promised = [
         ("2 ranks", "ratio", "tokens/s of 2 ranks / the plain loop's", 1.3),
         ("one process", "ratio", "tokens/s of one process / the plain loop's", 1.1),

@@ -1,4 +1,4 @@
-"""Whether a class fits: everybody's notebooks on this node, everybody's GPU jobs on the nodes of the class.
+"""Check that a class fits: all notebooks on this node, all GPU jobs on the nodes of the class.
 
     python scripts/preflight.py --attendees 30 --nodes 8 --gpus-per-node 4
 
@@ -40,7 +40,7 @@ class Need:
 def on_one_node(
     attendees: int, notebook_bytes: int, memory_bytes: int, cores: int, processes: int | None
 ) -> list[Need]:
-    """What the notebooks of so many attendees, of NOTEBOOK_RANKS ranks each, need of one node that has this free."""
+    """Return what the attendees' notebooks, of NOTEBOOK_RANKS ranks each, need of one node that has this free."""
     gib, ranks = 2**30, attendees * NOTEBOOK_RANKS
     fit = memory_bytes // notebook_bytes
     most = int(RANKS_PER_CORE * cores / NOTEBOOK_RANKS)
@@ -119,7 +119,7 @@ class ClassJob:
         return -(-attendees * self.jobs // self.at_once(nodes, gpus_per_node))
 
     def node_hours(self, attendees: int, gpus_per_node: int, seconds: float) -> float:
-        """What all jobs of the class cost if each takes `seconds`; a share of a node's GPUs is that share of it."""
+        """Return the cost of the class's jobs if each takes `seconds`; a job pays for its share of a node's GPUs."""
         share = self.gpus / gpus_per_node if self.gpus else 1
         return attendees * self.jobs * self.nodes * share * seconds / 3600
 

@@ -1,4 +1,4 @@
-"""What this machine has and what it lacks for the course: a line per check, each with its remedy.
+"""Report what this machine has and lacks for the course: a line per check, each with its remedy.
 
 A check returns what it found, or raises a Fault with what to do. CHECKS is the table of all of them. Only the standard
 library is imported before it is needed: the doctor also runs where nothing is installed.
@@ -40,7 +40,7 @@ MARKS = {"ok": "OK", "warning": "warning", "error": "ERROR"}
 
 
 class Fault(Exception):
-    """What is not well: "warning" or "error", what was found, and what to do about it."""
+    """A problem: "warning" or "error", what was found, and what to do about it."""
 
     def __init__(self, status, says, remedy):
         super().__init__(says)
@@ -153,7 +153,7 @@ def packages(version=importlib.metadata.version):
 
 
 def paths(environ=os.environ, user_site=None, prefix=sys.prefix):
-    """What may be taken instead of the environment's packages: PYTHONPATH, ~/.local, another conda environment."""
+    """Look for folders that may shadow the environment's packages: PYTHONPATH, ~/.local, another conda environment."""
     names = ("torch", "numpy", "mpi4py", "ipyparallel", "ipykernel", "IPython", "matplotlib", "manyhands")
     before = {Path(entry): "unset PYTHONPATH" for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     if site.ENABLE_USER_SITE and not environ.get("PYTHONNOUSERSITE"):
@@ -399,7 +399,7 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
 
 
 def compiler(environ=os.environ, which=shutil.which):
-    """What torch.compile builds code with: a C compiler for GPUs, a C++ compiler for the CPU."""
+    """Look for torch.compile's compilers: a C compiler for GPUs, a C++ compiler for the CPU."""
     from manyhands.launch.machine import compiler_for
 
     found = {name: compiler_for(kind, environ, which) for kind, name in (("cuda", "C"), ("cpu", "C++"))}

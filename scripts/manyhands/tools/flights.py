@@ -1,8 +1,8 @@
-"""What one preflight leaves for the next: flight.json, what changed since the last event, and figures worth a commit.
+"""Keep a preflight's record: flight.json, the changes since the last event, and figures worth a commit.
 
 A flight is {"metadata": {name: text}, "finished": bool, "runs": {command of a run: {"name", "error", "seconds",
 "peak_bytes", "notebook"}}}. It is written after each run. When a new one begins, the one that had finished goes into
-last.json, run by run, so that a look at one lesson does not wipe out what is known of the others.
+last.json, run by run, so that a run of one lesson keeps the results of the others.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from manyhands.launch.settings import environment
 FLIGHT, LAST = "flight.json", "last.json"
 SAME_RUNS = ("packages", "python", "MPI", "devices")  # with another of these, what went well says nothing
 COMPARED = (*SAME_RUNS, "cores", "system", "corpus")
-SLOWER, SLOWER_S = 1.5, 10.0  # a run is slower if it took so many times as long, and so many seconds more
+SLOWER, SLOWER_S = 1.5, 10.0  # a run is slower if it took this factor longer, and this number of seconds more
 
 
 def read(folder: Path, name: str = FLIGHT) -> dict | None:
@@ -55,7 +55,7 @@ def begin(folder: Path, resume: str | None) -> tuple[bool, dict | None]:
 
 
 def changed(before: dict[str, str], now: dict[str, str], names=COMPARED) -> list[str]:
-    """How two flights' metadata differ: "packages: torch 2.12.0 then, torch 2.13.0 now"."""
+    """Return the differences between two flights' metadata: "packages: torch 2.12.0 then, torch 2.13.0 now"."""
     sentences = []
     for name in names:
         then, here = (metadata.get(name, "none").split(", ") for metadata in (before, now))

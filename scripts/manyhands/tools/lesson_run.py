@@ -166,11 +166,11 @@ class Run:
         return self.folder / "outcome.json"
 
     def identity(self) -> list[str]:
-        """What an earlier outcome must have been of to count for this run."""
+        """Return the identity that an earlier outcome must share to count for this run."""
         return [self.again(), hashlib.sha256(self.source.read_bytes()).hexdigest()]
 
     def earlier(self) -> "Outcome | None":
-        """What came of this run before if it went well, with the same file, parameters and device; or None."""
+        """Return this run's earlier Outcome if it succeeded with the same file, parameters and device; or None."""
         kept = json.loads(self.kept.read_text()) if self.kept.exists() and not self.missing() else {"of": None}
         return Outcome(self, Ended(**kept["ended"]), None, kept["metrics"]) if kept["of"] == self.identity() else None
 
@@ -179,7 +179,7 @@ class Run:
         self.kept.unlink(missing_ok=True)
 
     def first_error(self, ended, timeout_s, metrics, texts) -> "FirstError | None":
-        """What went wrong in this run, or None if it is well; `texts`: see `rank_output`."""
+        """Return this run's first error, or None if there is none; `texts`: see `rank_output`."""
         if ended.error:
             return FirstError(ended.error)
         in_notebook = first_error_in_notebook(self.executed)
@@ -200,7 +200,7 @@ class Run:
 
 @dataclass(frozen=True)
 class FirstError:
-    """What went wrong first. `rank` is None where nothing in the output tells."""
+    """The first error of a run. `rank` is None if the output does not name one."""
 
     says: str  # one line
     rank: int | None = None
@@ -212,7 +212,7 @@ class FirstError:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run. `metrics` is the content of its metrics.json, if it wrote one."""
+    """The outcome of a run. `metrics` is the content of its metrics.json, if it wrote one."""
 
     run: Run
     ended: Ended

@@ -67,9 +67,9 @@ def parser(description=None):
     add("--resume", nargs="?", const="always", choices=("always", "unfinished"), help=resume)
     add("--submit", action="store_true", help=f"also submit a small job to the scheduler; {SUBMIT_S} s to its end")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
-    add("--attendees", type=positive, metavar="N", help="run nothing: say whether so many fit on this node, and")
-    add("--nodes", type=positive, metavar="N", help="... with so many nodes for all of them")
-    add("--gpus-per-node", type=positive, metavar="N", help="... of so many GPUs, how long their jobs take")
+    add("--attendees", type=positive, metavar="N", help="run nothing: print whether N attendees fit on this node, and")
+    add("--nodes", type=positive, metavar="N", help="... with N nodes for all of them")
+    add("--gpus-per-node", type=positive, metavar="N", help="... of N GPUs, how long their jobs take")
     return parser
 
 
@@ -182,7 +182,7 @@ class Preflight:
 
 
 def usual_device(named) -> str:
-    """What `named` means. "auto" is the CPU on a machine with one GPU, as for lessons, which have more ranks."""
+    """Return the device that `named` means. "auto" is the CPU if there is one GPU, as lessons have more ranks."""
     from manyhands.launch import devices
 
     alone = Allocation.find().kind == "local" and devices.gpus_here()[1] == 1
@@ -309,7 +309,7 @@ class LessonResult:
 
     @property
     def complaints(self) -> list[str]:
-        """What is wrong with the lesson beside its runs."""
+        """Return the lesson's problems besides those of its runs."""
         return [f"metrics: {said}" for said in self.differences] + [self.stale] * bool(self.stale)
 
 

@@ -124,8 +124,9 @@ def devices_needed(gigabytes, device, unit):
 
 
 def sizes_picture(gigabytes=914.04, device=40, unit="GiB"):
-    """(a matplotlib Figure, its text): so many GB (10^9 bytes) on devices of `device` GB, and of `device` GiB, one box
-    each. `unit` is what the devices really have; its row stands out.
+    """Return (a matplotlib Figure, its text): `gigabytes` GB on devices of `device` GB and of `device` GiB, as boxes.
+
+    `unit` is what the devices really have; its row stands out.
     """
     counts = {name: devices_needed(gigabytes, device, name) for name in GIGA}
     # the same for both rows: a device of GiB is wider, what is full is as long

@@ -19,7 +19,7 @@ MICRO_BATCHES = 8
 
 
 class OnLink(NamedTuple):
-    """What goes over one link in a step, in one direction."""
+    """The bytes that go over one link in a step, in one direction."""
 
     axis: str
     bytes: float
@@ -133,7 +133,7 @@ def _boxes(axes, groups, rank, n, per_node, across):
 
 
 def _matrix(figure, sent, n, per_node, height):
-    """What each rank sends to each in a step; a dark line goes around each node: what lies outside of these is slow."""
+    """Draw what each rank sends to each in a step; dark lines frame the nodes: all traffic outside them is slow."""
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 

@@ -1,4 +1,4 @@
-"""Who computes which part of causal attention: ranks, positions and a layout, and each rank's work in each step."""
+"""Show which rank computes which part of causal attention: ranks, positions, a layout, and the work of each step."""
 
 from itertools import groupby
 
@@ -14,7 +14,7 @@ def owners(layout, T, n):
     """The rank of each of T positions under a layout on n ranks: a list of T.
 
     "in order": one stretch each; "zig-zag": chunk r of 2n and its mirror image; "striped": every n-th position (Brandon
-    et al. 2023, arXiv:2311.09431). Raise ValueError where T does not split, or the layout is none of LAYOUTS.
+    et al. 2023, arXiv:2311.09431). Raise ValueError if T does not split, or the layout is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
