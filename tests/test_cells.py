@@ -110,7 +110,7 @@ def test_ranks_are_given_the_longer_to_wake_the_busier_the_machine(monkeypatch, 
     pool.world_size, pool.next_cell = 2, lambda: 1
     pool.views = [types.SimpleNamespace(apply_async=lambda *_: Answer(clock, told, 15)) for _ in range(2)]
     pool.control = types.SimpleNamespace(
-        dead=set(), where=lambda ranks: {}, tell=lambda ranks, do: told.append((do, clock.now))
+        dead=set(), stopped={}, where=lambda ranks: {}, tell=lambda ranks, do: told.append((do, clock.now))
     )
     ended = cell.Cell(pool)
     ended.run("dist.barrier()", 60)
@@ -246,7 +246,9 @@ def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop
         shown.append(page)
 
     line = {"call": "recv", "line": 4, "source": "dist.recv(x, src=1)"}
-    control = types.SimpleNamespace(said="", tell=lambda ranks, do: None, where=lambda ranks, timeout_s: {0: line})
+    control = types.SimpleNamespace(
+        said="", stopped={}, tell=lambda ranks, do: None, where=lambda ranks, timeout_s: {0: line}
+    )
     running = cell.Cell(types.SimpleNamespace(world_size=4, control=control))
     running.done, running.limit = dict.fromkeys((2, 1, 3)), engine_processes.TimeLimit(60)
     live = magic._Live(control)

@@ -238,10 +238,16 @@ def test_a_cell_that_prints_100_000_lines_keeps_the_ranks_and_says_what_it_leave
     assert notebook.run("%%ranks\ndist.barrier(); say(kept)").text == "all ranks | 7\n"
 
 
-@pytest.mark.parametrize("call", ["breakpoint()", "input('lr? ')"])
-def test_what_needs_a_keyboard_says_that_a_rank_has_none(notebook, call):
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("breakpoint()", "breakpoint() needs somebody who watches, and nobody watches this run"),
+        ("input('lr? ')", "input() needs a keyboard, and a rank has none"),
+    ],
+)
+def test_what_needs_a_person_is_refused_where_there_is_none(notebook, call, why):
     _, said, lines = notebook.run(f"%%ranks\n{call}").error
-    assert f"{call.partition('(')[0]}() needs a keyboard, and a rank has none" in said
+    assert why in said
     assert "engine.py" not in lines and call in lines
 
 

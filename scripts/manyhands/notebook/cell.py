@@ -39,20 +39,28 @@ class Cell:
         """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they
         print; `trace`: record their collectives.
 
-        on_wait(elapsed_s, this cell) is called again and again while it runs.
+        on_wait(elapsed_s, this cell) is called again and again while it runs; without it breakpoint() is an error.
+        While a rank is stopped there, no time-out passes.
         """
         number = self.number = self.pool.next_cell()
         self._pending = {
-            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace)
+            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace, on_wait is not None)
             for rank in self.ranks
         }
         began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
+        last = began
         telling = deadline = None  # once a rank has failed
         while self._pending:
             try:
                 time.sleep(0.01)
                 self._collect(self.done)
-                now = time.monotonic()
+                now, before = time.monotonic(), last
+                last = now
+                if self.pool.control.stopped:
+                    self.limit.extend(now - before)
+                    if deadline is not None:
+                        telling.extend(now - before)
+                        deadline += now - before
                 if deadline is None and (self.errors or self.dead):
                     telling, deadline = TimeLimit(TELLING_S), now + GRACE_S
                 if self._pending and (self.limit.over() if deadline is None else now > deadline):

@@ -14,18 +14,21 @@ import json
 import linecache
 import math
 import os
+import pdb
 import re
 import signal
 import socket
 import stat
 import sys
 import threading
+from pathlib import Path
 
 from IPython import get_ipython
 from IPython.core.displaypub import CapturingDisplayPublisher
 
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined, wrapped
+from manyhands.notebook.debug import Debugger, in_cell
 
 KEPT_CHARS = 25_000  # at least, of a very long output, at its beginning and at its end
 SHOWN_LINES = 25  # of a cell that runs
@@ -35,14 +38,18 @@ _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that 
 _running = threading.Event()
 _recorder = None  # of the cell that runs
 _awaits_device = False  # the cell's lines are done, and its device is not
+_folder = None  # of the notebook's ranks; only the user can open it
+_debugger = None  # of the cell that runs
 
 
-def enter(identity, control, token, store_address):
+def enter(identity, control, token, store_address, folder):
     """Become a rank: set the variables that `launchers.resolve` reads, connect the control line.
 
-    identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0.
+    identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0;
+    folder: of the notebook's ranks, private to the user.
     """
-    global _line
+    global _line, _folder
+    _folder = Path(folder)
     settings.set_variables(**identity, MANYHANDS_STORE=store_address)
     _line = socket.create_connection(control, timeout=60)
     _line.settimeout(None)
@@ -50,15 +57,22 @@ def enter(identity, control, token, store_address):
     _own_sockets.update(_sockets())
     threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
     show_figures_as_png(get_ipython())
-    sys.breakpointhook, builtins.input = _needs_a_keyboard("breakpoint"), _needs_a_keyboard("input")
+    sys.breakpointhook = pdb.set_trace = _stop
+    builtins.input = _refuse_input
 
 
-def _needs_a_keyboard(name):
-    def refuse(*_, **__):
-        cure = "print what you want to see, or set the variable in the cell"
-        raise RuntimeError(f"{name}() needs a keyboard, and a rank has none: {cure}")
+def _refuse_input(*_, **__):
+    cure = "print what you want to see, or set the variable in the cell"
+    raise RuntimeError(f"input() needs a keyboard, and a rank has none: {cure}")
 
-    return refuse
+
+def _stop(*_, **__):
+    """Stop where breakpoint() or pdb.set_trace() is called, until a terminal lets the rank go on: see `debug`."""
+    if _debugger is None:
+        raise RuntimeError("breakpoint() needs somebody who watches, and nobody watches this run: remove it")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("breakpoint() stops only in the cell's own thread, and this is another one: move it")
+    _debugger.stop(sys._getframe(1))
 
 
 def join_again(cell):
@@ -139,10 +153,10 @@ def where():
     """
     if not _running.is_set():
         return None
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    user_ns, call = get_ipython().user_ns, ""
-    # ipyparallel's own line in this namespace, and what `exec` runs, are called "<string>"
-    while frame is not None and (frame.f_globals is not user_ns or frame.f_code.co_filename == "<string>"):
+    if _debugger is not None and (at := _debugger.at):
+        return at
+    frame, call = sys._current_frames().get(threading.main_thread().ident), ""
+    while frame is not None and not in_cell(frame):
         name = frame.f_code.co_name
         if name != "wrapper":  # torch wraps each collective for its log
             call = name
@@ -153,17 +167,21 @@ def where():
     return {"call": call, "line": frame.f_lineno, "source": source}
 
 
-def run_cell(source, cell, whole=False, trace=False):
+def run_cell(source, cell, whole=False, trace=False, watched=False):
     """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless `whole`.
+    `watched`: somebody sees that it runs, so breakpoint() may stop it.
 
     Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far; with
     `trace` also "trace", the record of its collectives.
     """
-    global _recorder
+    global _recorder, _debugger
     rendezvous.begin_cell(cell)
     shell = get_ipython()
     try:
         with recording(shell, whole, cell) as _recorder, _traced(trace) as traced:
+            if watched:
+                rank = settings.value("MANYHANDS_RANK")
+                _debugger = Debugger(rank, _folder / f"{rank}.pdb", lambda stop: _tell(stopped=stop))
             _running.set()
             shell.execution_count = cell  # by which a traceback names the cell that a function comes from
             shell.run_cell(source, store_history=False)
@@ -173,6 +191,9 @@ def run_cell(source, cell, whole=False, trace=False):
                 shell.showtraceback()
     finally:
         _running.clear()
+        if _debugger is not None:
+            _debugger.close()
+            _debugger = None
     return _recorder.result() | {"joined": joined() is not None, "trace": traced and traced.result()}
 
 

@@ -75,6 +75,10 @@ class TimeLimit:
         self.times = max(self.times, settings.patience(self.most))
         return time.monotonic() - self._began > self.seconds * self.times
 
+    def extend(self, seconds):
+        """Do not count these seconds."""
+        self._began += seconds
+
     def __str__(self):
         if self.times < 1.05 or not settings.live():  # what is stored tells no times of the machine it ran on
             return f"{self.seconds:g} s"

@@ -17,6 +17,7 @@ import io
 import os
 import re
 import shlex
+import sys
 import time
 
 from IPython import get_ipython
@@ -203,7 +204,8 @@ def _bar(colour):
 class _Live:
     """The display of a cell that runs longer than two seconds: elapsed time and the first rank's output.
 
-    After ten seconds it also shows where each rank is, and how to stop the cell.
+    After ten seconds, or once a rank has stopped at a breakpoint, it also shows where each rank is, and how to stop the
+    cell.
     """
 
     def __init__(self, control):
@@ -212,14 +214,15 @@ class _Live:
         control.said = ""
 
     def update(self, elapsed_s, cell):
-        if elapsed_s < LIVE_AFTER_S - 0.25 or time.monotonic() - self.last < 0.25:
+        stopped = bool(self.control.stopped)
+        if (elapsed_s < LIVE_AFTER_S - 0.25 and not stopped) or time.monotonic() - self.last < 0.25:
             return
         self.last, speaker = time.monotonic(), cell.ranks[0]
         self.control.tell([speaker], "said")  # the answer is shown at the next update
-        if elapsed_s < LIVE_AFTER_S:
+        if elapsed_s < LIVE_AFTER_S and not stopped:
             return
         shown = _ANSI.sub("", self.control.said).rstrip()
-        if elapsed_s >= WHERE_AFTER_S and self.last - self.asked >= WHERE_EVERY_S:
+        if (elapsed_s >= WHERE_AFTER_S or stopped) and self.last - self.asked >= WHERE_EVERY_S:
             self.asked, self.where = self.last, waiting(cell)
         where = f"\n{self.where}" if self.where else ""
         colour = RANK_COLOURS[speaker % len(RANK_COLOURS)]
@@ -242,16 +245,31 @@ class _Live:
 
 def waiting(cell):
     """Return lines of text: where the ranks of a running cell are, which are done, and how to stop it."""
-    at, n = {}, cell.world_size
+    at, n, stopped = {}, cell.world_size, dict(cell.pool.control.stopped)
     for rank, place in cell.places().items():
-        at.setdefault(_place(place), []).append(rank)
+        at.setdefault(_stop(stopped[rank]) if rank in stopped else _place(place), []).append(rank)
     lines = [f"{name_ranks(ranks, n)}: {place}" for place, ranks in at.items()]
     if cell.done:
         lines.append(f"{name_ranks(sorted(cell.done), n)}: done (output is shown when all ranks are)")
+    if stopped:
+        nodes = sorted({stop["node"] for stop in stopped.values() if not stop["attached"]})
+        where = f" on {', '.join(nodes)}" if nodes and cell.pool.allocation.num_nodes > 1 else ""
+        step = f"In a terminal{where}: {shlex.quote(sys.executable)} -m manyhands.notebook.debug"
+        who = f"{name_ranks(sorted(stopped))} {'is' if len(stopped) == 1 else 'are'} stopped"
+        hold = (
+            f"While {who}, no time-out ends this cell, and waiting is no hang. The square button above stops the cell."
+        )
+        return "\n".join(lines + [step] * bool(nodes) + [hold])
     limit_s = cell.limit.seconds * cell.limit.times
     return "\n".join(
         [*lines, f"The square button above stops the cell; otherwise it is stopped after {limit_s:.0f} s."]
     )
+
+
+def _stop(stop):
+    """Return where a rank stopped at a breakpoint; `stop` is what `debug.Debugger` tells."""
+    how = "stepped in a terminal, at" if stop["attached"] else "stopped at"
+    return f"{how} line {stop['line']} of {stop['cell']}: {stop['source']}"
 
 
 def report(result):

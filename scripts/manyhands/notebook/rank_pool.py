@@ -129,7 +129,7 @@ class RankPool:
                 "MPI": int(self.mpi), "LESSON": self.lesson,
             }  # fmt: skip
             identity = {f"MANYHANDS_{name}": str(value) for name, value in known.items()}
-            enter = engine.enter, identity, address, self.control.token, store
+            enter = engine.enter, identity, address, self.control.token, store, str(self.processes.folder)
             pending.append(self.client[engine_id].apply_async(*enter))
         self._answers(pending)
         self.processes.wait_until(
@@ -258,6 +258,7 @@ class ControlLines:
     def __init__(self, n, host="127.0.0.1"):
         self.n, self.token = n, secrets.token_hex(16)
         self.pids, self.dead, self.said = {}, set(), ""
+        self.stopped = {}  # rank -> where it stopped: what `debug.Debugger` tells
         self._lines, self._replies, self._next_id = {}, {}, 0
         self._changed = threading.Condition()
         self._listener = socket.create_server((host, 0), backlog=max(n, 8))
@@ -290,12 +291,19 @@ class ControlLines:
                 for text in messages:
                     self._receive(rank, json.loads(text))
             with self._changed:
+                self.stopped.pop(rank, None)
                 self.dead.add(rank)
                 self._changed.notify_all()
 
     def _receive(self, rank, message):
         if "said" in message:
             self.said = message["said"]
+            return
+        if "stopped" in message:
+            if message["stopped"] is None:
+                self.stopped.pop(rank, None)
+            else:
+                self.stopped[rank] = message["stopped"]
             return
         with self._changed:
             if message["reply"] == self._next_id:  # nobody waits for an answer to an earlier question
