@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from manyhands.measure import trace, wire
 from manyhands.measure.timeline import Timeline
+from manyhands.measure.virtual_network import Span
 from manyhands.plots.trace import chart
 
 LATE_S = 1.0
@@ -90,6 +91,12 @@ def test_the_chart_names_for_whom_a_rank_waits_and_its_text_says_the_same(timeli
     assert [text.get_text() for text in figure.axes[0].texts].count("for rank 2") == 3
     assert "rank 0: computing " in timeline.lines()[0] and " s for rank 2" in timeline.lines()[0]
     assert timeline.lines()[0].endswith("1 all_reduce, 1 send, 1 all_gather; 1.22 MB")
+
+
+def test_calls_that_overlap_are_drawn_without_names_that_hide_each_other():
+    spans = [Span(0, "communication", f"send {k} bytes", 0.1 * k, 2 + 0.1 * k) for k in range(4)]
+    spans.append(Span(1, "communication", "send 9 bytes", 0.0, 2.0))
+    assert [text.get_text() for text in chart(spans, [], "sends").axes[0].texts] == ["send 9 bytes"]
 
 
 def late_backward(ranks):
