@@ -130,7 +130,7 @@ def test_biases_end_within_1_3_of_the_mean_where_nothing_else_balances():
 
 @pytest.fixture(scope="module")
 def references():
-    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH)}
+    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH, DEEP)}
 
 
 CASES = {
@@ -146,10 +146,24 @@ CASES = {
     "ddp by buckets, experts over 2 of 4": (4, SWITCH, dict(strategy="ddp", expert=2, all_reduce="buckets")),
     "fsdp, experts over 2": (2, SIGMOID, dict(strategy="fsdp", expert=2, activation_checkpointing="block")),
     "fsdp, experts over 2 of 4": (4, MIXTURE, dict(strategy="fsdp", expert=2, micro_batch=1, wrapping="size:3000")),
+    "pipeline": (2, SIGMOID, dict(strategy="pp", micro_batch=2)),
+    "pipeline recomputing": (2, MIXTURE, dict(strategy="pp", schedule="GPipe", activation_checkpointing="block")),
+    "pipeline of replicas": (4, SWITCH, dict(strategy="ddp", pipeline=2, micro_batch=1)),
+    "pipeline of shards": (4, MIXTURE, dict(strategy="fsdp", pipeline=2, micro_batch=2)),
+    "pipeline, experts over 2": (4, SIGMOID, dict(strategy="pp", replicate=2, expert=2, micro_batch=1)),
+    "pipeline of shards, experts over 2": (4, MIXTURE, dict(strategy="fsdp", pipeline=2, expert=2, micro_batch=2)),
 }
+DEEP = replace(MIXTURE, n_layer=4)
+SCHEDULED = {
+    f"{schedule} {name}": (n, DEEP, dict(pipeline=2, micro_batch=1, schedule=schedule, **parallel))
+    for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    for name, n, parallel in (("alone", 2, {}), ("experts over 2", 4, {"expert": 2}))
+}
+CASES |= SCHEDULED
+SHORT = CASES.keys() - SCHEDULED.keys() | {"Interleaved1F1B experts over 2", "ZBVZeroBubble experts over 2"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
 def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
     n, config, parallel = CASES[case]
     assert_equal(pool.run(n, steps_of, options_with(**parallel), config), references[config])
@@ -204,6 +218,19 @@ def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
         assert held == formula
 
 
+@pytest.mark.parametrize(
+    ("n", "parallel"),
+    [
+        (2, dict(strategy="pp")), (4, dict(strategy="pp", replicate=2, expert=2)),
+        (4, dict(strategy="fsdp", pipeline=2, expert=2)),
+    ],
+)  # fmt: skip
+def test_the_fullest_rank_of_a_pipeline_holds_what_the_formula_says(pool, n, parallel):
+    config = replace(SIGMOID, vocab_size=64, experts=8)
+    ranks = pool.run(n, held_by, options_of("fp32", **parallel), config)
+    assert max(held for held, _ in ranks) == ranks[0][1]
+
+
 # --- what is refused
 
 
@@ -244,9 +271,8 @@ def test_what_expert_ranks_do_not_go_together_with_is_refused(flags, n, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--parallel.tensor 2", "runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor"),
-        ("--parallel.strategy pp", "runs on data ranks only"),
-        ("--parallel.strategy deepspeed", "runs on data ranks only"),
+        ("--parallel.tensor 2", "runs without tensor ranks; leave parallel.tensor out"),
+        ("--parallel.strategy deepspeed", "does not run under deepspeed; use parallel.strategy=ddp or fsdp"),
         ("--train.compile", "does not go with train.compile; use --train.no-compile"),
         ("--parallel.activation-checkpointing selective", "use parallel.activation_checkpointing=block"),
         ("--parallel.context 2", "use optimizer.balance_loss=0, and leave balancing to the biases"),

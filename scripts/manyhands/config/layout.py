@@ -267,8 +267,10 @@ def _experts(options, config, degrees):
             yield f"zero1 shares out whole weights, and {spread} spreads them; use parallel.strategy=fsdp or ddp"
     if experts == 1:
         return
-    if degrees["tensor"] > 1 or degrees["pipeline"] > 1 or parallel.strategy == "deepspeed":
-        yield f"{asked} runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor or pipeline"
+    if parallel.strategy == "deepspeed":
+        yield f"{asked} does not run under deepspeed; use parallel.strategy=ddp or fsdp"
+    if degrees["tensor"] > 1:
+        yield f"{asked} runs without tensor ranks; leave parallel.tensor out"
     if options.train.compile:
         yield f"{asked} does not go with train.compile; use --train.no-compile"
     if parallel.activation_checkpointing == "selective":

@@ -1,13 +1,14 @@
 """Expert parallelism: the experts of each layer are spread over the ranks of a group, and tokens travel to them.
 
-    mesh = expert_mesh(device_type, world_size, 2)           # axes replicas x expert; all ranks
+    mesh = expert_mesh(device_type, layout)                  # axes replicas x expert; all ranks
     spread_experts(model, mesh, device)                      # in place: a rank keeps its share of each layer's experts
-    finish_expert_gradients(model, mesh, divide=world_size)  # once per step, after the last backward; all ranks
+    finish_expert_gradients(model, mesh, divide=data_ranks)  # once per step, after the last backward; all ranks
 
 Each rank has different tokens, as in data parallelism. Two all-to-alls per layer send rows to the ranks of their
 experts and back (Lepikhin et al. 2020, GShard), and in the backward their gradients the other way. So an expert's
-gradient is a sum over the losses of all ranks in its group already: it is divided by the number of all ranks, and
-summed over those that hold the same experts. Lesson 09 builds all of it.
+gradient is a sum over the losses of all ranks in its group already: it is divided by the number of data ranks, and
+summed over those that hold the same experts. In a pipeline all of these are ranks of one stage. Lesson 09 builds all
+of it.
 
 Shapes: E experts of a layer, n ranks of the group, e = E / n of this rank, D width, R rows.
 """
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from manyhands.config.layout import Layout
 from manyhands.gpt.experts import multiplied_in, run_experts
 from manyhands.gpt.model import experts_of
 from manyhands.measure.tensor_bytes import local_part
@@ -60,9 +62,11 @@ def run_on_ranks(
     return Exchange.apply(rows_RD[order_R.argsort()], arriving, leaving, group)
 
 
-def expert_mesh(device_type: str, world_size: int, expert: int) -> DeviceMesh:
-    """The mesh replicas x expert of all ranks: neighbours hold different experts. All ranks must call it."""
-    return init_device_mesh(device_type, (world_size // expert, expert), mesh_dim_names=("replicas", "expert"))
+def expert_mesh(device_type: str, layout: Layout) -> DeviceMesh:
+    """The mesh replicas x expert of this stage's data ranks: neighbours hold different experts. All ranks call it."""
+    replicas = layout.replicate * layout.shard // layout.expert
+    shape, names = (layout.pipeline, replicas, layout.expert), ("pipeline", "replicas", "expert")
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)["replicas", "expert"]
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:

@@ -82,7 +82,7 @@ def _held(config, layout, options):
         if layout.tensor > 1:
             apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         if layout.expert > 1:
-            spread_experts(part, expert_mesh("cpu", layout.world_size, layout.expert), torch.device("meta"))
+            spread_experts(part, expert_mesh("cpu", layout), torch.device("meta"))
         if layout.dp_mode(options) == "fsdp":
             shard(part, mesh, options)
     model = torch.nn.ModuleList(parts)
