@@ -104,13 +104,17 @@ class Experts(nn.Module):
 
     def forward(self, x_BTD):
         gates_Nk, experts_Nk = self.route(x_BTD)
+        y_BTD = self.mix(x_BTD.flatten(0, 1), gates_Nk, experts_Nk).view_as(x_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+    def mix(self, x_ND, gates_Nk, experts_Nk):
+        """Return what the chosen experts make of each token, weighted by its gates: [N, D]."""
         order_R = experts_Nk.flatten().argsort(stable=True)
         sizes_E = experts_Nk.flatten().bincount(minlength=len(self.router))
-        rows_RD = x_BTD.flatten(0, 1)[order_R // self.top_k]
+        rows_RD = x_ND[order_R // self.top_k]
         rows_RD = self.run(rows_RD, sizes_E, self.up, self.down)
         back_NkD = rows_RD[order_R.argsort()].view(*gates_Nk.shape, -1)
-        y_BTD = (back_NkD * gates_Nk[..., None].to(rows_RD.dtype)).sum(1).view_as(x_BTD)
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+        return (back_NkD * gates_Nk[..., None].to(rows_RD.dtype)).sum(1)
 
 
 @torch.no_grad()

@@ -89,10 +89,10 @@ class MeshStrategy(Strategy):
     def _prepare(self, model):
         """Spread a GPT, or a stage of one, over the ranks of the axes replicate, shard and tensor, in place."""
         layout, parallel = self.layout, self.options.parallel
-        if layout.tensor > 1:
-            apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         if self.expert_mesh is not None:
             spread_experts(model, self.expert_mesh, self.ranks.device)
+        if layout.tensor > 1:
+            apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
             from torch._inductor import config as inductor  # late: it takes its time
