@@ -27,8 +27,8 @@
 # - build activation checkpointing, and say what it costs;
 # - compute an MFU, the share of the device's peak that a training reaches.
 #
-# **You need** to have seen a training loop in PyTorch. A cell that begins with `%%ranks` runs on several processes, the
-# [ranks](../assets/glossary.md#rank) of [lesson 00](00_start.ipynb). Here the ranks do not need each other.
+# **You need** to have seen a training loop in PyTorch. A cell that begins with `%%ranks` runs on several processes,
+# the [ranks](../assets/glossary.md#rank) of [lesson 00](00_start.ipynb). Here each rank works alone.
 #
 # **New here:** [activation](../assets/glossary.md#activation), [optimizer
 # state](../assets/glossary.md#optimizer-state), [activation
@@ -630,8 +630,7 @@ if rank == 0:
 # ## A bug from the zoo (CORE, 3 min)
 #
 # This is a workshop's trainer, in our words. It is started with `dtype="bf16"`. Its batch of 2 million tokens is read
-# in 4,096 pieces of 512 tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?** Read code and
-# output before you open the answer.
+# in 4,096 pieces of 512 tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?**
 
 # %%
 # %%ranks

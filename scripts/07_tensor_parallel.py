@@ -404,7 +404,7 @@ def split_blocks(model, group, enter, leave):
 
 
 # %% [markdown]
-# **Predict.** How many all-reduces does one layer (attention and MLP) make in a step, forward and backward together?
+# **Predict.** How many all-reduces does one layer make in a step, forward and backward together?
 
 # %%
 # %%ranks
@@ -796,8 +796,8 @@ def partial_sums(model, sequence_parallel=False):
 
 
 # %% [markdown]
-# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** Decide, then run
-# the cell. It compares the parameters that every rank holds whole: they must be *the same* on every rank.
+# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** The cell compares
+# the parameters that every rank holds whole: they must be *the same* on every rank.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
