@@ -305,7 +305,7 @@ def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, wo
     "more",
     [
         "ddp", "fsdp --parallel.context 2 --optimizer.balance-loss 0", "fsdp --parallel.tensor 4 --model.vocab-size 68",
-        "pp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
+        "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
     ],
 )  # fmt: skip
 def test_a_rank_of_1024_holds_what_the_formula_says(more):

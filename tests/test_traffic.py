@@ -6,7 +6,8 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.predict.traffic import Traffic, per_step
+from manyhands.predict.models import model_of
+from manyhands.predict.traffic import Traffic, messages, per_step
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"
@@ -100,6 +101,25 @@ def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
         for found in measured:
             assert found[i]["all_to_all"].calls == expected["all_to_all"].calls, flags
             assert found[i] | {"all_to_all": None} == expected | {"all_to_all": None}, flags
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--parallel.pipeline 2 --parallel.schedule GPipe",
+        "--parallel.tensor 2",
+        "--parallel.strategy fsdp --parallel.tensor 2",
+    ],
+)
+def test_tokens_travel_to_their_experts_next_to_stages_and_tensor_ranks_as_the_formula_says(pool, more):
+    flags = f"{MOE} --model.n-layer 4 --train.micro-batch 1 {more}"
+    config, layout, options = read(flags, 4)
+    sent = messages(model_of(config), layout, options, config.n_layer // layout.pipeline)
+    sent = [message for message in sent if message.axis == "experts"]
+    found = [ranks[0]["all_to_all"] for ranks in pool.run(4, measure, [flags])]
+    assert {traffic.calls for traffic in found} == {sum(message.calls for message in sent)}
+    mean = sum(traffic.payload_bytes for traffic in found) / 4
+    assert mean == sum(message.payload_bytes for message in sent)
 
 
 def test_ddp_sends_several_buckets_where_a_model_has_megabytes():

@@ -101,7 +101,8 @@ def tokens_at_once(model: PlannedModel, layout, options) -> int:
 def _tensor(model, layout, options, layers):
     """Two all-reduces per layer and forward, and two in the backward; or sequence parallelism's pairs instead."""
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
-    routed = model.routed if layout.expert > 1 else 1  # summed over tensor ranks before or after tokens come back
+    # summed over tensor ranks before tokens come back; in `train.py` after that
+    routed = model.routed if layout.expert > 1 and not _in_one_weight(model) else 1
     payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options) * (1 + routed) / 2
     yield Message("tensor", "all_reduce", calls, calls * payload, layout.tensor, 1)
 
@@ -137,13 +138,14 @@ def _experts(model, layout, options, layers):
     In `train.py` one more, before each forward, says how many will come for each expert.
     """
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
-    # positions are split over the tensor ranks, or not
-    share = layout.tensor if options.parallel.sequence_parallel else 1
+    # positions are split over the tensor ranks, or not; in `train.py` each of them sends for its own experts
+    share = layout.tensor if options.parallel.sequence_parallel or _in_one_weight(model) else 1
     payload = tokens_at_once(model, layout, options) * model.routed * model.n_embd * _low(options) / share
     yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor)
     if _in_one_weight(model):
         calls = layers * forwards(layout, options) * layout.micro_batches
-        yield Message("experts", "all_to_all", calls, calls * model.n_expert * ID_BYTES, layout.expert, layout.tensor)
+        payload = calls * model.n_expert // layout.tensor * ID_BYTES
+        yield Message("experts", "all_to_all", calls, payload, layout.expert, layout.tensor)
 
 
 def _low(options):
