@@ -150,7 +150,16 @@ tests:
 test: environment  ## minutes: every lesson, program, strategy, check and message once (ARGS="-k ring")
 	@$(TESTS) -m "not full" $(ARGS) || { test $$? = 1 && $(ALONE); }
 
+# a JupyterHub and its proxy for tests/test_jupyterhub.py, in an environment of their own as on a site
+HUB = outputs/tests/hub
+$(HUB)/complete: tests/hub_requirements.txt
+	@command -v npm >/dev/null || { echo "npm is missing, and JupyterHub's proxy needs it: install Node.js" >&2; exit 2; }
+	@rm -rf $(HUB) && "$(BIN)/uv" venv -q -p "$(BIN)/python" $(HUB) && \
+	  "$(BIN)/uv" pip install -q --compile-bytecode -p $(HUB)/bin/python -c requirements.txt -r tests/hub_requirements.txt && \
+	  npm install --silent --no-fund --no-audit --prefix $(HUB) configurable-http-proxy@5.3.0 && touch $@
+
 test-full: environment  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
+	@$(MAKE) --no-print-directory $(HUB)/complete
 	@$(TESTS) $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none

@@ -18,24 +18,24 @@
 #
 # **40 minutes** for the sections marked CORE, 106 with those marked MORE.
 #
-# A model has 3.3 MB of parameters. One training step of it takes 28 MB. In this lesson you find every byte. You write
-# a ledger that predicts the peak of any GPT, and you make that peak smaller.
+# A model has 3.3 MB of parameters. One training step of it takes 28 MB. In this lesson you find where these bytes are.
+# You write a function, the **ledger**, that predicts them for any GPT, and you make the peak smaller.
 #
 # After this lesson **you can**
 # - predict the parameters, bytes and FLOPs of a GPT with a pencil;
-# - say whether a model fits on a device, and if not, what does not fit;
+# - say whether a model fits on a device, and if not, what is too large;
 # - build activation checkpointing, and say what it costs;
-# - compute an MFU, and name the peak that it is divided by.
+# - compute an MFU, the share of the device's peak that a training reaches.
 #
-# **You need** to have seen a training loop in PyTorch. A cell that begins with `%%ranks` runs on several processes, the
-# [ranks](../assets/glossary.md#rank) of [lesson 00](00_start.ipynb). Here the ranks do not need each other.
+# **You need** to have seen a training loop in PyTorch. A cell that begins with `%%ranks` runs on several processes,
+# the [ranks](../assets/glossary.md#rank) of [lesson 00](00_start.ipynb). Here each rank works alone.
 #
-# **New here:** [activation](../assets/glossary.md#activation), [optimizer state](../assets/glossary.md#optimizer-state),
-# [activation checkpointing](../assets/glossary.md#activation-checkpointing), [FLOP](../assets/glossary.md#flop),
-# [MFU](../assets/glossary.md#mfu), and in MORE [mixed precision](../assets/glossary.md#mixed-precision),
-# [loss scaling](../assets/glossary.md#loss-scaling), [accumulation](../assets/glossary.md#accumulation),
-# [micro-batch](../assets/glossary.md#micro-batch). Tables to look things up are in
-# [the handbook](../assets/handbook/01_one_device.md).
+# **New here:** [activation](../assets/glossary.md#activation), [optimizer
+# state](../assets/glossary.md#optimizer-state), [activation
+# checkpointing](../assets/glossary.md#activation-checkpointing), [FLOP](../assets/glossary.md#flop),
+# [MFU](../assets/glossary.md#mfu), and in MORE [mixed precision](../assets/glossary.md#mixed-precision), [loss
+# scaling](../assets/glossary.md#loss-scaling), [accumulation](../assets/glossary.md#accumulation),
+# [micro-batch](../assets/glossary.md#micro-batch).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -64,7 +64,8 @@ peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# In a **build** the key lines are yours. If you leave a build as it is, the check puts the lesson's own lines in its place.
+# In a **build** you replace each `____` and run the cell; its check says what is wrong. If you leave a build as it is,
+# the cells below use the lesson's own lines.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -157,7 +158,7 @@ def watch_step(run_block):
 
 
 # %% [markdown]
-# `watch_step` (folded) takes the step, and follows every tensor from its birth to its end.
+# `watch_step` (folded) runs the step, and notes when each tensor is allocated and freed.
 
 # %%
 # %%ranks
@@ -167,25 +168,24 @@ compare("peak of the step", guess_peak, round(seen.peak.total / 1e6, 1), "MB")
 say(f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weights:.1f} times that")
 
 # %% [markdown]
-# What else is in memory? There are four kinds of bytes, each with its own reason to be there.
+# What else is in memory? There are four kinds:
 #
 # | kind | what | how many |
 # |---|---|---|
 # | parameters | the weights | P numbers |
 # | gradients | from backward until `zero_grad` | P numbers |
 # | [optimizer state](../assets/glossary.md#optimizer-state) | Adam's running means of the gradient and of its square | two numbers per parameter |
-# | [activations](../assets/glossary.md#activation) | what forward puts aside, because backward will need it | grows with the tokens |
+# | [activations](../assets/glossary.md#activation) | results of forward that backward will need | grows with the tokens |
 #
-# The first three depend on the model. The last one depends on the batch, too.
+# The first three depend only on the model. Activations depend on the batch, too.
 
 # %% [markdown]
 # ## The ledger (CORE, 14 min)
 #
-# Letters are sizes: `V` tokens in the vocabulary, `T` positions in a sequence, `D` the width, `H` heads, `N` layers, `P`
-# parameters. First you need P.
+# Letters are sizes: `V` tokens in the vocabulary, `T` positions in a sequence, width `D`, `H` heads, `N` layers, `P`
+# parameters. First count P.
 #
-# ![A decoder-only transformer from the embeddings to the head, with the shape of the weights beside each
-# box](../assets/01_gpt.svg)
+# ![A decoder-only transformer, with the shape of the weights beside each box](../assets/01_gpt.svg)
 #
 # - A linear map from *a* to *b* numbers, *a → b*, has *a·b* weights, and *b* more if it has a bias.
 # - A LayerNorm has a scale and a shift, each a vector of width D.
@@ -193,7 +193,8 @@ say(f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weigh
 #
 # ### Build A: count the parameters
 #
-# Fill in the four blanks, from the drawing.
+# Fill in the four blanks from the drawing, as formulas in V, T, D and N. `attention`, `mlp` and the LayerNorms are for
+# one layer.
 
 
 # %%
@@ -225,7 +226,7 @@ checks.parameters(count_parameters, ranks)
 # </details>
 
 # %% [markdown]
-# A layer has 12D² + 10D parameters. For a model that you know nothing about, remember **12·N·D²**:
+# A layer has 12D² + 10D parameters. So a good estimate for large models is **12·N·D²**:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -235,17 +236,17 @@ for name, c in large_models.items():
     say(f"{name:10} P = {P:14,}   12 N D^2 is {100 * 12 * c.n_layer * c.n_embd**2 / P:.1f} % of it")
 
 # %% [markdown]
-# Now the activations. The drawing shows what one layer keeps for **one token**:
+# Now the activations. The drawing shows what one layer keeps for backward, for **one token**:
 #
-# ![Forward passes up through a layer and puts aside what backward will need: inputs of the matrices, of the norms, of
-# GELU](../assets/01_saved.svg)
+# ![What forward keeps in a layer for backward: inputs of the matrices, norms and GELU](../assets/01_saved.svg)
 #
-# These are 16 vectors of width D. There are also H + 4 single numbers: one per head, and mean and deviation for each norm.
-# Above the layers, the last norm, the head and the loss keep `top` numbers per token.
+# These are 16 vectors of width D. There are also H + 4 single numbers: one per head, and the mean and deviation of
+# each of the two norms. After the layers, the last norm, the head and the loss keep `top` numbers per token.
 #
 # ### Build B: the ledger
 #
-# Fill in the bytes of each kind: float32, so 4 bytes a number, with AdamW.
+# Fill in the bytes of each kind, with AdamW. All is float32, so 4 bytes a number. `layer` counts numbers per token,
+# and there are N layers and `tokens` tokens.
 
 
 # %% jupyter={"source_hidden": true}
@@ -292,8 +293,8 @@ checks.ledger(ledger, ranks)
 # </details>
 
 # %% [markdown]
-# Hold it against the measured step. Parameters and optimizer state are there all the time. Activations grow in forward and
-# are given back in backward, while gradients take their place. The dashed line is your ledger:
+# Compare it with the measured step. Parameters and optimizer state are there all the time. Activations grow in
+# forward. Backward frees them, and allocates gradients. The dashed line is your ledger:
 
 # %%
 # %%ranks
@@ -317,12 +318,13 @@ if rank == 0:
 metrics.exact(saved_bytes=seen.highest("activations"))
 
 # %% [markdown]
-# Each kind is right within one percent. The measured peak is a few percent higher than the ledger's: "other" are results that
-# live for one operator, and the gradients of activations on their way down. An allocator adds its own, so leave room.
+# Each kind is right within one percent. The measured peak is a few percent higher, because of "other": results that
+# only the next operator needs, and gradients of activations. A GPU's allocator needs more, so leave room.
 #
-# What stays between steps is 16 bytes per parameter. Large models train in bf16, with 2 bytes for a weight and 2 for a
-# gradient. But bf16 has 8 significant bits: after 1 comes 1 + 1/128, and most updates are smaller than that. So the
-# optimizer updates an exact float32 copy, the **master**, and keeps its own two numbers in float32 as well.
+# Parameters, gradients and optimizer state are 16 bytes per parameter. Large models train in bf16, with 2 bytes for a
+# weight and 2 for a gradient. But bf16 has only 8 significant bits: the next number after 1 is 1 + 1/128, and most
+# updates are smaller than that. So the optimizer updates a float32 copy of each weight, the **master**. Its two
+# running means are float32 as well.
 #
 # **Predict.** How many bytes per parameter is that?
 
@@ -342,9 +344,8 @@ for name, config in large_models.items():
     )
 
 # %% [markdown]
-# 2 + 2 + 4 + 8 = **16 again**. Sixteen bits do not shrink what stays between steps. They halve the activations, and they make
-# matrix products faster. Other recipes, from 8 to 20 bytes, are in
-# [the handbook](../assets/handbook/01_one_device.md#bytes-per-parameter).
+# 2 + 2 + 4 + 8 = **16 again**. So bf16 does not make these smaller. It halves the activations, and it makes matrix
+# products faster. ([Other recipes](../assets/handbook/01_one_device.md#bytes-per-parameter))
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the ledger</summary>
@@ -359,12 +360,13 @@ for name, config in large_models.items():
 # %% [markdown]
 # ## Does it fit? (CORE, 5 min)
 #
-# A device runs out of memory when you double the *batch*. How many sequences fit next to the state?
+# The 16 bytes per parameter are called the **state**. How many sequences fit into the memory that is left?
 #
 # ### Build C: sequences that fit
 #
-# Every parameter takes 16 bytes. Every token keeps 16 vectors of width D in each layer, in bf16. Leave out the rest. Where not
-# even the parameters fit, return 0. A `config` has `num_params()`, `n_layer`, `n_embd` and `block_size`.
+# Every parameter takes 16 bytes. Every token keeps 16 vectors of width D in each layer, in bf16 (2 bytes a number).
+# Ignore the rest. Return a whole number, and 0 if not even the state fits. A `config` has `num_params()`, `n_layer`,
+# `n_embd` and `block_size`.
 
 
 # %%
@@ -399,21 +401,23 @@ for name, config in large_models.items():
     say(f"{name:9} sequences that fit: {fit}; each takes {a_sequence / 1e9:.1f} GB")
 
 # %% [markdown]
-# Three answers. The **1B** fits, and memory limits the *batch*. The *state* of the **7B** alone exceeds 80 GB. The **70B** class
-# fits nowhere. Even if you spread its state over a thousand devices, *one* sequence still needs 86 GB. Sharding
-# ([lesson 06](06_zero_fsdp.ipynb)) cuts the state. The next section cuts activations.
+# The **1B** fits, and memory limits the *batch*. The *state* of the **7B** alone exceeds 80 GB. The **70B** class fits
+# nowhere: even if you split its state over a thousand devices, the activations of *one* sequence still need 86 GB.
+# Sharding ([lesson 06](06_zero_fsdp.ipynb)) makes the state on each device smaller. The next section makes activations
+# smaller.
 
 # %% [markdown]
 # ## Forget, and compute again (CORE, 7 min)
 #
-# A block keeps 16 vectors per token. From its *input*, one vector, all of them can be computed again.
-# [**Activation checkpointing**](../assets/glossary.md#activation-checkpointing) keeps only that input. It runs the block's
-# forward a second time when backward gets there ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)).
+# A block (one layer) keeps 16 vectors per token. All of them can be computed again from its *input*, which is one
+# vector. [**Activation checkpointing**](../assets/glossary.md#activation-checkpointing) keeps only that input. When
+# backward reaches the block, it runs the block's forward a second time ([Chen et al.
+# 2016](https://arxiv.org/abs/1604.06174)).
 #
-# ![Memory over a step, with and without checkpointing: without, activations pile up until backward; with, only the blocks' inputs
-# pile up, and one block at a time comes back](../assets/01_recompute.svg)
+# ![Memory over a step: without checkpointing all activations add up until backward; with it only the blocks' inputs,
+# and one block at a time comes back](../assets/01_recompute.svg)
 #
-# `Recompute` (folded) tells autograd to keep x alone. In backward it calls your function.
+# `Recompute` (folded) tells autograd to keep only the input x. In backward it calls the function that you write now.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -526,9 +530,9 @@ if rank == 0:
     )
 
 # %% [markdown]
-# The same gradients, for a third more FLOPs and a third of the activations. Here a block is a quarter of the model; with 80 layers
-# much less would be left. The library repeats a little less: it ends the second forward as soon as backward has what it
-# needs. In MORE: recompute only some blocks, or cut the batch into pieces.
+# The gradients are the same. The step takes a third more FLOPs, and a third of the activations is left. Here one block
+# is a quarter of the model; with 80 layers much less is left. The library computes a little less again: it stops the
+# second forward as soon as backward has what it needs.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: checkpointing</summary>
@@ -541,10 +545,11 @@ if rank == 0:
 # %% [markdown]
 # ## What fills the time (CORE, 5 min)
 #
-# A [**FLOP**](../assets/glossary.md#flop) is one addition or multiplication. A product of an [n, k] with a [k, m] matrix costs
-# 2·n·k·m. Backward makes two such products for each one of forward. That gives the rule **6 FLOPs for each parameter
-# and token**. Embeddings are looked up, not multiplied (fewer), and attention multiplies activations with each other (more):
-# the exact formula is 6·(12ND² + VD) + 12NDT per token.
+# A [**FLOP**](../assets/glossary.md#flop) is one addition or multiplication. The product of an [n, k] and a [k, m]
+# matrix costs 2·n·k·m. So forward costs 2 FLOPs for each parameter and token. Backward makes two such products for
+# each one of forward. The rule is **6 FLOPs for each parameter and token**. Embeddings need none, because they are
+# looked up. Attention needs more, because it multiplies activations with each other. The exact formula is 6·(12ND² +
+# VD) + 12NDT per token.
 
 # %%
 # %%ranks
@@ -555,10 +560,10 @@ rule, step_flops = 6 * shakespeare.num_params() * tokens, flops_per_token(shakes
 say(f"a step: {step_flops / 1e9:.2f} GFLOP by the formula, {rule / 1e9:.2f} by the rule")
 
 # %% [markdown]
-# Divide the model's FLOP/s by the peak of the device: [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*. The peak
-# has two traps. For the H100 the data sheet prints 1,979 TFLOP/s in bf16, with a star: for matrices in which two of every four
-# numbers are zero. **Dense**, it is half of that. And every **precision** has its own peak: 989 TFLOP/s in bf16, 495 in TF32,
-# 67 in float32.
+# The [**MFU**](../assets/glossary.md#mfu), *model FLOPs utilisation*, is the model's FLOP/s divided by the peak of the
+# device. But which peak? For the H100 the data sheet prints 1,979 TFLOP/s in bf16. That is for matrices in which two
+# of every four numbers are zero. For **dense** matrices it is half: 989 TFLOP/s in bf16. Each **precision** has its
+# own peak: 495 in TF32, 67 in float32.
 #
 # **Predict.** A well-tuned training of a 7B model runs on 8 H100. Which MFU does it reach, in percent?
 
@@ -567,7 +572,8 @@ say(f"a step: {step_flops / 1e9:.2f} GFLOP by the formula, {rule / 1e9:.2f} by t
 guess_mfu = ____  # your turn: type a number
 
 # %% [markdown]
-# The folded cell measures the fastest float32 product on this machine, and our step against it. The other bars are published.
+# The folded cell measures the fastest float32 matrix product on this machine, and our step. The other bars are
+# published.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -606,11 +612,11 @@ if rank == 0:
     metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
 
 # %% [markdown]
-# Even the best product does not reach the peak, and a well-tuned training reaches about half of it
-# ([the 7B's table](https://github.com/mosaicml/llm-foundry/blob/061f2c7ce6/scripts/train/benchmarking/README.md); the products are
-# from [this one](https://github.com/stas00/ml-engineering/blob/744d01e18b/compute/accelerator/README.md)). The rest goes to operators
-# that only move bytes, and to gaps between kernels: "Which operators calculate", in MORE, counts them.
-# When you read an MFU, ask *which peak*, and *which FLOPs*: recomputed ones do not count.
+# Even the best product does not reach the peak, and a well-tuned training reaches about half of it ([the 7B's
+# table](https://github.com/mosaicml/llm-foundry/blob/061f2c7ce6/scripts/train/benchmarking/README.md); the products
+# are from [this one](https://github.com/stas00/ml-engineering/blob/744d01e18b/compute/accelerator/README.md)). The
+# rest of the time goes to operators that only move bytes, and to gaps between kernels. When you read an MFU, ask
+# *which peak*, and *which FLOPs*: recomputed ones do not count.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: time</summary>
@@ -623,8 +629,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# From a workshop's trainer, in our words, started with `dtype="bf16"`. Its batch of 2 million tokens comes in 4,096 pieces of 512
-# tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?** Read code and output before you open the answer.
+# This is a workshop's trainer, in our words. It is started with `dtype="bf16"`. Its batch of 2 million tokens is read
+# in 4,096 pieces of 512 tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?**
 
 # %%
 # %%ranks
@@ -671,8 +677,8 @@ PRECISIONS["bf16"] = torch.bfloat16  # mended
 mended_BTV = train("bf16")
 
 # %% [markdown]
-# Almost all gradients were lost, and the loss still fell a little. That is why nobody noticed. **Print what is used, not what was
-# asked for.**
+# Almost all gradients were lost, but the loss still fell a little. So nobody noticed. **Print the precision that is
+# used, not the one that was asked for.**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -699,7 +705,7 @@ card(
 )
 
 # %% [markdown]
-# Below is the lab, to pick from. Tables, formats and links are in [the handbook](../assets/handbook/01_one_device.md).
+# Below is the lab: sections to choose from.
 
 # %% [markdown]
 # ## Lab: a model of four numbers (MORE, 4 min)
@@ -1741,7 +1747,7 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 # %% [markdown]
 # ## Further reading
 #
-# Papers, and how others count are in the [handbook](../assets/handbook/01_one_device.md#further-reading).
+# Tables and papers are in the [handbook](../assets/handbook/01_one_device.md).
 
 # %%
 # %%ranks

@@ -20,8 +20,8 @@
 #
 # After this lesson **you can**
 # - give each rank its own data, and count what was read;
-# - keep the result of a training independent of the number of ranks, and prove it to ten digits;
-# - say how large a batch is useful, and what the learning rate may do with it.
+# - get the same losses on any number of ranks, and prove it to ten digits;
+# - say how large a batch is useful, and how far its learning rate may grow.
 #
 # **You need** [data parallel](../assets/glossary.md#data-parallel) ([lesson 03](03_data_parallel.ipynb)): replicas of a model on n
 # [ranks](../assets/glossary.md#rank) each read their share of a batch; an [all-reduce](../assets/glossary.md#all-reduce) averages
@@ -29,14 +29,6 @@
 #
 # **New here:** [epoch](../assets/glossary.md#epoch), [sampler](../assets/glossary.md#sampler), [token-weighted
 # loss](../assets/glossary.md#token-weighted-loss), [gradient noise scale](../assets/glossary.md#gradient-noise-scale).
-#
-# The same file is a script:
-#
-# ```bash
-# python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/05_same_science.py
-# mpiexec -n 4 python scripts/05_same_science.py     # with an MPI world: MPI-IO too
-# python scripts/05_same_science.py                  # a world of one: the same trajectory
-# ```
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -65,8 +57,8 @@ repeats = 5  # samples of each timing, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts the ranks. The folded one makes a **small ShakespeareGPT** (32 characters at a time) that we can train
-# many times. Where you leave a build as it is, the check puts the lesson's own lines in its place.
+# The first cell starts the ranks. The folded one makes a **small ShakespeareGPT** (32 characters at a time) that we
+# can train many times. If you leave a build as it is, the cells below use the lesson's own lines.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -154,8 +146,9 @@ def curve(n, batch_of):
 # %% [markdown]
 # ## Four ranks, and the curve of one (CORE, 5 min)
 #
-# Somebody has a training that works on one GPU. Its loader gives 12 sequences for each update. Now it runs on all ranks: DDP
-# averages the gradients, every rank is busy, the loss falls, there is no error.
+# Somebody has a training script that works on one GPU. Its `loader` returns 12 sequences for each update. Now the same
+# script runs on all ranks. DDP averages the gradients, every rank is busy, the loss falls, and there is no error.
+# `curve(n, loader)` (folded) trains on the first n ranks and returns the losses:
 
 
 # %%
@@ -175,8 +168,8 @@ if rank == 0:
     say(f"largest difference of the two curves: {max(abs(a - b) for a, b in zip(one, many, strict=True)):.0e}")
 
 # %% [markdown]
-# **Predict.** The curves lie on each other. With all ranks an update should learn from 12 sequences per rank. How many
-# *different* sequences does it learn from, on 4 ranks?
+# **Predict.** The two curves are the same. On 4 ranks, an update should learn from 4 · 12 = 48 sequences. How many
+# *different* sequences does it learn from?
 
 # %%
 # %%ranks
@@ -188,19 +181,19 @@ rows = [tuple(row) for part in everyone(loader(0)[0].tolist()) for row in part]
 compare("different sequences in an update of 4 ranks", guess_different, len(set(rows)))
 
 # %% [markdown]
-# Every rank runs the same file with the same seed, so every rank reads the same data. The average of equal gradients is that
-# gradient. You pay for all ranks and get one. **Count what was read**; no error will tell you.
+# Every rank runs the same file with the same seed, so every rank reads the same data. The average of equal gradients
+# is the same gradient. You pay for four ranks and get the work of one. **Count what was read**, because no error tells
+# you.
 
 # %% [markdown]
 # ## The global batch (CORE, 4 min)
 #
-# ![Two ranks with three micro-batches each, two sequences in a micro-batch: twelve sequences, one
-# update](../assets/05_global_batch.svg)
+# ![Two ranks, three micro-batches each, of two sequences: twelve sequences, one update](../assets/05_global_batch.svg)
 #
 # > **global batch = micro-batch × ranks × accumulation**
 #
-# A [micro-batch](../assets/glossary.md#micro-batch) is the sequences of one forward pass, as many as fit into a device.
-# [Accumulation](../assets/glossary.md#accumulation) is how many of them a rank adds up before the update. An
+# A [micro-batch](../assets/glossary.md#micro-batch) is the sequences in one forward pass on one rank.
+# [Accumulation](../assets/glossary.md#accumulation) is how many micro-batches a rank adds up before the update. An
 # [**epoch**](../assets/glossary.md#epoch) is one pass over the data.
 #
 # **Predict.** Lesson 03's GPT reads 1,003,854 characters, 64 at a time, 12 sequences per micro-batch: 1,307 updates per epoch on
@@ -215,27 +208,29 @@ guess_updates = ____  # your turn: type a number
 compare("updates per epoch on 1,024 ranks", guess_updates, 1_003_854 // 64 // (12 * 1024))
 
 # %% [markdown]
-# The model would hardly move. Two ways out: keep the global batch and accumulate less, or let each update go further (the last
-# section). Ask for the *global batch*, compute the rest, and refuse to start where it does not come out even.
+# With one update per epoch the model learns almost nothing. There are two ways out: keep the global batch and
+# accumulate less, or let each update go further (a later section). So let the user set the *global batch*, compute the
+# accumulation from it, and refuse to start if it does not divide.
 
 # %% [markdown]
 # ## Deal one deck (CORE, 9 min)
 #
-# ![A shuffled deck: the first six cards have been dealt to three ranks, the remaining ones are dealt to
-# two](../assets/05_resume.svg)
+# ![A shuffled deck: six cards are dealt to three ranks, the remaining ones to two](../assets/05_resume.svg)
 #
-# All ranks shuffle one deck *in the same way*, and each takes its own cards. The order must be the same on every rank and new in
-# every epoch, so it follows from a seed and the epoch's number: `np.random.SeedSequence(0, spawn_key=(epoch,))`.
+# Think of the sequences as cards. All ranks shuffle the deck *in the same way*, and each takes its own cards. The
+# order must be the same on every rank, and new in every epoch. So it comes from a key of a seed, here 0, and the
+# epoch: `np.random.SeedSequence(0, spawn_key=(epoch,))`.
 #
-# Jobs end in the middle of an epoch. If cards are dealt in turn, what *all* ranks have read is the **beginning** of the order. Then
-# one number says where to go on, on any number of ranks.
+# Jobs stop in the middle of an epoch. If the ranks take cards in turn, then together they have read the first `done`
+# cards of the order. So this one number is enough to go on, also with another number of ranks.
 #
 # ### Build A: your share of what is left
 #
-# All ranks together have read the first `done` of the epoch's order of 0 ... `length`-1. Return the list of what rank `rank` of `n`
-# still reads. Nothing is lost or read twice, also when `n` has changed since the stop. Sizes differ by at most one.
+# The epoch's order is a permutation of 0 ... `length`-1. All ranks together have read its first `done` numbers. Return
+# the list of numbers that rank `rank` of `n` still reads. Each number that is left goes to exactly one rank, also if
+# `n` has changed since the stop. The lists' lengths differ by at most one.
 #
-# `np.random.default_rng(key)` makes a generator, and its `permutation(length)` an order.
+# `np.random.default_rng(key)` makes a generator, and its `permutation(length)` makes the order.
 
 
 # %%
@@ -259,7 +254,8 @@ checks.sharded_order(remaining, ranks)
 # </details>
 
 # %% [markdown]
-# The loader from above, mended: it reads its share of the deck. Now the updates of all ranks learn from more, and the curves part.
+# `dealt` is the loader from above, now with `remaining`. Now an update on four ranks learns from four times as many
+# sequences, and the curves differ:
 
 
 # %%
@@ -280,8 +276,8 @@ if rank == 0:
     say(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
 
 # %% [markdown]
-# PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on every rank
-# before each epoch, or every epoch has the same order (exercise 1 finds it).
+# PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on
+# every rank before each epoch. Otherwise every epoch has the same order.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: splitting</summary>
@@ -310,10 +306,12 @@ guess_mean = ____  # your turn: type a number
 compare("the mean loss of the four tokens", guess_mean, (3 * 2 + 10) / 4)
 
 # %% [markdown]
-# The mean of the two means is 6: it counts the lonely token three times as much as each of the others. DDP takes the mean of the
-# ranks' gradients, so it makes this mistake by default. **Add up sums, add up counts, divide once.**
+# The mean of the two means, 2 and 10, is 6. It counts rank 1's one token three times as much as each of the others.
+# DDP takes the mean of the ranks' gradients, so it makes this mistake. Instead, **add up the losses of all ranks, add
+# up their counts of tokens, and divide once.**
 #
-# In our batch each sequence ends after 4 to 32 characters. Beyond its end the target is -100, which `F.cross_entropy` leaves out.
+# In our batch each sequence ends after 4 to 32 characters. After its end the targets are -100: `F.cross_entropy`
+# ignores them.
 
 
 # %% jupyter={"source_hidden": true}
@@ -341,9 +339,10 @@ say(f"my {len(x_bT)} sequences have {(y_bT != -100).sum()} tokens")
 # %% [markdown]
 # ### Build B: the token-weighted loss
 #
-# `total` is the sum of the losses of this rank's tokens, `y_bT` are its targets. Return the loss on which this rank calls
-# `backward()`, so that DDP's *mean* over the ranks is the gradient of the mean over **all tokens of all ranks**. One integer may
-# travel. A rank may have no token.
+# `total` is the sum of the losses of this rank's tokens. `y_bT` are its targets; a token counts if its target is not
+# -100. Return the loss on which this rank calls `backward()`. DDP then averages the gradients of all ranks. The result
+# must be the gradient of the mean over **all tokens of all ranks**. Send only one integer. A rank may have no token at
+# all.
 
 
 # %%
@@ -367,7 +366,8 @@ checks.token_mean(token_mean, ranks)
 # </details>
 
 # %% [markdown]
-# Three gradients of one batch: your loss under DDP, each rank's own mean under DDP, and one process that reads it all.
+# Compare three gradients of one batch: your loss under DDP, each rank's own mean under DDP, and one process that reads
+# the whole batch.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -390,8 +390,7 @@ metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)
 
 # %% [markdown]
-# This is a *bias*: in every step the tokens of short sequences weigh more. The same happens *in time*, when you accumulate
-# micro-batches with different counts. Large libraries mended that in October 2024
+# The same happens when you accumulate micro-batches with different counts. Large libraries mended that in October 2024
 # ([transformers#34191](https://github.com/huggingface/transformers/pull/34191),
 # [torchtune#1875](https://github.com/pytorch/torchtune/pull/1875)).
 
@@ -407,8 +406,9 @@ metrics.measured(mean_of_means_off=off)
 # %% [markdown]
 # ## The same trajectory on 1, 2 and 4 ranks (CORE, 4 min)
 #
-# Now all of it together: one global batch, dealt to n ranks, in micro-batches, weighted by tokens. One rank and four must get the
-# same losses. The folded cell trains with plain SGD, because Adam divides by the size of the gradient and would hide a wrong factor.
+# Now put both builds together: each global batch is dealt to n ranks, read in micro-batches, and its loss is weighted
+# by tokens. One, two and four ranks must get the same losses. The folded cell trains with plain SGD. Adam divides by
+# the size of the gradient, and so would hide a wrong factor.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -460,8 +460,8 @@ if rank == 0:
         say(f"n={n}: {steps} losses, equal to those of one rank to 1e-10")
 
 # %% [markdown]
-# What looks like rounding, and what like a bug? Below, each training on all ranks is compared with one rank in the same
-# precision.
+# Which difference is rounding, and which is a bug? Below, each training on all ranks is compared with one rank in the
+# same precision.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -480,8 +480,8 @@ if rank == 0 and world_size > 1:
     show(figure, "trajectories", alt)
 
 # %% [markdown]
-# In float64 a mistake stands far above rounding; float32 leaves less room. What still depends on n: BatchNorm's statistics,
-# dropout's masks, and clipping by anything but the norm of the averaged gradient.
+# In float64 a mistake is far larger than rounding. In float32 the two are closer. Some things still depend on n:
+# BatchNorm's statistics, dropout's masks, and clipping by each rank's own gradient norm.
 
 # %% [markdown]
 # ## How large a batch is useful? (CORE, 8 min)
@@ -489,13 +489,14 @@ if rank == 0 and world_size > 1:
 # ![Gradients of single batches scatter around the gradient of everything: widely for batches of 1, less for 4, little for
 # 16](../assets/05_noise.svg)
 #
-# With more ranks you may *want* a larger global batch. The gradient of a batch is a noisy measurement of the gradient of
-# everything. With k times the batch the noise's variance falls to 1/k, and an update may go further. How much further depends on
-# the [**gradient noise scale**](../assets/glossary.md#gradient-noise-scale) (McCandlish et al. 2018):
+# With more ranks you may *want* a larger global batch. The gradient of a batch is a noisy measurement of the gradient
+# of all data. With k times the batch the noise's variance falls to 1/k, and the learning rate may grow. How much
+# depends on the [**gradient noise scale**](../assets/glossary.md#gradient-noise-scale) (McCandlish et al. 2018):
 #
-# > B_noise = variance of one sequence's gradient / |mean gradient|², and the best rate is proportional to 1 / (1 + B_noise / B)
+# > B_noise = variance of one sequence's gradient / |mean gradient|², and the best rate for batch B is proportional to
+# > 1 / (1 + B_noise / B)
 #
-# Far below B_noise twice the batch is worth twice the rate. Far above it a larger batch tells nothing new.
+# If B is far below B_noise, twice the batch allows twice the rate. If B is far above it, a larger batch does not help.
 
 
 # %% jupyter={"source_hidden": true}
@@ -564,7 +565,8 @@ if rank == 0:
 # %% [markdown]
 # ### Build C: how much further?
 #
-# By what factor does the best rate grow when the batch grows from `batch` to `k * batch`? One line, from the formula above.
+# Return the factor by which the best rate grows if the batch grows from `batch` to `k * batch`. `noise` is B_noise.
+# Divide the formula at `k * batch` by the formula at `batch`.
 
 
 # %%
@@ -586,10 +588,11 @@ checks.gain(gain, ranks)
 # </details>
 
 # %% [markdown]
-# Two rules are in circulation: k times the rate (Goyal et al. 2017, for SGD), and √k times (usual for Adam). Our batch grows from 4
-# to 32 sequences, so k = 8: 8 times the rate, or 2.8 times.
+# Two rules are common: k times the rate (Goyal et al. 2017, for SGD), and √k times (usual for Adam). Our batch grows
+# from 4 to 32 sequences, so k = 8: 8 times the rate, or 2.8 times.
 #
-# **Predict.** What does the noise scale say, to one digit after the point?
+# **Predict.** What does your formula say, with the middle one of the three B_noise above? Give one digit after the
+# point.
 
 # %%
 # %%ranks
@@ -601,7 +604,7 @@ typical = float(np.median(list(scales.values())))
 compare("how much the rate may grow for 8 times the batch", guess_gain, round(gain(8, 4, typical), 1))
 
 # %% [markdown]
-# Try all of them. Every run reads equally many characters, 0.16 was tuned for batch 4, and each rank takes other runs.
+# Try all of them. Every run reads the same number of characters. The rate 0.16 was tuned for batch 4.
 
 # %%
 # %%ranks --timeout 600
@@ -621,8 +624,9 @@ if rank == 0:
 metrics.close(tolerance=0.1, sweep=[float(np.mean(losses)) for losses in found.values()])
 
 # %% [markdown]
-# The noise scale of this young model is small, so its large batch gains little, and the linear rule destroys the run. The
-# noise scale grows as the loss falls. So real trainings begin with a small batch and let it grow, a **batch-size warm-up**:
+# The noise scale early in training is small. So the large batch gains little here, and the linear rule makes the loss
+# worst. The noise scale grows as the loss falls. So large trainings begin with a small batch and let it grow, a
+# **batch-size warm-up**:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -630,10 +634,6 @@ if rank == 0:
     here = [[max(1, step) * 4 * T, scale * T] for step, scale in scales.items()]
     figure = results.batch_growth(here, recorded_runs.published("05_batch_growth"), "useful batches grow")
     show(figure, "batch_growth", "noise scale of our model and batch of BLOOM-176B, in tokens, by tokens read")
-
-# %% [markdown]
-# A rule carries a rate over to another batch, not to another *model*. Wider models want smaller rates; muP (Yang et al. 2022)
-# scales them so that a rate tuned on a small model holds.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: useful batches</summary>
@@ -646,9 +646,9 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# Somebody measures how a training script scales. The configuration asks for 8 micro-batches of 12 sequences per update on every
-# rank, so an update on n ranks should read n times as many. **Look at the reported speed-up. What is wrong, and what do you
-# measure to find out?**
+# Somebody measures how a training script scales. The configuration says: 8 micro-batches of 12 sequences per update on
+# every rank. So an update on n ranks should read n · 96 sequences. **Look at the reported speed-up. What is wrong, and
+# what do you measure to find out?**
 
 
 # %%
@@ -683,8 +683,8 @@ if rank == 0:
         say(f"n={n}: reported speed-up {np.median(ups):.1f} ({ups[0]:.1f} to {ups[-1]:.1f})")
 
 # %% [markdown]
-# A speed-up above the number of ranks, or of cores on the CPU, is too good to be true. The rate divides what was *asked for* by the time.
-# Count what was *read*:
+# A speed-up above the number of ranks, or of the CPU's cores, cannot be right. The script divides the sequences that
+# were *asked for* by the time. Count those that were *read*:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1537,7 +1537,7 @@ checks.betrays(betrays, ranks)
 # %% [markdown]
 # ## Further reading
 #
-# The papers behind each rule are in the [handbook](../assets/handbook/05_same_science.md#batch-and-learning-rate).
+# The papers are in the [handbook](../assets/handbook/05_same_science.md#batch-and-learning-rate).
 
 # %%
 # %%ranks

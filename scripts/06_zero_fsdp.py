@@ -18,26 +18,24 @@
 #
 # **50 minutes** for the sections marked CORE, 110 with those marked MORE.
 #
-# A model does not fit into the memory of your GPU. You have 64 of them, but under data parallelism that changes
-# nothing. You make it fit in three rungs: shard the optimizer, then the gradients, then the parameters.
+# A model does not fit into the memory of a GPU. More GPUs do not help under data parallelism, because each holds
+# everything. You make it fit in three steps, the **rungs**: shard the optimizer, then the gradients, then the
+# parameters.
 #
 # After this lesson **you can**
-# - say which numbers are sharded, when they are whole, and what that costs in messages;
-# - build the three stages of ZeRO, and check each against one process;
-# - use `fully_shard`, and predict what a rank holds and communicates;
-# - say when the network hides behind computation, and which optimizers break on a shard.
+# - build the three stages of ZeRO, and say what each holds and sends;
+# - use `fully_shard`;
+# - say when gathering weights costs no time, and which optimizers break on a shard.
 #
-# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), and from
-# [lesson 02](02_collectives.ipynb) the two halves of an all-reduce: a
-# [reduce-scatter](../assets/glossary.md#reduce-scatter) gives each rank its piece of the sum, an
-# [all-gather](../assets/glossary.md#all-gather) gives all pieces to everybody.
+# **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)), and the two halves of an all-reduce
+# ([lesson 02](02_collectives.ipynb)): a [reduce-scatter](../assets/glossary.md#reduce-scatter) gives each rank its
+# piece of the sum, an [all-gather](../assets/glossary.md#all-gather) gives all pieces to every rank.
 #
 # **New here:** [ZeRO](../assets/glossary.md#zero), [shard](../assets/glossary.md#shard),
 # [FSDP](../assets/glossary.md#fsdp), [unit](../assets/glossary.md#unit), [DTensor](../assets/glossary.md#dtensor),
 # [reshard](../assets/glossary.md#reshard), and in MORE [global norm](../assets/glossary.md#global-norm),
 # [HSDP](../assets/glossary.md#hsdp), [meta device](../assets/glossary.md#meta-device),
-# [offload](../assets/glossary.md#offload). Tables to look things up are in
-# [the handbook](../assets/handbook/06_zero_fsdp.md).
+# [offload](../assets/glossary.md#offload). Tables are in [the handbook](../assets/handbook/06_zero_fsdp.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -71,8 +69,8 @@ steps = 3  # steps of SGD that are compared, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The folded one makes lesson 03's **ShakespeareGPT** and its data. `P` is the number
-# of its parameters.
+# The first cell starts four ranks. The folded one makes lesson 03's **ShakespeareGPT** with `P` parameters. A
+# reduce-scatter or an all-gather of all of them counts as 1 P, and an all-reduce, which is both, as 2 P.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -210,8 +208,8 @@ def climb(name, units_of):
 # %% [markdown]
 # ## A model that does not fit (CORE, 3 min)
 #
-# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. Each rank may hold 5 MB: that stands for
-# the 80 GB of a GPU.
+# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. Each rank may hold 5 MB, as a GPU has its
+# 80 GB. `weigh` (folded) trains three steps and prints what a rank holds and sends.
 
 # %%
 # %%ranks
@@ -236,25 +234,24 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 
 # %% [markdown]
 # Nothing is saved. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's two
-# moments. All ranks hold *the same numbers*. Must they?
+# moments. All ranks hold *the same numbers*. Is that necessary?
 
 # %% [markdown]
 # ## Who needs what, and when? (CORE, 2 min)
 #
 # [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this for each kind of number:
 #
-# | rung | number | who needs it | when | a step then communicates |
+# | rung | number | who needs it | when | a step sends |
 # |---|---|---|---|---|
-# | ZeRO-1 | optimizer state | the rank that updates this weight | once per step | 2 P |
-# | ZeRO-2 | gradient | the same rank, once it is summed | from backward to the update | 2 P |
+# | ZeRO-1 | optimizer state | the rank that updates this weight | at the update | 2 P |
+# | ZeRO-2 | gradient, summed | the same rank | from backward to the update | 2 P |
 # | ZeRO-3 | parameter | every rank | while its layer computes | 3 P |
 #
-# P counts the numbers in a reduce-scatter or an all-gather of the whole model. DDP's all-reduce is one of each: 2 P.
+# ![Bytes per rank without sharding and in three stages: stage 1 cuts the optimizer's, stage 2 also the gradients',
+# stage 3 all](../assets/06_stages.svg)
 #
-# ![Three bars per rank for no sharding and the three stages of ZeRO: stage 1 cuts the optimizer's part, stage 2 the gradients
-# too, stage 3 everything](../assets/06_stages.svg)
-#
-# (7.5 billion parameters in mixed precision, also 16 bytes each.) Only stage 3 keeps falling with the number of ranks.
+# (Here: 7.5 billion parameters in mixed precision, also 16 bytes each.) In stages 1 and 2 each rank still holds all
+# weights. In stage 3 everything shrinks with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
@@ -268,18 +265,18 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 # %% [markdown]
 # ## Rung 1: shard the optimizer (CORE, 13 min)
 #
-# AdamW looks at one weight, its gradient and its moments, and at nothing else. So a rank can update a *piece* of the
-# model, and needs moments for that piece only. Lay all parameters in one row, `row_P`, and cut it into n equal pieces.
-# Each rank owns one: its [**shard**](../assets/glossary.md#shard), or share, `share_p`. (Capital letters in a name stand
-# for the whole, small ones for this rank's part.)
+# To update one weight, AdamW needs that weight, its gradient and its moments. So a rank can update a *piece* of the
+# model, with the moments of that piece only. Put all parameters into one row, `row_P`, and cut it into n equal pieces.
+# Each rank owns one, its [**shard**](../assets/glossary.md#shard) or share, `share_p`. (P is the whole, p this rank's
+# part.)
 #
-# ![A network of 38 weights on two ranks: under DDP both hold all 38, under FSDP the first holds 19 and the
-# second the other 19; an all-gather makes them whole for the moment](../assets/06_two_halves.svg)
+# ![38 weights on two ranks: under DDP both hold all, under FSDP each holds 19; an all-gather makes them whole for a
+# moment](../assets/06_two_halves.svg)
 #
 # ### Build A: your share of the row
 #
-# If n does not divide the row, append as few zeros as needed: `F.pad(row, (0, 2))` appends two. The piece must have memory
-# of its own. (A view would keep the whole row in memory.)
+# `row_P` has P numbers. If n does not divide P, append as few zeros as needed: `F.pad(row, (0, 2))` appends two.
+# Return piece number `rank` of n equal ones. Clone it, because a view keeps the whole row in memory.
 
 
 # %%
@@ -306,17 +303,22 @@ checks.my_share(my_share, ranks)
 # %% [markdown]
 # ### Build B: the two halves
 #
-# A [**unit**](../assets/glossary.md#unit) is some parameters of the model in one row. The folded cell defines it:
+# A [**unit**](../assets/glossary.md#unit) is a set of parameters in one row (the class is folded):
 #
 # | | |
 # |---|---|
-# | `unit.parameters` | the model's own parameters, as views of `unit.whole_P`: filling the row fills the model |
-# | `unit.share_p` | this rank's piece, and the only thing that the optimizer sees |
-# | `unit.gradient_row()` | the gradients of this rank's sequences in one row, padded |
+# | `unit.whole_P` | the row, padded |
+# | `unit.parameters` | the model's own parameters, views of the row: filling the row fills the model |
+# | `unit.share_p` | this rank's piece; only this goes to the optimizer |
+# | `unit.gradient_row()` | this rank's gradients, as long as `whole_P` |
 #
-# After backward, every rank has gradients for all weights, from its own sequences. Call the half of the all-reduce
-# that leaves each rank its piece of the sum. The optimizer expects the *average*, in `unit.share_p.grad`. No other
-# gradient may stay. After the update, call the other half.
+# After backward, every rank has gradients of all weights, from its own sequences. In `reduce_scatter`:
+#
+# 1. Call the half of the all-reduce that writes this rank's piece of the sum into `sum_p`.
+# 2. Put the *average* over the ranks into `unit.share_p.grad`.
+# 3. Remove each parameter's own `grad`, so that its memory is free.
+#
+# After the update, `all_gather` calls the other half: it fills `pieces` with the shares of all ranks.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -413,8 +415,9 @@ checks.all_gather(all_gather, ranks)
 # </details>
 
 # %% [markdown]
-# That is ZeRO-1. A step of `ShardedOptimizer` (also folded above) is `reduce_scatter(unit)`, an ordinary AdamW on
-# `unit.share_p`, `all_gather(unit)`. The whole model is one unit:
+# That is ZeRO-1. A step of `ShardedOptimizer` (folded above) calls `reduce_scatter(unit)`, then AdamW on
+# `unit.share_p`, then `all_gather(unit)`. Here the whole model is one unit. `climb` weighs it, and compares its
+# weights with one process:
 
 
 # %%
@@ -426,8 +429,8 @@ def zero_1(model):
 climb("ZeRO-1", zero_1)
 
 # %% [markdown]
-# Three quarters of the moments are gone, and the step communicates 2 P, as much as DDP. It is an all-reduce, cut open:
-# the update happens between its halves.
+# Each rank now has a quarter of the moments. The step still communicates 2 P, as under DDP: the two halves of the
+# all-reduce, with the update between them.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
@@ -441,15 +444,14 @@ climb("ZeRO-1", zero_1)
 # %% [markdown]
 # ## Rung 2: shard the gradients (CORE, 6 min)
 #
-# Each rank still holds all of its gradients. But backward finishes one block after the other. As soon as a block's
-# gradients are complete, they can be reduced. So each block becomes a unit of its own; embeddings, final norm and head are
-# one more unit, the **root**.
+# Each rank still holds all gradients until backward ends. But backward finishes block by block, and a finished block
+# can be reduced at once. So each block becomes a unit. Embeddings, final norm and head are one more, the **root**.
 #
 # ### Build C: reduce during backward
 #
-# PyTorch calls your `gradient_is_there(p)` whenever a parameter's gradient is complete. With the unit's last one,
-# reduce the unit; then call `then()`, which rung 3 will use. (Backward passes through the blocks in the same order on
-# all ranks, so their calls match.)
+# PyTorch calls your `gradient_is_there(p)` when the gradient of parameter `p` is complete. `ready` lists these
+# parameters. When all of the unit are in it, reduce the unit with build B. (`then()` is for rung 3. Backward has the
+# same order on all ranks, so their collectives match.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -510,19 +512,20 @@ def zero_2(model):
 climb("ZeRO-2", zero_2)
 
 # %% [markdown]
-# Still 2 P: the same numbers, one message per unit, and the gradients leave earlier.
+# Still 2 P: the same numbers, in one message per unit. After its message a unit's full gradients are freed.
 
 # %% [markdown]
 # ## Rung 3: shard the parameters (CORE, 9 min)
 #
-# The weights are left, and every rank needs all of them, but **not at the same time**: block 2's weights are needed
-# while block 2 computes, in forward and in backward. So keep your share, and borrow the rest for that moment.
+# Only the weights are still whole. Every rank needs all of them, but **not at the same time**: a block's weights are
+# needed while it computes, in forward and in backward. So a rank gathers a unit before it computes, and frees it
+# afterwards.
 #
-# ![A step of FSDP for one unit on two ranks: all-gather, forward, free; all-gather, backward, reduce-scatter and free; update of the
-# own share](../assets/06_fsdp_step.svg)
+# ![One unit, one step: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update of the
+# share](../assets/06_fsdp_step.svg)
 #
-# Two functions are given (folded). `gather(unit)` makes the row whole, if it is not. `free(unit)` empties the memory
-# below it, so that only the share stays; the library calls this [reshard](../assets/glossary.md#reshard).
+# Two functions are given (folded). `gather(unit)` fills the row if it is empty. `free(unit)` empties the row's memory,
+# so that only the share stays; the library calls this [reshard](../assets/glossary.md#reshard).
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -545,11 +548,11 @@ def free(unit):
 # %% [markdown]
 # ### Build D: gather and free at the right moments
 #
-# Hook the unit to its modules so that it is whole while they run forward and backward, and empty at all other times.
-# The modules compute one after the other: `modules[0]` is the first in forward and the last in backward. A unit that
-# `stays` is kept from forward to backward.
+# Register `come` and `go` so that the unit is whole while its modules compute, forward and backward, and empty
+# otherwise. The modules compute one after the other: `modules[0]` is the first in forward and the last in backward.
+# With `stays=True` the unit stays whole from forward to backward.
 #
-# | hook | called |
+# | this | calls f |
 # |---|---|
 # | `module.register_forward_pre_hook(f)`, `module.register_forward_hook(f)` | before and after its forward |
 # | `module.register_full_backward_pre_hook(f)` | before its backward |
@@ -597,8 +600,7 @@ checks.gather_when_needed(gather_when_needed, ranks)
 # </details>
 
 # %% [markdown]
-# The root stays from forward to backward, because backward begins with it. (`units` lists the modules of each unit:
-# here one block. "Wrapping", in MORE, shows other choices.)
+# The root stays whole, because backward begins with it. (`units` lists the modules of each unit: here one block.)
 
 
 # %%
@@ -621,7 +623,8 @@ def zero_3(model, wrapping="block"):
 climb("ZeRO-3", zero_3)
 
 # %% [markdown]
-# It fits, and it computes what one process computes. (While a block computes, that block and the root are whole as well.)
+# It fits, and it computes what one process computes. (The bars are measured after backward. While a block computes,
+# that block and the root are whole as well.)
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -641,8 +644,9 @@ if rank == 0:
 compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all_gather"))
 
 # %% [markdown]
-# Read from left to right: root, block 0, block 1 forward; then block 1 and block 0 backward, each gathered, then
-# reduced; last the root's gradients. The root is gathered once, so a step needs a little less than 3 P.
+# From left to right: root, block 0 and block 1 are gathered in forward. In backward, block 1, then block 0, is
+# gathered and reduced. Last the root is reduced. The root is gathered only once, so a step sends a little less than
+# 3 P.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 3</summary>
@@ -658,8 +662,8 @@ compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all
 # %% [markdown]
 # ## What it costs on real machines (CORE, 3 min)
 #
-# The third P costs no time if each gather runs while the unit before it computes. A unit of w parameters gathers 2w
-# bytes in bf16. Its forward takes 2w FLOPs per token. So gathering hides when
+# ZeRO-3 sends 1 P more than DDP. This costs no time if each gather runs while the unit before it computes. A unit of w
+# parameters gathers 2w bytes in bf16. Its forward takes 2w FLOPs per token. So a gather hides if
 #
 # tokens per GPU ≥ (FLOP/s of the GPU) / (bytes/s of the network).
 #
@@ -675,12 +679,11 @@ guess_tokens = ____  # your turn: type a number
 compare("tokens per GPU that hide a gather", guess_tokens, 400e12 / 50e9, "tokens")
 
 # %% [markdown]
-# Within a node, at 450 GB/s, 890 tokens are enough. Below are your rungs, and next to them FSDP on up to 512 H100s, as
-# others have published it ([MPT
+# Below are your rungs, and FSDP on up to 512 H100s, as others published it ([MPT
 # 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
-# [Llama
-# 3.1 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
-# Each GPU of the MPT run had 6 sequences of 2,048 tokens, 12,288 in all. So expect its line to stay nearly flat:
+# [Llama 3.1
+# 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
+# Each GPU of the MPT run had 12,288 tokens, more than 8,000. So expect its line to be nearly flat:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -694,13 +697,10 @@ if rank == 0:
         say(f"{curve['name']}: {kept}")
 
 # %% [markdown]
-# A laptop cannot show this: gloo's reduce-scatter is an all-reduce of which each rank keeps its piece.
-
-# %% [markdown]
 # ## The library (CORE, 2 min)
 #
-# What you have built is, in its main lines, PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data
-# parallel. `fully_shard` is called on each unit, and then on the model, whose remaining parameters become the root:
+# You have built the main parts of PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data parallel. There
+# you call `fully_shard` on each unit, then on the model. The remaining parameters become the root:
 
 # %%
 # %%ranks
@@ -733,9 +733,9 @@ if rank == 0:
 metrics.exact(library_all_gathers=seen.count("all_gather"))
 
 # %% [markdown]
-# Five all-gathers as well. In backward the library asks for block 0 *before* it has reduced block 1: it fetches ahead.
-# Each weight is a [`DTensor`](../assets/glossary.md#dtensor), which knows its whole shape and holds some rows of it,
-# and not a piece of one long row. The zoo shows why that matters.
+# Again five all-gathers. In backward the library gathers block 0 *before* it reduces block 1, so that the gather can
+# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor), of which each rank holds some rows. Your share is
+# a piece of one long row instead. That matters:
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -751,12 +751,11 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# It sounds right: "a sharded optimizer can run any optimizer of torch, because that sees nothing but its share." The next
-# cells train two matrices for two steps with four optimizers: in one process, with the `ShardedOptimizer` of this lesson
-# (a flat share), and with `fully_shard`.
+# Somebody says: "Any optimizer of torch works on a share." The next cells train two matrices with four optimizers, in
+# one process, with your `ShardedOptimizer` (a flat share), and with `fully_shard`.
 #
-# **Find it.** Which of the four go wrong on a flat share, and why? Write down your suspicion, then run the cells. ("Off by
-# 0.004 of 0.008" means: the weights moved by up to 0.008, and are wrong by up to 0.004.)
+# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cells. ("Off by 0.004 of
+# 0.008": the weights moved by up to 0.008, and are wrong by up to 0.004.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -842,7 +841,7 @@ for name, make in optimizers.items():
 #
 # </details>
 #
-# Ask of every optimizer: does it look at one number at a time, or at the whole tensor?
+# Before you shard an optimizer, ask: does it look at one number at a time, or at the whole tensor?
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -860,8 +859,8 @@ for name, make in optimizers.items():
 # **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
 # when the same storage is filled again.
 #
-# ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both views point at
-# nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
+# ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both
+# views point at nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
 #
 # A layer computes forward with its weights gathered. Then free, gather, backward:
 
@@ -905,8 +904,8 @@ if rank == 0:
 # %% [markdown]
 # Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
 #
-# ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an all-gather of
-# weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
+# ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an
+# all-gather of weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
 #
 # This holds for one micro-batch per step. With m of them DDP and ZeRO-1 still need 2 P, if they communicate after
 # the last one only. ZeRO-2 gives gradients away after each: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
@@ -950,7 +949,8 @@ if rank == 0:
 # scale it down. Each rank now holds a share of the gradient, and the length of a share is not the length of the
 # whole. The shares of two ranks stand at right angles to each other:
 #
-# ![A right-angled triangle: rank 0's share has length 3, rank 1's 4, the whole gradient 5, neither 3 nor 4 nor 7](../assets/06_norm.svg)
+# ![A right-angled triangle: rank 0's share has length 3, rank 1's 4, the whole gradient 5, neither 3 nor 4 nor
+# 7](../assets/06_norm.svg)
 #
 # ### Exercise 1: clip by the global norm
 #
@@ -1193,8 +1193,8 @@ for title, sync, keep in (
 # A unit is what is whole at the same time. Large units mean few, long messages, and much memory; small ones
 # the opposite. A rank must have room for *at least* the largest unit and the root, whole, beside all shares.
 #
-# ![The same GPT wrapped four ways: by block; by block and size, with embedding and head apart; in groups of two blocks; in one
-# unit](../assets/06_wrapping.svg)
+# ![The same GPT wrapped four ways: by block; by block and size, with embedding and head apart; in groups of two
+# blocks; in one unit](../assets/06_wrapping.svg)
 #
 # | wrapping | units | its use |
 # |---|---|---|
@@ -1520,8 +1520,8 @@ if rank == 0:
 # So shard *within* a node, where links are fast, and keep replicas *between* nodes, as DDP does. The mesh says which
 # ranks do what.
 #
-# ![Two nodes of four GPUs: the weights are cut into four within each node; ranks with the same share in both nodes average its
-# gradients](../assets/06_hsdp.svg)
+# ![Two nodes of four GPUs: the weights are cut into four within each node; ranks with the same share in both nodes
+# average its gradients](../assets/06_hsdp.svg)
 #
 # **Predict.** Two nodes of two ranks. What does a rank call for each unit in backward, besides the all-gather?
 #
@@ -1750,21 +1750,16 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # %% [markdown]
 # ## On the cluster
 #
-# The trainer knows all of this lesson as flags. First ask what would run, and whether it fits. Then submit the job of
-# [lesson 04](04_first_job.ipynb) with the same flags:
+# `--dry-run` prints what would run, and whether it fits. Then submit [lesson 04](04_first_job.ipynb)'s job with the
+# same flags:
 #
 # ```bash
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.sharding hybrid --parallel.shard 4
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.wrapping block_group:2
 # ```
-#
-# What changes on GPUs, and what to look for, is in [the handbook](../assets/handbook/06_zero_fsdp.md#on-a-cluster).
 
 # %% [markdown]
 # ## Recap
-#
-# The card to take home:
 
 # %%
 # %%ranks
@@ -1781,8 +1776,8 @@ card(
 # %% [markdown]
 # ## Further reading
 #
-# In [the handbook](../assets/handbook/06_zero_fsdp.md#further-reading), with FSDP1's names, volumes with micro-batches, how to
-# wrap, and which optimizers can be sharded.
+# In the handbook: [what changes on GPUs](../assets/handbook/06_zero_fsdp.md#on-a-cluster), and
+# [papers](../assets/handbook/06_zero_fsdp.md#further-reading).
 
 # %%
 # %%ranks

@@ -18,25 +18,26 @@
 #
 # **45 minutes** for the sections marked CORE, 85 with those marked MORE.
 #
-# A single layer is too large for a GPU, or too slow. So its product is cut over several GPUs. The first cells show an
-# MLP that is cut like that. Its output is right, and its gradients are wrong. You find out why, and mend it.
+# A single layer is too large for a GPU, or too slow. So its matrix products are split over several GPUs. The first
+# cells show an MLP that is split like that. Its output is right, but its gradients are wrong. You find out why, and
+# mend it.
 #
 # After this lesson **you can**
-# - cut linear layers by columns and by rows, and attention by heads, and say what each cut sends;
-# - add sequence parallelism, and sum the gradients that it leaves unfinished;
+# - split linear layers by columns and by rows, and attention by heads, and say what each sends;
+# - add sequence parallelism, and sum the gradients that it leaves as partial sums;
 # - write the same as a plan for PyTorch;
 # - say why a tensor-parallel group stays within a fast domain.
 #
-# **You need** the collectives of [lesson 02](02_collectives.ipynb): all-reduce, and its two halves
+# **You need** from [lesson 02](02_collectives.ipynb) the all-reduce, and its two halves
 # [reduce-scatter](../assets/glossary.md#reduce-scatter) and [all-gather](../assets/glossary.md#all-gather).
 #
 # **New here:** [tensor parallel](../assets/glossary.md#tensor-parallel),
 # [column-parallel](../assets/glossary.md#column-parallel), [row-parallel](../assets/glossary.md#row-parallel),
-# [partial sum](../assets/glossary.md#partial-sum), [sequence parallel](../assets/glossary.md#sequence-parallel),
-# [fast domain](../assets/glossary.md#fast-domain), and in MORE
-# [vocabulary parallel](../assets/glossary.md#vocabulary-parallel),
-# [vector-Jacobian product](../assets/glossary.md#vector-jacobian-product), [gqa](../assets/glossary.md#gqa). Tables to look
-# things up are in [the handbook](../assets/handbook/07_tensor_parallel.md).
+# [partial sum](../assets/glossary.md#partial-sum), [sequence parallel](../assets/glossary.md#sequence-parallel), [fast
+# domain](../assets/glossary.md#fast-domain), and in MORE [vocabulary
+# parallel](../assets/glossary.md#vocabulary-parallel), [vector-Jacobian
+# product](../assets/glossary.md#vector-jacobian-product), [gqa](../assets/glossary.md#gqa). Tables are in [the
+# handbook](../assets/handbook/07_tensor_parallel.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -67,7 +68,7 @@ steps = 8  # steps of training in which the zoo's bug shows, at least 2
 # ## Start (CORE, 1 min)
 #
 # The first cell starts four ranks, one **tensor-parallel group** of t = 4, `group`. The folded cell makes lesson 03's
-# **ShakespeareGPT**. All ranks of the group read the *same* sequences: they share a layer, not the batch.
+# **ShakespeareGPT**. All ranks of the group read the *same* sequences: each computes a part of each layer.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -157,24 +158,25 @@ def held_against_one_process(mlp):
 # %% [markdown]
 # ## The output is right, the gradient is wrong (CORE, 6 min)
 #
-# There are two ways to cut a product:
+# There are two ways to split a matrix product over ranks:
 #
-# ![The product of a 2 x 3 and a 3 x 2 matrix: by columns each rank gets some columns of the result; by rows each rank gets a
-# whole 2 x 2 matrix, and their sum is the result](../assets/07_columns_rows.svg)
+# ![A matrix product: by columns each rank gets some columns of the result; by rows each gets a whole matrix, and their
+# sum is the result](../assets/07_columns_rows.svg)
 #
-# **By columns**, each rank gets some columns of the result. **By rows**, each rank gets a matrix of full size that is one
-# term of a sum: a [**partial sum**](../assets/glossary.md#partial-sum).
+# **By columns**, each rank gets some columns of the result. **By rows**, each rank gets a matrix of full size, and the
+# sum of these is the result. Each is called a [**partial sum**](../assets/glossary.md#partial-sum).
 #
-# An MLP has two products, with a GELU in between. Cut the first by columns. Each rank applies GELU to its own hidden
-# units. These meet exactly the rows of the second matrix that this rank has. Nothing is sent in between:
+# An MLP has two products, with a GELU in between. Split the first by columns. Each rank gets some hidden units and
+# applies GELU to them. Split the second by rows, so that each rank has the rows for its own hidden units. Nothing is
+# sent in between:
 #
-# ![Two ranks compute an MLP: X is on both; f; each multiplies by its columns of A, applies GELU, multiplies by its rows of B;
-# g adds the two partial sums up to Y](../assets/07_f_and_g.svg)
+# ![Two ranks compute an MLP: X is on both; f; each multiplies by its columns of A, applies GELU, multiplies by its
+# rows of B; g adds up to Y](../assets/07_f_and_g.svg)
 #
-# An all-reduce adds up the partial sums. Autograd does not see inside `dist.all_reduce`, so two helpers are given
-# (folded). `all_reduced(x, group)` returns the sum over the group. `Move.apply(x, there, back)` does `there(x)` in
-# forward and `back(gradient)` in backward. The first try adds up in both directions. (`B` rows, `D` wide, `m` hidden units
-# of this rank. torch keeps weights as [outputs, inputs].)
+# An all-reduce adds up the partial sums. `dist.all_reduce` has no backward in autograd, so two helpers are given
+# (folded). `all_reduced(x, group)` returns the sum over the group. `Move.apply(x, there, back)` calls `there(x)` in
+# forward and `back(gradient)` in backward. The first try calls the all-reduce in both. (Shapes: `B` rows, width `D`,
+# `m` hidden units of this rank. torch keeps weights as [outputs, inputs].)
 
 
 # %% jupyter={"source_hidden": true}
@@ -210,11 +212,11 @@ def first_try(x_BD, up_mD, down_Dm):
 held_against_one_process(first_try)
 
 # %% [markdown]
-# The output is right, so the loss is right too. But the weights' gradients are too large by the number of ranks. The
-# gradient of x, which goes on to the layers below, is wrong on each rank in another way.
+# The output is right, so the loss is right too. But the weights' gradients are 4 times too large, for 4 ranks. The
+# gradient of x, which goes to the layers before, is wrong, and differs from rank to rank.
 #
-# **Predict.** Take a smaller case. Four ranks multiply the same number x by 3, 5, 7 and 11, and the same `Move` adds up:
-# y = 26 x. The derivative is 26. What does rank 0 find?
+# **Predict.** Take a smaller case. Ranks 0 to 3 multiply the same number x by 3, 5, 7 and 11. The same `Move` sums
+# these: y = 26 x. So dy/dx should be 26. What does rank 0 get?
 
 # %%
 # %%ranks
@@ -225,8 +227,8 @@ guess_slope = ____  # your turn: type a number
 compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 
 # %% [markdown]
-# The gradient of y is 1 on each rank. The all-reduce makes it 4, and rank 0 multiplies by its own factor, 3. So the
-# all-reduce of backward stands in the wrong place.
+# The gradient of y is 1 on each rank. The all-reduce in backward sums these to 4, and rank 0 multiplies by its factor,
+# 3. So the all-reduce of backward is in the wrong place.
 
 # %% [markdown]
 # ## f and g: mend it (CORE, 8 min)
@@ -234,13 +236,15 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 # Megatron-LM ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)) calls the place where x enters **f**, and the place
 # where the result leaves **g**. For each, ask about the gradient: **do all ranks hold the same, or partial sums?**
 #
-# - *At g*: y is the sum of all partial sums. All ranks hold the gradient of y. What is the gradient of one partial sum?
-# - *At f*: each rank has used x with its own columns, and knows the gradient of x that comes from these. What is missing?
+# - *At g*: y is the sum of all partial sums. All ranks hold the gradient of y. What is the gradient of one partial
+#   sum?
+# - *At f*: each rank has used x with its own columns, so it has only the gradient of x from these. What is missing?
 #
 # ### Build A: f and g
 #
-# Each blank is the tensor itself, or the sum over the group: `all_reduced(x, group)`, `all_reduced(gradient, group)`. (If
-# you skip a build, the check runs the lesson's own lines.)
+# Each blank is either the tensor itself (`x`, `gradient`), or its sum over the group (`all_reduced(x, group)`,
+# `all_reduced(gradient, group)`). The shape stays the same. (If you skip a build, the cells below use the lesson's own
+# lines.)
 
 
 # %%
@@ -289,9 +293,8 @@ def mended(x_BD, up_mD, down_Dm):
 held_against_one_process(mended)
 
 # %% [markdown]
-# f and g mirror each other: the backward of one is the forward of the other. This is [**tensor
-# parallelism**](../assets/glossary.md#tensor-parallel): where ranks use the same tensor in different ways, its gradient
-# comes back in partial sums.
+# This is [**tensor parallelism**](../assets/glossary.md#tensor-parallel). The backward of f is the forward of g, and
+# the other way round. Where ranks use the same tensor in different ways, its gradient comes back in partial sums.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: f and g</summary>
@@ -305,12 +308,13 @@ held_against_one_process(mended)
 # %% [markdown]
 # ## Columns, then rows, in a GPT (CORE, 9 min)
 #
-# A linear layer has a bias as well. After the columns each rank adds its part of it. The second layer's bias is whole on
-# every rank.
+# A linear layer also has a bias. In a column-parallel layer each rank has the part of the bias for its outputs. In a
+# row-parallel layer every rank has the whole bias.
 #
 # ### Build B: two linear layers
 #
-# `enter` and `leave` are functions of one tensor; here they are f and g for our group.
+# `enter` and `leave` are functions of one tensor; here they are f and g for our group. The result must contain each
+# bias exactly once.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -346,11 +350,11 @@ checks.linears((column_linear, row_linear), ranks)
 # </details>
 
 # %% [markdown]
-# The folded classes `Column` and `Row` make modules of them. Attention is cut in the same way. Each rank gets whole heads:
-# the projection to q, k and v by columns, the output projection by rows.
+# The folded classes `Column` and `Row` make modules of them. Attention is split in the same way. Each rank computes
+# whole heads: the projection to q, k and v is split by columns, the output projection by rows.
 #
-# ![The rows of the qkv weight lie head by head; ranks 0 and 1 hold two heads each; the output projection is cut along its inputs;
-# the partial sums are added up by g](../assets/07_heads.svg)
+# ![Ranks 0 and 1 hold two heads each of the qkv weight; the output projection is split along its inputs; g adds
+# up](../assets/07_heads.svg)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -421,22 +425,23 @@ if rank == 0:
 assert numbers == [B * T * D] * 4 * layers
 
 # %% [markdown]
-# Attention and MLP, forward and backward. Each all-reduce has B·T·D numbers: it grows with the batch, not with the weights.
+# Attention and MLP each make one in forward and one in backward. Each all-reduce has B·T·D numbers: it grows with the
+# batch, not with the weights.
 
 # %% [markdown]
 # ## Sequence parallelism: cut what is left (CORE, 9 min)
 #
-# Between attention and MLP, every rank still holds the whole stream and computes the same norms. A norm looks at one
-# position only. So let each rank have s = **T/t positions** there: [**sequence
-# parallelism**](../assets/glossary.md#sequence-parallel)
-# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
+# Outside attention and MLP, every rank still holds the activations of all positions, and computes the same norms. A
+# norm needs one position only. So there let each rank have s = **T/t positions**: [**sequence
+# parallelism**](../assets/glossary.md#sequence-parallel) ([Korthikanti et al.
+# 2022](https://arxiv.org/abs/2205.05198)).
 #
-# ![A layer on two ranks: under tensor parallelism the norms see all positions on both ranks; with sequence parallelism each rank
-# has half of the positions there, an all-gather leads into attention and MLP, a reduce-scatter out of them](../assets/07_sequence.svg)
+# ![A layer on two ranks: with sequence parallelism each norm sees half of the positions, an all-gather leads into
+# attention and MLP, a reduce-scatter out](../assets/07_sequence.svg)
 #
-# The all-reduce is cut into its two halves, so the volume stays the same. The folded cell has both along the positions,
-# `all_gathered(x, group)` and `reduce_scattered(x, group)`. It also cuts the stream before the first layer, and joins it
-# after the last norm.
+# The all-reduce is replaced by its two halves, so the volume stays the same. The folded cell defines them:
+# `all_gathered(x, group)` makes [B, T, D] from [B, s, D], and `reduce_scattered(x, group)` makes [B, s, D] from
+# partial sums [B, T, D].
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -486,7 +491,8 @@ def split_stream(model, group):
 # %% [markdown]
 # ### Build C: into the columns, and out of the rows
 #
-# `gathered` takes the place of f, `scattered` that of g. Ask the same question of each gradient.
+# `gathered` replaces f, and `scattered` replaces g. Each blank is a call of `all_gathered` or `reduce_scattered`. For
+# the gradients ask again: do all ranks hold the same, or partial sums?
 
 
 # %%
@@ -518,12 +524,13 @@ checks.gathered_and_scattered((gathered, scattered), ranks)
 # </details>
 
 # %% [markdown]
-# Backward is not finished. A norm's weight is whole on every rank, but each rank's norm has seen its own positions only.
-# So its gradient is a partial sum. The same holds for the biases of the row-parallel layers.
+# One thing is left after backward. A norm's weight is whole on every rank, but each rank's norm has seen only its own
+# positions. So its gradient is a partial sum. The same holds for the biases of the row-parallel layers.
 #
 # ### Build D: finish the norms' gradients
 #
-# Afterwards each `p.grad` is the sum over the group. There are many small gradients, so all travel in *one* all-reduce.
+# Replace each `p.grad` by its sum over the group. There are many small gradients, so put them into one row `row_P`,
+# and call *one* all-reduce. `part` is the piece of the row for `p`, as a flat tensor.
 
 
 # %%
@@ -575,7 +582,8 @@ if rank == 0:
 assert found == [4 * layers + 2, 4 * layers, 0]
 
 # %% [markdown]
-# Four of each per layer have the volume of four all-reduces. The two ends of the model add one all-gather each.
+# Per layer, four all-gathers and four reduce-scatters have the volume of four all-reduces. The two ends of the model
+# add one all-gather each.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: sequence parallelism</summary>
@@ -591,8 +599,8 @@ assert found == [4 * layers + 2, 4 * layers, 0]
 # ## The library: a plan (CORE, 3 min)
 #
 # In PyTorch a *plan* names modules and says how each is split. A **placement** says what ranks hold: `Shard(1)` (own
-# positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). Collectives and their backward follow from
-# it. Seven lines split a layer:
+# positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). From these torch chooses the
+# collectives. Seven lines split a layer:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -685,7 +693,7 @@ metrics.exact(library_calls=len(seen.calls))
 metrics.close(float64_loss=loss_1.detach())
 
 # %% [markdown]
-# The plan makes the same calls as your lines. It also knows by type which gradients are partial sums.
+# The plan makes the same calls as your lines. From the placements torch also knows which gradients are partial sums.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -699,11 +707,12 @@ metrics.close(float64_loss=loss_1.detach())
 # %% [markdown]
 # ## Stay in the fast domain (CORE, 4 min)
 #
-# The next product needs the sum, so it waits for each of the four all-reduces. GPUs that a fast link joins, such as
-# NVLink, are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks 72.
+# Each of the four all-reduces makes the GPU wait, because the next product needs the sum. GPUs that a fast link such
+# as NVLink joins are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks
+# 72.
 #
-# A layer of a 7 B model computes 2,048 tokens in 6.2 ms on one GPU at 400 TFLOP/s. Four GPUs share it. The fast domain
-# moves 450 GB/s, the network between nodes 50 GB/s.
+# One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model. Four GPUs share this layer. The fast
+# domain moves 450 GB/s, the network between nodes 50 GB/s.
 #
 # **Predict.** All four are in one fast domain. How many times as fast as one GPU are they?
 
@@ -755,12 +764,12 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# Two domains take as long as four, because the slowest link sets the pace of the ring. On the right is a 3 B model on nodes
-# of 8 GPUs ([Ultra-Scale Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
-# Each GPU loses a little up to 8, and almost half from 8 to 16, where the group leaves its node.
+# With two domains it takes as long as with four, because a ring is as slow as its slowest link. On the right is a 3 B
+# model on nodes of 8 GPUs ([Ultra-Scale
+# Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
+# Up to 8 the speed per GPU falls a little. From 8 to 16, where the group is on two nodes, it falls by almost half.
 #
-# **So a tensor-parallel group stays within a fast domain.** Inside it, part of the communication can hide ("Lab: hide the
-# communication").
+# **So a tensor-parallel group stays within a fast domain.**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the fast domain</summary>
@@ -774,9 +783,9 @@ assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# Some models have one more norm: it normalizes each *head's* output, before the output projection. Its weight has one
-# number per place in a head, and all heads share it. A trainer splits this model over tensor ranks, **without** sequence
-# parallelism. Its author knows Build D, and wrote:
+# Some models have one more norm, `head_norm`. It normalizes the output of each *head*, before the output projection.
+# All heads share its weight. A trainer splits this model over tensor ranks, **without** sequence parallelism. Its
+# author knows Build D, and wrote:
 
 
 # %%
@@ -787,8 +796,8 @@ def partial_sums(model, sequence_parallel=False):
 
 
 # %% [markdown]
-# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** The cell compares what
-# is whole on every rank: these numbers must be *the same* on every rank.
+# The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** The cell compares
+# the parameters that every rank holds whole: they must be *the same* on every rank.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1329,7 +1338,7 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # %% [markdown]
 # ## On the cluster
 #
-# The trainer knows all of this lesson as flags. Ask first what would run, then try it here, then submit the same flags:
+# The first command prints what would run on 64 ranks. The others run here. Then submit a job with the same flags:
 #
 # ```bash
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 4 --parallel.sequence-parallel
@@ -1337,12 +1346,10 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.tensor 2
 # ```
 #
-# What changes on GPUs, and what to look for, is in [the handbook](../assets/handbook/07_tensor_parallel.md#on-a-cluster).
+# [The handbook](../assets/handbook/07_tensor_parallel.md#on-a-cluster) says what changes on GPUs.
 
 # %% [markdown]
 # ## Recap
-#
-# The card to take home:
 
 # %%
 # %%ranks
@@ -1357,8 +1364,7 @@ card(
 )
 
 # %% [markdown]
-# The labs above are for at home: the vocabulary in parts, hidden communication, grouped queries. Further reading is in
-# [the handbook](../assets/handbook/07_tensor_parallel.md).
+# Further reading is in [the handbook](../assets/handbook/07_tensor_parallel.md).
 
 # %%
 # %%ranks

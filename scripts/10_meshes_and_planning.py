@@ -18,24 +18,24 @@
 #
 # **45 minutes** for the sections marked CORE, 81 with those marked MORE.
 #
-# A job on two nodes waits two seconds per step for messages. You change nothing but the order of its ranks, and the
-# waiting almost disappears. Then you ask a planner, and see how far to trust it.
+# A job on two nodes waits two seconds per step for messages. You change only the order of its ranks, and most of the
+# waiting disappears. Then you ask a planner which layout to use, and see how far to trust it.
 #
 # After this lesson **you can**
 # - lay ranks out on a grid, and name the groups of each of its axes;
-# - count what each axis sends between nodes, and how many seconds of it are waited for;
-# - place the axes on nodes, and choose which axes a model needs;
-# - read a planner's answer, and say which part of it to measure.
+# - count what each axis sends between nodes, and how long a GPU waits for it;
+# - choose the axes that a model needs, and place them on nodes;
+# - read a planner's answer, and say what to measure.
 #
-# **You need** one sentence about each axis: data parallelism copies the model ([lesson 03](03_data_parallel.ipynb)) or
-# shards its state ([06](06_zero_fsdp.ipynb)), tensor parallelism splits each layer ([07](07_tensor_parallel.ipynb)), a
-# pipeline splits the depth into stages ([08](08_pipeline_parallel.ipynb)).
+# **You need** one fact about each kind of parallelism: data ranks hold replicas of the model ([lesson
+# 03](03_data_parallel.ipynb)) or shard it ([06](06_zero_fsdp.ipynb)); tensor ranks split each layer
+# ([07](07_tensor_parallel.ipynb)); pipeline ranks hold some layers each ([08](08_pipeline_parallel.ipynb)).
 #
 # **New here:** [mesh](../assets/glossary.md#mesh), [axis](../assets/glossary.md#axis),
-# [planner](../assets/glossary.md#planner), and in MORE
-# [hierarchical all-reduce](../assets/glossary.md#hierarchical-all-reduce),
-# [fake backend](../assets/glossary.md#fake-backend), [roofline](../assets/glossary.md#roofline). Tables to look things up
-# are in [the handbook](../assets/handbook/10_meshes_and_planning.md).
+# [planner](../assets/glossary.md#planner), and in MORE [hierarchical
+# all-reduce](../assets/glossary.md#hierarchical-all-reduce), [fake backend](../assets/glossary.md#fake-backend),
+# [roofline](../assets/glossary.md#roofline). Tables are in [the
+# handbook](../assets/handbook/10_meshes_and_planning.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -138,9 +138,9 @@ def draw_waits(rows, title, name):
 # %% [markdown]
 # ## Two seconds of waiting (CORE, 3 min)
 #
-# A 7B model trains on 16 H100s, two nodes of 8. Two **data** ranks hold replicas, two **pipeline** ranks hold half of
-# the layers each, four **tensor** ranks share each layer. The loss is right. The job's ranks are numbered in the order
-# tensor x pipeline x data, and this is what a GPU does in a step:
+# A 7B model trains on 16 H100s, two nodes of 8. There are 2 **data** replicas of the model. Each is split over 2
+# **pipeline** stages of half the layers, and each stage over 4 **tensor** ranks. The loss is right. The ranks are
+# numbered in the order tensor x pipeline x data. This is a step of one GPU:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -148,12 +148,11 @@ first = {"data": 0.0, "pipeline": 1e3 * SENT["pipeline"] / FAST, "tensor": 1e3 *
 draw_waits({"tensor x pipeline x data": first}, f"computing {8e3 * MICRO_S:,.0f} ms, and waiting", "waiting")
 
 # %% [markdown]
-# It waits longer than it computes. Tensor ranks add up their parts of a layer four times per layer and micro-batch.
-# Here each tensor group lies on both nodes, and the link between nodes carries 50 GB/s per GPU in each direction.
-# Inside a node it is 450 GB/s (NVLink 4).
+# It waits longer than it computes. Tensor ranks all-reduce four times per layer and micro-batch. In this order each
+# tensor group has ranks on both nodes. Between nodes a GPU sends 50 GB/s, inside a node 450 GB/s (NVLink 4).
 #
-# **Predict.** Somebody writes the axes in another order, so that the four ranks of a tensor group are on one node. How
-# many ms does a step now wait for tensor messages?
+# **Predict.** In another order, the four ranks of a tensor group are on one node. How many ms does a step now wait for
+# tensor messages?
 
 # %%
 # %%ranks
@@ -164,22 +163,25 @@ guess_inside = ____  # your turn: type ms
 compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * SENT["tensor"] / FAST), "ms")
 
 # %% [markdown]
-# Nine times less, by one line of a configuration. So the question of this lesson: **which axis goes where?**
+# Nine times less, by one line of a configuration. So this lesson asks: **which kind of parallelism goes inside a node,
+# and which goes between nodes?**
 
 # %% [markdown]
 # ## Ranks on a grid (CORE, 11 min)
 #
-# The ranks stand on a grid with one [**axis**](../assets/glossary.md#axis) for each kind of parallelism. It is called a
-# [**mesh**](../assets/glossary.md#mesh). The *last* axis runs fastest, as in a C array. A launcher numbers ranks node
-# by node. So the last axis stays on a node, and the first one crosses.
+# Place the ranks on a grid, a [**mesh**](../assets/glossary.md#mesh), with one [**axis**](../assets/glossary.md#axis)
+# for each kind of parallelism. From rank to rank the *last* coordinate changes first, as in a C array. Launchers
+# number ranks node by node. So the last axis stays inside a node, and the first one crosses between nodes.
 #
-# ![Eight ranks as a cube, data 2 x pipeline 2 x tensor 2: ranks 0 to 3 are node 0, ranks 4 to 7 node 1; lines join the
-# ranks that form a group of each axis](../assets/10_cube.svg)
+# ![Eight ranks as a cube, data 2 x pipeline 2 x tensor 2: ranks 0 to 3 are node 0, 4 to 7 node 1; lines join the
+# groups](../assets/10_cube.svg)
 #
 # ### Build A: from a rank to its coordinates
 #
-# `shape` holds the ranks of each axis, the outermost first. Rank 6 on 2 x 2 x 2 is at [1, 1, 0], as 6 = 1·4 + 1·2 + 0.
-# Use whole division and its remainder, from the last axis to the first: `divmod(17, 5)` is `(3, 2)`.
+# `shape` holds the size of each axis, the first (outermost) axis first. Rank 6 on [2, 2, 2] is at [1, 1, 0], because 6
+# = 1·4 + 1·2 + 0. In the loop, from the last axis to the first, divide `rank` by `size`. The remainder is the
+# coordinate on this axis: put it at the front of `place`. Go on with the quotient. (`divmod(17, 5)` is `(3, 2)`:
+# quotient, remainder.)
 
 
 # %%
@@ -211,9 +213,9 @@ checks.coordinates(coordinates, ranks)
 # %% [markdown]
 # ### Build B: the groups of an axis
 #
-# Ranks that differ in *one* coordinate form a group of this axis: they exchange messages of one kind. Write all groups
-# of axis number `axis`, each in the order of that coordinate. Two ranks belong together if their coordinates without
-# this one are equal.
+# Ranks that differ *only* in one coordinate form a group of this axis, such as a tensor group. Write all groups of
+# axis number `axis`, each in the order of that coordinate. Use the other coordinates, as a tuple, as the key in
+# `groups`: ranks with the same key are one group.
 
 
 # %%
@@ -244,7 +246,7 @@ checks.groups_of(groups_of, ranks)
 # </details>
 
 # %% [markdown]
-# **The library** makes the same grid, and opens a process group for each group of each axis:
+# **The library** makes the same grid, and a process group for each group:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -273,17 +275,16 @@ assert same and list(mesh.get_coordinate()) == coordinates(rank, shape)
 # %% [markdown]
 # ## Bytes between nodes (CORE, 8 min)
 #
-# In a ring all-reduce of M bytes each of n ranks sends 2(n - 1)/n · M to its neighbour (lesson 02). Whether that leaves
-# the node depends on where the neighbour is.
+# In a ring all-reduce of M bytes each of n ranks sends 2(n - 1)/n · M bytes to its neighbour (lesson 02). If the
+# neighbour is on the other node, these bytes use the slow link.
 #
-# ![Two rings of four ranks on two nodes of two: in the order 0 1 2 3 two of the four hops cross between the nodes, in
-# the order 0 2 1 3 all four do](../assets/10_rings.svg)
+# ![Two rings of four ranks on two nodes: in the order 0 1 2 3 two hops cross, in the order 0 2 1 3 all
+# four](../assets/10_rings.svg)
 #
 # ### Build C: slow bytes
 #
-# `group` is a ring in its order: each rank sends to the next one, the last to the first. Ranks `0` to `per_node - 1`
-# are node 0, and so on. How many bytes does a ring all-reduce of `payload` bytes send between nodes, all ranks of the
-# group together?
+# In the ring `group`, each rank sends to the next one, and the last to the first. Rank r is on node `r // per_node`.
+# Return the bytes that a ring all-reduce of `payload` bytes sends between nodes, all ranks of the group together.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -314,8 +315,8 @@ checks.slow_bytes(slow_bytes, ranks)
 # </details>
 
 # %% [markdown]
-# Real messages agree: on the mesh above, the folded cell sends lesson 02's ring through every group and counts what
-# goes to the other node.
+# Check it with real messages: the folded cell runs lesson 02's ring in every group of the mesh above, and counts the
+# bytes to the other node.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -355,8 +356,8 @@ for axis in AXES:
 # %% [markdown]
 # ### Round 1: the fewest bytes
 #
-# Back to the job on 16 GPUs. `PAYLOADS` has the bytes of each axis in a step. `crossing` adds up what goes between the
-# two nodes of 8. Assign the axes so that it is as little as possible.
+# Back to the job on 16 GPUs. `crossing` adds up the bytes between the two nodes of 8. Assign to `fewest` the order of
+# the axes with the fewest bytes.
 
 
 # %%
@@ -385,7 +386,8 @@ for order in permutations(AXES):
         say(f"{' x '.join(order):24} {sum(found.values()):6.1f} GB between nodes: {told}{mark}")
 
 # %% [markdown]
-# Tensor outermost is out. With the **pipeline** outermost the fewest bytes cross, three times fewer than with data.
+# Tensor outermost is by far the worst. With the **pipeline** outermost the fewest bytes cross, three times fewer than
+# with data outermost.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: links</summary>
@@ -399,17 +401,18 @@ for order in permutations(AXES):
 # %% [markdown]
 # ## Bytes are not seconds (CORE, 8 min)
 #
-# A byte costs time only if somebody waits for it.
+# A byte costs time only if a GPU waits for it.
 #
-# | axis | sends | what can hide it |
+# | axis | sends | what the GPU computes meanwhile |
 # |---|---|---|
 # | tensor | in every layer | nothing: the next layer needs the sum |
-# | pipeline | per micro-batch | nothing: the next stage needs the activations (`SENT` counts each direction once) |
-# | data | once per step, the gradients | the backward of the last micro-batch |
+# | pipeline | per micro-batch | nothing: the next stage needs the activations |
+# | data | gradients, once per step | the backward of the last micro-batch |
 #
 # ### Build D: exposed seconds
 #
-# `sent_bytes` leave a GPU at `bytes_per_s`. For `behind_s` seconds it computes meanwhile. How many seconds does it wait?
+# A GPU sends `sent_bytes` at `bytes_per_s`, and computes for `behind_s` seconds meanwhile. Return the seconds that it
+# still waits, never less than 0.
 
 
 # %%
@@ -434,8 +437,8 @@ checks.exposed_s(exposed_s, ranks)
 # %% [markdown]
 # ### Round 2: the fewest seconds
 #
-# A group that has ranks on both nodes goes at the pace of its slowest link. `SENT` are the bytes of a GPU, `BEHIND_S`
-# the seconds that can hide them (0.11 s for data, at half of the GPU's peak). Assign the axes once more.
+# A group on both nodes has the speed of the slow link. `SENT` has the bytes that a GPU sends, `BEHIND_S` the seconds
+# that it computes meanwhile (0.11 s for data). Assign to `fastest` the order with the least waiting.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -473,14 +476,13 @@ if rank == 0:
 metrics.exact(waited_ms={" x ".join(order): round(sum(waited_ms(order).values()), 6) for order in permutations(AXES)})
 
 # %% [markdown]
-# **Three times the bytes, and less waiting**: the gradients pass behind the backward. Llama 3 orders its axes like this,
-# from the inside: tensor, context, pipeline, data ([section 3.3](https://arxiv.org/abs/2407.21783)). Megatron-LM puts the
-# pipeline outermost unless you pass
-# [`--use-tp-pp-dp-mapping`](https://github.com/NVIDIA/Megatron-LM/blob/307dcf37f03d44da131ba21999278abe4112d2ad/megatron/training/arguments.py).
-# Both keep tensor inside.
+# **Three times the bytes, and less waiting**: with data outermost, the gradients travel while backward computes. Llama
+# 3 has data outermost as well ([section 3.3](https://arxiv.org/abs/2407.21783)). Megatron-LM has the pipeline
+# outermost by default. Both have tensor inside ([more
+# orders](../assets/handbook/10_meshes_and_planning.md#orders-of-the-axes)).
 #
-# Count seconds for *your* job. With one sequence per micro-batch the backward is 8 times shorter, the gradients stick out,
-# and the pipeline belongs outside:
+# Count seconds for *your* job. With one sequence per micro-batch, instead of 8, the last backward is too short to hide
+# the gradients. Then the pipeline belongs outside:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -504,8 +506,8 @@ if rank == 0:
 # %% [markdown]
 # ## All axes at once (CORE, 3 min)
 #
-# The product of all axes must still compute what one process computes. The folded cells train data 2 x pipeline 2 x tensor
-# 2 with `parallelize`, which `train.py` uses, and compare the loss and *every* gradient with one process, in float64.
+# All axes together must still compute what one process computes. The folded cells train data 2 x pipeline 2 x tensor 2
+# as `train.py` does, and compare the loss and *every* gradient with one process, in float64.
 #
 # **Predict.** How many different batches do the eight ranks read?
 
@@ -565,8 +567,8 @@ for product in PRODUCTS:
 compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 
 # %% [markdown]
-# Only `data` reads other sequences. Tensor ranks compute parts of the same layer, stages parts of the same depth.
-# (`train.py` numbers ranks in Megatron-LM's default order: the pipeline comes first.)
+# Only the two data ranks read different sequences. Tensor ranks and pipeline stages compute parts of the model on the
+# same ones. (The output says shard for data, and pipeline first: that is `train.py`'s order.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
@@ -580,28 +582,22 @@ compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 # %% [markdown]
 # ## Which axes? Ask the planner (CORE, 9 min)
 #
-# A rule of thumb comes first. Each row has a price, so stop at the first that works:
+# A rule of thumb: if the model does not fit on one GPU with its optimizer, shard it over data ranks (FSDP). If that is
+# not enough, add tensor ranks within a node, then a pipeline
+# ([all rows](../assets/handbook/10_meshes_and_planning.md#which-axes-a-rule-of-thumb)).
 #
-# | the model | take |
-# |---|---|
-# | fits on one GPU, with its optimizer | data parallel alone: DDP |
-# | does not | FSDP: data ranks shard weights, gradients and optimizer |
-# | waits for FSDP's all-gathers on many nodes | HSDP (`hybrid`): shard within a group of GPUs, replicas between groups |
-# | has layers, or activations, too large for that | + tensor, within the fast domain: 8 GPUs in an H100 node, 72 in a GB200 NVL72 |
-# | is still too large, or the network too slow | + pipeline |
-# | reads long sequences; has experts | + context; + expert parallelism |
+# A [**planner**](../assets/glossary.md#planner) computes instead: it tries every split of the GPUs into axes, drops
+# what does not fit into memory, and predicts the time of a step for the rest. Layouts with the same axes are a
+# **family**, and the planner shows the fastest of each.
 #
-# A [**planner**](../assets/glossary.md#planner) computes instead: it splits the GPUs in every way, drops what does not
-# fit into memory, and predicts the time of a step for the rest. A **family** is one choice of axes and of what data
-# ranks share; for each it keeps the best micro-batch, schedule and recomputation.
-#
-# ![A planner takes every split of the GPUs, refuses what does not go together or fit, and ranks the rest by
+# ![A planner takes every split of the GPUs, refuses what does not fit, and ranks the rest by
 # time](../assets/10_plan.svg)
 #
 # ### Build E: recommend
 #
-# Predictions are not right to 5 %, so the fastest is not simply the best. Among the plans within 5 % of the fastest that
-# fits, take the one with the fewest axes, and of these the fastest. A plan is `(name, bytes, seconds, axes)`.
+# Predictions can be off by 5 %, so a plan that is 5 % slower may be as good, and simpler. A plan is `(name, bytes,
+# seconds, axes)`, where `axes` is a number. `fitting`: the plans that fit into `memory_bytes`. `close`: those of them
+# within 5 % of `fastest`. Return the name of the one with the fewest axes; of several, the fastest.
 
 
 # %%
@@ -630,7 +626,7 @@ checks.recommend(recommend, ranks)
 # </details>
 
 # %% [markdown]
-# The course's planner, `scripts/plan.py`, answers by this rule:
+# `scripts/plan.py` uses this rule. zero1, 2 and 3 say what the data ranks shard (lesson 06):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -651,12 +647,12 @@ for name, n_gpus, batch in (("olmo-7b", 64, 512), ("llama3-70b", 64, 512), ("lla
             say(f"    {one.name:36} {size}  {one.step_s:6.2f} s per step  MFU {one.mfu:.0%}")
 
 # %% [markdown]
-# The 7B model needs data parallelism alone. For the 405B the first row is the layout that Meta trained it with, at 41 % MFU
+# The 7B model needs data parallelism alone. For the 405B the first row is the layout that Meta used, at 41 % MFU
 # ([table 4](https://arxiv.org/abs/2407.21783)).
 #
-# Can you trust this? The team that trained BLOOM (176B) first timed [five
+# Can you trust this? Before BLOOM (176B), its team timed [five
 # layouts](https://github.com/bigscience-workshop/bigscience/blob/9dcfdde07e059202cad97179f82567aa107dc3b5/train/tr11-176B-ml/chronicles-prequel.md)
-# of one model on the same 384 A100s. Our planner has not seen them.
+# of one model on 384 A100s. Our planner has not seen them.
 #
 # **Predict.** Which was the fastest: 8, 4 or 2 tensor ranks?
 
@@ -683,11 +679,11 @@ if rank == 0:
 compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 
 # %% [markdown]
-# It finds the slow layouts, and cannot tell the fast ones apart: one that was measured twice differs by 3 % from itself. So
-# **let the planner name three candidates, run each for 20 steps, keep the fastest.**
+# The planner finds the slow layouts, but cannot tell the fast ones apart. (The team measured one layout twice, and got
+# 3 % more.) So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
 #
-# **Bytes** at rest (weights, gradients, optimizer) are right to 1 or 2 %: "What ranks hold", in MORE, measures them. That is
-# not so for activations and buffers. Leave a reserve: a plan with 76 of 80 GB is a plan to measure first.
+# Its bytes of weights, gradients and optimizer are right to 2 %: "What ranks hold", in MORE, measures them.
+# Activations and buffers are not measured. So leave a reserve.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: choosing</summary>
@@ -701,10 +697,10 @@ compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A published simulator prices an all-reduce in three phases: reduce-scatter inside nodes of G ranks, all-reduce of M/G
-# bytes between them, all-gather inside. The third phase cost as much as a whole ring all-reduce of M bytes. A change made
-# it one of M/G bytes, since "only the shard" goes back. **Which of the two is right?** The folded cell runs the third
-# phase with real messages on a virtual clock of 450 GB/s:
+# A published simulator computes the time of an all-reduce of M bytes in three phases: reduce-scatter inside nodes of G
+# ranks, all-reduce of M/G bytes between nodes, all-gather inside nodes. **First** it gave the third phase the time of
+# a ring all-reduce of M bytes. Then a **change** made it M/G bytes, because "only the shard" goes back. **Which is
+# right?** The folded cell measures the third phase, at 450 GB/s:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1159,8 +1155,6 @@ if rank == 0:
 
 # %% [markdown]
 # ## Recap
-#
-# The lab is the sections marked MORE, above.
 
 # %%
 # %%ranks
@@ -1177,7 +1171,7 @@ card(
 # %% [markdown]
 # ## On the cluster
 #
-# The card has the command. The job's flags, and the launcher that puts your tensor groups on the network, are in the
+# The job's flags, and the launcher option that puts tensor groups across nodes, are in the
 # [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
 #
 # ## Further reading

@@ -18,14 +18,14 @@
 #
 # **50 minutes** for the sections marked CORE, 107 with those marked MORE.
 #
-# Each rank cleans its own documents. Most copies stay in, and nothing fails. You mend that without gathering everything
-# anywhere, then tokenize, pack, and train one point of a scaling law.
+# Each rank removes copies from its own documents. Most copies stay, and there is no error. You mend that, and no rank
+# ever gathers all documents. Then you tokenize and pack the text, and train one point of a scaling law.
 #
 # After this lesson **you can**
 # - find near-duplicates among documents that are spread over ranks, with an all-to-all;
 # - train a tokenizer whose merges do not depend on the number of ranks;
 # - pack documents into sequences so that no token sees another document, and prove it;
-# - say how large a model a budget should buy, and how sure you are.
+# - say how large a model to train with a given budget.
 #
 # **You need** the all-to-all of [lesson 02](02_collectives.ipynb), data parallel training
 # ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token ([lesson 01](01_one_device.ipynb)).
@@ -65,8 +65,8 @@ lab_steps = 300  # steps of each small training of the labs, at least 2
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The corpus is a pile of **documents**: 960 speeches of Shakespeare, and among them 64
-# planted copies in which a few words were replaced. Document i belongs to rank i mod n.
+# The first cell starts four ranks. The corpus has 1,024 **documents**: 960 speeches of Shakespeare, and 64 planted
+# copies in which a few words were replaced. Document i is on rank i mod n, where n is the number of ranks.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -142,11 +142,12 @@ mine = pile[rank::world_size]
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
 #
-# Web pages get copied, with another header or a changed word. A model that sees a page many times learns it by heart. So
-# copies are removed before [**pre-training**](../assets/glossary.md#pre-training): guessing the next token, on as much
-# text as one can get.
+# On the web many pages are copies, with another header or a changed word. A model that reads a page many times learns
+# it by heart. So copies are removed before [**pre-training**](../assets/glossary.md#pre-training): training to predict
+# the next token, on as much text as one can get.
 #
-# Here is a tool that works on one rank. Now each rank cleans its own documents with it.
+# The folded tool finds copies among the documents of one rank. Here it runs on one rank with all documents, then on
+# four ranks with their own documents each:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -170,7 +171,7 @@ if rank == 0:
         say(f"{n} rank{'s' * (n > 1)}: {found_by(n)} of {len(planted)} planted copies found")
 
 # %% [markdown]
-# There is no error. The tool is right, and most copies are still in the training set.
+# There is no error, and most copies are still in the training set.
 #
 # **Predict.** How many of the 64 copies do 16 ranks find?
 
@@ -183,8 +184,8 @@ guess_found = ____  # your turn: type a number
 compare("planted copies that 16 ranks find, each in its own documents", guess_found, found_by(16))
 
 # %% [markdown]
-# A copy and its original lie on the same rank with probability 1/n. With 1,000 ranks the tool finds next to nothing. So
-# documents of different ranks must meet. But comparing every pair is hopeless: a billion documents make 5e17 pairs.
+# A copy and its original are on the same rank with probability 1/n. With 1,000 ranks the tool finds almost nothing. So
+# documents of different ranks must be compared. But not every pair: a billion documents make 5e17 pairs.
 
 # %% [markdown]
 # ## Signatures: a document in 512 bytes (CORE, 8 min)
@@ -196,12 +197,13 @@ compare("planted copies that 16 ranks find, each in its own documents", guess_fo
 # ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the
 # first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
 #
-# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997): put all shingles in a random order. A and B then have the
-# same first shingle exactly if the first shingle of A ∪ B lies in both. This happens with probability J. Do so for K
-# random orders. The share of them in which A and B have the same first shingle *estimates* J.
+# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997) estimates J. Put all shingles in a random order. A and B
+# have the same first shingle exactly if the first shingle of A ∪ B is in both. This has probability J. Repeat this for
+# K random orders. The share of orders in which A and B have the same first shingle is the estimate.
 #
-# A hash makes a random order: map each shingle's number x to (a·x + b) mod PRIME. The smallest result stands for the
-# first shingle. So a document becomes K = 128 numbers, its **signature**.
+# A hash makes a random order: each shingle has a number x; compute (a·x + b) mod PRIME. The shingle with the smallest
+# result is the first. Another a and b make another order. So a document becomes K = 128 numbers of 4 bytes, its
+# **signature**.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -220,8 +222,9 @@ def shingle_hashes(text, k=3):
 # %% [markdown]
 # ### Build A: signature and estimate
 #
-# Letters at the end of a name are its shape: S shingles, K orders. No loop is needed: `hashes_S[:, None] * a_K` is [S, K].
-# If you skip a build, the check runs the lesson's own lines.
+# Letters at the end of a name are its shape: S shingles, K orders. `hashes_S` has each shingle's x. No loop is needed:
+# `hashes_S[:, None] * a_K` is [S, K]. `similarity` returns the share of the K numbers that are equal. If you skip a
+# build, the cells below use the lesson's own lines.
 
 
 # %%
@@ -255,11 +258,11 @@ checks.minhash((signature, similarity), ranks)
 # </details>
 
 # %% [markdown]
-# The estimate is off by about sqrt(J (1 - J) / K): 0.035 for J = 0.8. (A lab below draws it.)
+# The estimate is off by about sqrt(J (1 - J) / K): 0.035 for J = 0.8.
 #
-# Which pairs do you compare? Cut each signature into 16 **bands** of r = 8 numbers. Compare two documents only if they
-# agree in *all* numbers of some band. A pair is compared with probability 1 - (1 - J^r)^16: 0.06 for J = 0.5, and 0.95
-# for J = 0.8.
+# Which pairs do you compare? Split each signature into 16 **bands** of r = 8 numbers. Compare two documents only if
+# all 8 numbers of at least one band are equal. This happens with probability 1 - (1 - J^r)^16: 0.06 for J = 0.5, and
+# 0.95 for J = 0.8.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: signatures</summary>
@@ -272,18 +275,18 @@ checks.minhash((signature, similarity), ranks)
 # %% [markdown]
 # ## One rank for each key (CORE, 11 min)
 #
-# The easy way is an all-gather of all signatures. Then every rank holds 512 bytes for each document of the world, and
-# every rank does all the comparing. More ranks do not help.
+# The easy way is an all-gather of all signatures. Then every rank holds 512 bytes for every document, and makes all
+# the comparisons. More ranks do not help.
 #
-# Documents that agree in a band have the same **key**: a hash of the band's number and content. So *send each key to one
-# rank*, the same for all who have it. That rank sees everybody who has the key. Equal keys meet, and nothing else needs
-# to. It is an all-to-all, as in a shuffle of MapReduce.
+# Instead, give each band of each document a **key**: a hash of the band's number and content. Two documents with an
+# equal band have an equal key. *Send each key to one rank*, which the key determines. So equal keys arrive at the same
+# rank. This exchange is an all-to-all.
 #
-# ![Two ranks hold documents with two keys each; odd keys go to rank 1, even keys to rank 0; equal keys of different
-# documents meet there and make a pair](../assets/12_keys.svg)
+# ![Two ranks: odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair
+# there](../assets/12_keys.svg)
 #
-# **Predict.** There are 1,024 documents on 4 ranks, with 16 bands each. A record (key, document) has 8 bytes. By the
-# all-gather a rank receives 393 kB from the others. How many kB of records does it receive?
+# **Predict.** There are 1,024 documents on 4 ranks, with 16 bands each. A record (key, document) has 8 bytes. With the
+# all-gather a rank receives 393 kB from the other ranks. With the all-to-all, how many kB of records?
 
 # %%
 # %%ranks
@@ -292,8 +295,8 @@ guess_kb = ____  # your turn: type a number
 # %% [markdown]
 # ### Build B: who gets which record?
 #
-# `records_N2` has a row (key, document) for each band of each of this rank's documents. Key k belongs to rank k mod n.
-# Return a list of n tensors: the rows for rank 0, for rank 1, and so on.
+# `records_N2` is [N, 2]: a row (key, document) for each band of each of this rank's documents. Key k belongs to rank k
+# mod n. Return a list of n tensors: the rows for rank 0, for rank 1, and so on.
 
 
 # %%
@@ -317,9 +320,9 @@ checks.parcels(parcels, ranks)
 # %% [markdown]
 # ### Build C: who meets whom?
 #
-# `records` is what arrived at a rank, a list of [key, document]. Return the set of all pairs (i, j) with i < j that share
-# a key. Three documents with one key are three pairs: the first may be unlike the others, which are copies of each other.
-# (`combinations(items, 2)` yields all pairs of a sorted list.)
+# `records` is a list of [key, document]: those that arrived at this rank. Return the set of all pairs (i, j) of
+# documents with i < j and an equal key. Three documents with one key are three pairs. (`combinations(items, 2)` yields
+# all pairs of a sorted list.)
 
 
 # %%
@@ -347,9 +350,9 @@ checks.colliding(colliding, ranks)
 # </details>
 
 # %% [markdown]
-# The rest is given. `exchange_rows` sends parcel r to rank r. `near_pairs` sends each pair to the holder of its first
-# document, and that document's signature to the holder of the second, who estimates J. A document goes if an earlier one
-# is as similar as the limit. So its holder decides alone, and no rank ever has all signatures.
+# The rest is given. `exchange_rows` sends tensor r of your list to rank r. `near_pairs` sends the signature of each
+# pair's first document to the rank of the second, and there estimates J. A document is dropped if J with an earlier
+# one reaches the limit. So its own rank decides, and no rank ever has all signatures.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -392,8 +395,8 @@ if rank == 0:
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
-# The same copies are found on any number of ranks. (A test compares 1, 2 and 4 ranks with all pairs. The bands miss some
-# of the less similar ones.) The line of the all-gather stays where it is. Yours falls with every rank that you add.
+# Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With the all-gather, the
+# bytes that a rank receives do not fall with more ranks. With your all-to-all they do.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: keys</summary>
@@ -407,18 +410,19 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 # %% [markdown]
 # ## Tokens: byte-pair encoding (CORE, 7 min)
 #
-# Characters make long sequences. Whole words make endless vocabularies. Byte-pair encoding
-# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) lies between. It begins with the 256 bytes, and again and
-# again makes the *most frequent pair of neighbours* a new token. Bytes spell every text, so nothing is unknown.
+# If a token is a character, sequences are long. If it is a word, the vocabulary has no end. Byte-pair encoding
+# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. It begins with the 256 bytes. Then
+# it makes the *most frequent pair of neighbours* a new token, and repeats this. Any text consists of bytes, so it can
+# encode any text.
 #
 # ![The words banana and bandana as letters; the pair a n occurs four times and becomes one token; then b with an,
 # twice](../assets/12_bpe.svg)
 #
 # ### Build D: one merge
 #
-# `pairs` is {(a, b): how often}. In a tie the smaller pair wins: without such a rule two programs would soon disagree.
-# `merge` makes a new list in which `new` replaces each `pair`, from left to right. Each token is used once: in a a a only
-# the first two become one.
+# `pairs` is {(a, b): how often}. Return the most frequent pair, and in a tie the smaller one: so all ranks choose the
+# same. `merge` returns a new list in which `new` replaces each `pair`, from left to right. Each token is used once: of
+# a a a only the first two become one.
 
 
 # %%
@@ -456,9 +460,9 @@ checks.one_merge((most_frequent, merge), ranks)
 # </details>
 
 # %% [markdown]
-# Pairs are counted within words only; a word includes the space before it. So it is enough to know how often each *word*
-# occurs. Ranks exchange these counts once, and add them up. Sums of integers are the same in any order, so all ranks find
-# the same merges. (Counts of pairs would need a collective for each merge.)
+# Pairs are counted only within words (with the space before them). So it is enough to know how often each *word*
+# occurs. Ranks all-gather these counts once, and add them up. Then all ranks have the same counts, and find the same
+# merges.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -521,8 +525,8 @@ if rank == 0:
 metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 
 # %% [markdown]
-# Each rank tokenizes its own documents with these merges. A special token, the **separator**, begins each document. The
-# result is one **shard** per rank: a file of 16-bit numbers that training maps into memory.
+# Each rank tokenizes its own documents with these merges. A special token, the **separator**, begins each document.
+# The result is one **shard** per rank: a file of 16-bit numbers.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: tokens</summary>
@@ -535,20 +539,20 @@ metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 # %% [markdown]
 # ## Packing: many documents in one sequence (CORE, 7 min)
 #
-# Documents differ in length, but all sequences of a batch have the same. Padding wastes compute. So documents are
-# [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T tokens.
-# Now several documents share a sequence, and attention looks back from the second into the first.
+# Documents differ in length, but all sequences of a batch have the same length. Padding wastes compute. So documents
+# are [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T
+# tokens. Now a sequence can hold several documents, and a token of the second can attend to the first.
 #
-# ![Three documents in one sequence of ten tokens, and the mask of ten by ten: three triangles along the diagonal are
-# allowed, the rest of the lower half is not](../assets/12_packing.svg)
+# ![Three documents in one sequence of ten tokens; in the mask three triangles along the diagonal are
+# allowed](../assets/12_packing.svg)
 #
-# A [**document mask**](../assets/glossary.md#document-mask) forbids that. `documents_BT` holds the number of each
-# position's document, such as 1 1 1 2 2 2 2 3 3 3 in the figure.
+# A [**document mask**](../assets/glossary.md#document-mask) prevents that. `documents_BT` is [B, T]: the number of
+# each position's document, such as 1 1 1 2 2 2 2 3 3 3 in the figure.
 #
 # ### Build E: the mask
 #
-# The result is bool [B, T, T]. It is True where the query (second dimension) may look at the key (third): a key of the
-# same document that does not come later. No loops.
+# Return bool [B, T, T]. It is True where the query (second dimension) may attend to the key (third): a key of the same
+# document that does not come later. No loops.
 
 
 # %%
@@ -572,9 +576,9 @@ checks.document_mask(document_mask, ranks)
 # </details>
 
 # %% [markdown]
-# Some trainers only **restart the positions** with each document instead. Is that enough? Here is a measurement that
-# belongs in the tests of any trainer: change the second token of a sequence. Which logits change in the documents after
-# the first? (`packed_logits`, folded, is the course's GPT with a mask and positions of our choice.)
+# Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? A test:
+# change the second token of a sequence. Do logits of later documents change? (`packed_logits`, folded, is the course's
+# GPT with a mask and positions of our choice.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -630,9 +634,9 @@ for name, *how in (
         say(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
 
 # %% [markdown]
-# Restarting the positions hides nothing. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
-# measured the same: another prefix changed the next sample's output by 0.4621, with restarted positions by 0.4625. The
-# cure was a document mask. With mask *and* restarted positions each document has exactly the logits that it has alone:
+# Restarted positions do not help. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
+# measured the same, and added a document mask. With mask *and* restarted positions each document has the logits that
+# it has alone:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -659,14 +663,14 @@ if rank == 0:
 # %% [markdown]
 # ## How large, for how long? One point of a scaling law (CORE, 9 min)
 #
-# Your budget is fixed: so many GPUs for so many days. A larger model learns more from each token, but the budget buys it
-# fewer tokens. Which size is best? Find out where it is cheap. For one budget train several sizes, each on as many tokens
-# as the budget buys: an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022). Its lowest point is the
-# best size. The best sizes of several budgets lie on a line in logarithms, a [**scaling
-# law**](../assets/glossary.md#scaling-law).
+# A budget is a number of FLOPs. A larger model learns more from each token, but for the same FLOPs it reads fewer
+# tokens. Which size is best? Find out with small budgets. For one budget train several sizes, each on as many tokens
+# as the budget allows. Their losses are an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022),
+# and its lowest point is the best size. If you draw the best sizes of several budgets with logarithms, they are on a
+# line: a [**scaling law**](../assets/glossary.md#scaling-law).
 #
-# We recorded a grid of 3 budgets and 6 sizes with `python scripts/isoflop.py`. You train one of its models now, data
-# parallel on all ranks.
+# We recorded 3 budgets and 6 sizes with `python scripts/isoflop.py`. You train one of these models now, data parallel
+# on all ranks.
 
 # %%
 # %%ranks --timeout 300
@@ -685,9 +689,9 @@ if rank == 0:
 metrics.close(1e-2, live_loss=live["val_loss"])
 
 # %% [markdown]
-# Your model writes letters that often stand together, since so little was spent on it. The course ships
-# [a model](../assets/models/README.md) that the same trainer made on one GPU in four minutes. The folded cell draws its
-# recorded curve by FLOPs, with your point, and lets it write.
+# Your model cannot write words yet. The course comes with [a model](../assets/models/README.md) that the same trainer
+# made on one GPU in four minutes. The folded cell draws its loss by FLOPs, with your point, and prints text that it
+# writes.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -714,8 +718,9 @@ if rank == 0:  # no other rank takes part
 # %% [markdown]
 # ### Build F: the lowest point of a valley
 #
-# A valley looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns its bend, slope and height:
-# bend·x² + slope·x + height. Return the parameters and the loss at the lowest point.
+# An isoFLOP curve looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns bend, slope and
+# height of bend·x² + slope·x + height. Find the x of its lowest point, where the derivative is zero. Return the
+# parameters (not their logarithm) and the loss there.
 
 
 # %%
@@ -776,9 +781,10 @@ if rank == 0:
     say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
 
 # %% [markdown]
-# The runs on the right are a billion times as expensive (read off a figure of Hoffmann et al.). The valleys look the
-# same, and the lowest points go right and down. But the numbers differ: our best models read more tokens per parameter,
-# and our tokens are characters. **A law holds in its range, for its data.** A lab below says how sure this one is.
+# The runs on the right cost a billion times as much (read from a figure of Hoffmann et al.). The curves look the same:
+# with a larger budget the best model is larger, and its loss lower. But the numbers differ: our best models read more
+# tokens per parameter, and our tokens are characters. So use a scaling law only for the data and near the budgets that
+# it was measured with.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
@@ -793,9 +799,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A model computes its loss by `plain_loss`. Somebody replaces it by a library's loss function, `shifted_loss`. Training
-# runs, and the loss falls. **What is wrong, and which measurement shows it?** Write down your suspicion before you open
-# the answer.
+# A model computes its loss with `plain_loss`. Somebody replaces it with a library's `shifted_loss`. The loss falls.
+# **What is wrong, and which measurement shows it?** Decide before you open the answer.
 
 
 # %%
@@ -889,8 +894,8 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # python scripts/isoflop.py --to outputs/isoflop.json
 # ```
 #
-# **What changes on GPUs.** Clean and tokenize on CPUs, before the job: GPUs must not wait for text. A grid of small runs
-# is a job array.
+# **What changes on GPUs.** Clean and tokenize on CPUs, before the GPU job starts. Run many small trainings as a job
+# array.
 
 # %% [markdown]
 # ## Recap
@@ -908,8 +913,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 13](13_llm_alignment.ipynb) makes the model answer. Below is the lab, to pick from; the life of a model, a
-# table of families and further reading are in the [handbook](../assets/handbook/12_llm_pretraining.md).
+# Next: [lesson 13](13_llm_alignment.ipynb) makes the model answer. Below is the lab: sections to choose from. Further
+# reading is in the [handbook](../assets/handbook/12_llm_pretraining.md).
 
 # %% [markdown]
 # ## How good is the estimate? (MORE, 4 min)

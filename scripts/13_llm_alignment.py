@@ -18,16 +18,16 @@
 #
 # **50 minutes** for the sections marked CORE, 101 with those marked MORE.
 #
-# You have 80 questions with their answers, and nobody writes more. But a program can tell a right answer from a wrong
-# one. So the model answers new questions itself, and learns from the verdicts. Half of the ranks draw answers, the
-# other half trains, and the weights travel between them in every step.
+# You have 80 questions with answers, and nobody writes more. But a program can check whether an answer is right. So
+# the model answers new questions itself, and learns from the program's results. Two ranks draw answers, two ranks
+# train, and the new weights are sent in every step.
 #
 # After this lesson **you can**
 # - mask a loss so that only answers are learned, and fine-tune on 80 of them;
-# - write the loss of GRPO term by term, and say what each way to divide it does to long answers;
+# - write the loss of GRPO, and say what each way to divide it does to long answers;
 # - split the ranks into those that draw and those that train, and count the bytes between them;
 # - read importance ratios, and say what stale answers cost;
-# - compare with a control: how many answers did each model see, and who wrote them?
+# - compare two ways to train with the same number of answers.
 #
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the
 # [broadcast](../assets/glossary.md#broadcast) of [lesson 02](02_collectives.ipynb).
@@ -71,8 +71,8 @@ seeds = 2  # runs of each stage in the comparison, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The folded ones make a small ShakespeareGPT of 2 layers and width 64, its data, and
-# the functions that train it for a few seconds.
+# The first cell starts four ranks. The folded ones make a small ShakespeareGPT of 2 layers and width 64, and the
+# functions that train it.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -227,8 +227,8 @@ dist.all_reduce(base_loss)
 # %% [markdown]
 # ## A model that does not answer (CORE, 2 min)
 #
-# Pre-training makes a model that continues text. Here is what [a model that has read 36 plays](../assets/models/README.md)
-# makes of a question:
+# Pre-training makes a model that continues text. Here [a model that has read 36 plays](../assets/models/README.md)
+# continues the question "sort jbcg":
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -243,9 +243,8 @@ if rank == 0:  # no other rank takes part
     say(f"it has {reader.num_params():,} parameters, {reader.num_params() / P:.0f} times as many as the lesson's model")
 
 # %% [markdown]
-# Reinforcement learning draws thousands of answers. So the lesson's own model is small enough for two cores: 2 layers and
-# width 64. A lab below teaches a readable model. The task is to *sort four letters*. One word in eight is **held out**:
-# no stage learns from it, and accuracy is measured on those words only.
+# The task of this lesson is to *sort four letters*. You draw thousands of answers, so the lesson's own model is much
+# smaller. One word in eight is **held out**: no training uses it, and accuracy is measured only on those words.
 
 # %%
 # %%ranks
@@ -254,9 +253,9 @@ once(f"base: {examples(base)}")
 once(f"right: {accuracy(base):.1%}; the letters in a random order: {task.chance:.1%}")
 
 # %% [markdown]
-# It knows neither the question nor when to stop. You have two helpers. Somebody has answered 80 questions: these are the
-# **gold answers**. And a [**verifier**](../assets/glossary.md#verifier), a program, says right or wrong as often as you ask:
-# `task.right("jbcg", "bcgj")`. How far does each bring you?
+# It does not answer, and does not stop. You have two helpers. The first is 80 questions with right answers, the **gold
+# answers**. The second is a program, the [**verifier**](../assets/glossary.md#verifier): `task.right("jbcg", "bcgj")`
+# says whether an answer is right. You use one after the other.
 
 # %% [markdown]
 # ## Only answers count: SFT (CORE, 9 min)
@@ -264,16 +263,16 @@ once(f"right: {accuracy(base):.1%}; the letters in a random order: {task.chance:
 # Write a conversation as one sequence of tokens. A [**chat template**](../assets/glossary.md#chat-template) says who speaks
 # and where a message ends. Each marker, such as `<|user|>`, is *one* token, which no text contains.
 #
-# ![A conversation as one row of tokens: the user's marker, the question, the end marker, the assistant's marker, the
-# answer, the end marker; below each token but the first a question mark: does its prediction
-# count?](../assets/13_template.svg)
+# ![A conversation as one row of tokens: user's marker, question, end marker, assistant's marker, answer, end
+# marker](../assets/13_template.svg)
 #
-# In **supervised fine-tuning** ([SFT](../assets/glossary.md#sft)) the model imitates the gold answers. It should not learn
-# to write questions, nor the marker `<|assistant|>`: we supply those. So the [**loss
-# mask**](../assets/glossary.md#loss-mask) says for each *target* whether the assistant wrote it.
+# In **supervised fine-tuning** ([SFT](../assets/glossary.md#sft)) the model learns to write the gold answers. It
+# should not learn to write questions or the marker `<|assistant|>`: we supply those. So the [**loss
+# mask**](../assets/glossary.md#loss-mask) says for each *target*, the token to predict, whether the assistant wrote
+# it.
 #
-# **Predict.** The model reads tokens 0 to 15 of these 17 and predicts tokens 1 to 16. How many of the 16 predictions
-# count?
+# **Predict.** The conversation in the figure has 17 tokens. The model reads tokens 0 to 15 and predicts tokens 1 to
+# 16. How many of the 16 predictions count?
 
 # %%
 # %%ranks
@@ -282,10 +281,10 @@ guess_count = ____  # your turn: type a number
 # %% [markdown]
 # ### Build A: the loss mask
 #
-# `ids_BT` has a conversation per row, perhaps with several turns, and padding at the end. Return bool [B, T - 1]. For the row
-# `<|user|> a <|end|> <|assistant|> b <|end|>` it is `[False, False, False, True, True]`: the last target is the end
-# marker, and the model must learn to stop. (Letters at the end of a name are its shape.
-# If you skip a build, the check runs the lesson's own lines.)
+# `ids_BT` [B, T] has a conversation per row, perhaps with several questions and answers, and padding at the end.
+# Return bool [B, T - 1], one for each target. For the row `<|user|> a <|end|> <|assistant|> b <|end|>` it is `[False,
+# False, False, True, True]`. The end marker of an answer counts, because the model must learn to stop. (Letters at the
+# end of a name are its shape. If you skip a build, the cells below use the lesson's own lines.)
 
 
 # %%
@@ -320,9 +319,9 @@ assert mask_T.tolist() == written_T[1:]
 compare("predictions of 16 that count", guess_count, int(mask_T.sum()))
 
 # %% [markdown]
-# Four letters and the end marker. Answers differ in length, and so do the ranks' numbers of tokens that count. The cure is
-# lesson 05's: each rank divides its sum by the number on *all* ranks. A step takes 32 of the gold answers and 8 speeches
-# of the corpus (`sft` is folded):
+# Four letters and the end marker count. Answers differ in length, so ranks have different numbers of tokens that
+# count. As in lesson 05, each rank divides its sum by the number on *all* ranks. Now train: a step of `sft` (folded)
+# reads 32 gold answers and 8 speeches of Shakespeare:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -368,8 +367,7 @@ once(f"SFT: {examples(models['SFT', 0])}")
 once(f"right: {sft_right:.1%}")
 
 # %% [markdown]
-# The format is right: four letters and a stop. In some answers the letters are wrong: 80 answers teach the format before
-# the rule.
+# The format is right: four letters, then a stop. But in some answers the letters are wrong.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: SFT</summary>
@@ -385,18 +383,18 @@ once(f"right: {sft_right:.1%}")
 # %% [markdown]
 # ## A program judges: GRPO (CORE, 17 min)
 #
-# The model *draws* 8 answers to a question at random. Such an answer is a [**rollout**](../assets/glossary.md#rollout).
-# The verifier gives each a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al. 2024) compares an answer
-# with its group: its [**advantage**](../assets/glossary.md#advantage) is its reward minus the mean of the group, divided by
-# the group's standard deviation.
+# The model *draws* 8 random answers to a question, each a [**rollout**](../assets/glossary.md#rollout). These are a
+# **group**. The verifier gives each answer a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al.
+# 2024) computes an [**advantage**](../assets/glossary.md#advantage) for each answer: its reward minus the mean of its
+# group, divided by the group's standard deviation. Training makes answers with a positive advantage more likely.
 #
 # ![One question, eight answers on two ranks, three of them right; the mean of the group is a line at 3/8; right answers
 # get arrows up, wrong ones arrows down](../assets/13_grpo.svg)
 #
 # ### Build B: advantages
 #
-# Answers to one question lie next to each other. Use `std`, which divides by G - 1, and add 1e-4 to the divisor. (A group
-# with equal rewards teaches nothing.)
+# `rewards_B` has the rewards of all answers; those to one question are next to each other, `group` of them. Return the
+# advantages, [B]. Use `.std()` as it is, and add 1e-4 to it before you divide.
 
 
 # %%
@@ -424,9 +422,9 @@ checks.group_advantages(group_advantages, ranks)
 # %% [markdown]
 # ### Build C: the term of one token
 #
-# The **importance ratio** of a token is p / p_old: its probability now, divided by the one with which it was drawn. Its term
-# in the loss is `-min(ratio * A, clip(ratio) * A)`, where A is the advantage of its answer and `clip` cuts the ratio to 0.8
-# to 1.2. Beyond that a token gains nothing by moving further.
+# The **importance ratio** of a token is p / p_old: its probability now, divided by its probability when it was drawn.
+# Its term in the loss is `-min(ratio * A, capped * A)`. A is the advantage of its answer, and `capped` is the ratio
+# limited to the range 0.8 to 1.2. So outside of this range a token is not pushed further. Return the terms, [b, T].
 
 
 # %%
@@ -456,17 +454,16 @@ checks.clipped(clipped, ranks)
 # %% [markdown]
 # ### Build D: divide, in three ways
 #
-# What "the loss of GRPO" is depends on the divisor:
+# The loss is the sum of these terms, divided by something. Papers divide in three ways:
 #
-# | | the sum over tokens is divided by | used by |
+# | | the sum is divided by | used by |
 # |---|---|---|
-# | per answer | each answer by its own length, then by the number of answers | Shao et al. 2024 |
+# | per answer | each answer's by its own length, then all by the number of answers | Shao et al. 2024 |
 # | per token | the number of tokens of all answers | DAPO, Yu et al. 2025 |
-# | Dr. GRPO | answers times a constant, here the longest length allowed | Liu et al. 2025 |
+# | Dr. GRPO | the number of answers times `longest`, the longest length allowed | Liu et al. 2025 |
 #
-# (Dr. GRPO also leaves out the standard deviation of Build B. Shao et al. add a multiple of a
-# [KL divergence](../assets/glossary.md#kl-divergence), which DAPO and Dr. GRPO drop, and so do we.) Return this rank's part
-# of all three. `num_answers` and `num_tokens` are those of all ranks.
+# Return this rank's part of all three losses. `mask_bT` says which tokens count. `num_answers` and `num_tokens` are
+# those of all ranks. ([More differences](../assets/handbook/13_llm_alignment.md#losses-of-the-grpo-family))
 
 
 # %%
@@ -496,8 +493,7 @@ checks.three_losses(three_losses, ranks)
 # </details>
 
 # %% [markdown]
-# Your three functions, seen by one token: how much does it count if its answer is long? Below are 16 answers of 1 to 16
-# tokens.
+# How much does one token count if its answer is long? Below, your losses of 16 answers with 1 to 16 tokens:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -523,8 +519,8 @@ if rank == 0:
     show(plots.token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
 
 # %% [markdown]
-# Per answer, a token of a long answer counts less. So a *wrong* answer is punished less per token if it is long: models
-# learn to ramble when they are wrong, which Dr. GRPO and DAPO wanted to end. We train with the loss per token.
+# With the loss per answer, a token of a long answer counts less. So a *wrong* answer costs less per token if it is
+# long, and models learn to write long wrong answers. Dr. GRPO and DAPO avoid that. We train with the loss per token.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GRPO</summary>
@@ -538,14 +534,14 @@ if rank == 0:
 # %% [markdown]
 # ## Two ranks draw, two train (CORE, 9 min)
 #
-# Drawing is one token after another; training is one forward and one backward. They want other batch sizes, other memory
-# and other code. So large systems give each its own ranks: a serving engine draws, a trainer learns.
+# To draw an answer, a model computes one token after another. To train, it computes one forward and one backward. The
+# two need different batch sizes, memory and code. So in large systems some ranks draw answers, and others train.
 #
 # ![Ranks 0 and 1 train and ranks 2 and 3 draw; rank 0 sends the weights, 4 P bytes, to ranks 2 and 3; ranks 2 and 3 send
 # answers, their log p and rewards back](../assets/13_halves.svg)
 #
-# **Predict.** The model has 113 thousand parameters in float32. How many kB of weights does a drawing rank receive in each
-# step?
+# **Predict.** The model has 113 thousand parameters in float32. After each step the drawing ranks need the new
+# weights. How many kB does each receive?
 
 # %%
 # %%ranks
@@ -554,8 +550,9 @@ guess_kb = ____  # your turn: type kB
 # %% [markdown]
 # ### Build E: hand over the weights
 #
-# Rank 0 trains. All ranks of `group` call this, and then have its weights, by *one* message. `parameters_to_vector(...)` makes
-# one row of all parameters, `vector_to_parameters(row_P, ...)` puts a row back.
+# Rank 0 has the new weights. All ranks of `group` call this function, and then have them, too. Use *one* collective:
+# `parameters_to_vector(...)` makes one row of all parameters, and `vector_to_parameters(row_P, ...)` writes a row back
+# into them.
 
 
 # %%
@@ -581,9 +578,8 @@ checks.hand_over(hand_over, ranks)
 # </details>
 
 # %% [markdown]
-# The folded cell has the two halves. `draw` answers 15 new questions 8 times, judges the answers, and notes log p of each token.
-# `learn` takes a batch of answers and makes one step with your functions. All random numbers come from (seed, step), so any
-# number of ranks draws the same answers.
+# The folded cell has both parts. `draw` answers 15 new questions 8 times each, gets the rewards, and stores log p of
+# each token. `learn` makes one training step from these answers with your functions.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -637,8 +633,8 @@ def merged(seen):
 
 
 # %% [markdown]
-# This is the loop. With `staleness` 0 the halves take turns. Otherwise a batch waits in a queue for so many steps: the
-# drawers go on with new questions while the trainers learn.
+# This is the loop (given). With `staleness` 0, drawing and training take turns. With `staleness` k, a batch of answers
+# waits k steps in a queue before the trainers use it. So the drawing ranks need not wait for the trainers.
 
 
 # %%
@@ -683,7 +679,7 @@ once(f"answers: {answers.payload_bytes():,} bytes for {ANSWERS} answers with the
 metrics.exact(hand_over_bytes=weights.payload_bytes() if rank in connected else 4 * P)
 
 # %% [markdown]
-# The answers do not grow with the model, and the weights do. A model of 7 billion parameters in bf16 is a message of 14 GB,
+# The weights grow with the model, and the answers do not. For 7 billion parameters in bf16, 14 GB of weights are sent
 # in every step.
 
 # %% [markdown] tags=["notes"]
@@ -698,8 +694,8 @@ metrics.exact(hand_over_bytes=weights.payload_bytes() if rank in connected else 
 # %% [markdown]
 # ## Stale answers (CORE, 4 min)
 #
-# If both halves work at the same time, the answers are old when they are used: drawn with the weights of 1 or 4 steps ago. The
-# importance ratios show how old. If nothing has changed, all are 1.
+# If drawing and training run at the same time, the answers are **stale**: they were drawn with the weights of 1 or 4
+# steps ago. The importance ratios show this. With the same weights all are 1.
 #
 # **Predict.** At a staleness of 4 steps, how many percent of the drawn tokens have a ratio outside 0.8 to 1.2?
 
@@ -736,16 +732,16 @@ metrics.measured(outside_percent=outside, staleness_accuracy={k: run[2] for k, r
 assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 
 # %% [markdown]
-# Fresh answers have ratios of 1, so clipping does nothing: the loss is then the plain policy gradient. With age the ratios
-# spread, and clipping switches tokens off. (This is one seed.) On the right is what age buys on real GPUs
-# ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md), a 7B model):
-# with answers that are one step old, the trainer waits 45 s for them instead of 321 s.
+# Fresh answers have ratios of 1, so clipping does nothing. With staler answers more ratios are outside the range, and
+# these tokens no longer count. (This is one seed.) The right panel is from real GPUs
+# ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md),
+# a 7B model): with answers that are one step old, the trainer waits for 45 s instead of 321 s.
 
 # %% [markdown]
 # ## Unequal answers (CORE, 2 min)
 #
-# A batch is drawn until its *longest* answer ends. A sorted word has 5 tokens. The model has also learned speeches: it ends
-# them when it likes, or we cut them after 24 tokens. 64 of them are dealt out to the ranks:
+# A batch is drawn until its *longest* answer ends. A sorted word always has 5 tokens, so here we let the model write
+# 64 speeches instead. Each ends with the end marker, or after 24 tokens. The speeches are shared out over the ranks:
 
 
 # %% jupyter={"source_hidden": true}
@@ -770,15 +766,15 @@ once(f"the longest answer of each rank: {[max(found) for found in by_rank]} toke
 once(f"{busy:.0%} of the slots of all ranks wrote a token; the others waited")
 
 # %% [markdown]
-# That is the [straggler](../assets/glossary.md#straggler) of RL, and more ranks do not cure it. Serving engines fill a free
-# slot with the next question ([lesson 14](14_llm_serving.ipynb)). Asynchronous trainers take answers as they come, at
-# the price of ratios that differ from 1.
+# More ranks do not help. Serving engines fill a free slot with the next question ([lesson 14](14_llm_serving.ipynb)).
+# Asynchronous trainers use answers as they come; their ratios then differ from 1.
 
 # %% [markdown]
 # ## What was it worth? (CORE, 3 min)
 #
-# GRPO made more steps than SFT, so a fair comparison has controls: *more SFT* reads as many answers as GRPO in as many
-# steps, the same 80 gold ones again and again; the other control has a gold answer to each of GRPO's 720 questions.
+# GRPO made more steps than SFT. So a fair comparison has two controls, which see the same number of answers as GRPO.
+# *More SFT* reads the 80 gold answers again and again. *Gold for all* also has a gold answer to each of GRPO's 720
+# questions.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 600
@@ -823,9 +819,9 @@ if rank == 0:
 metrics.measured(accuracy=shares)
 
 # %% [markdown]
-# Reading the 80 again helps as well, and costs nobody anything: without this control GRPO would get the credit for it. What
-# is left between the second and the third bar is the verifier's. The last bar is what gold answers to all questions would
-# have bought, if somebody wrote them.
+# Reading the 80 answers again helps as well. Without this control you would think that GRPO did it. The difference
+# between the second and the third bar comes from the verifier. The last bar is better still, but somebody must write
+# 720 more answers.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -849,8 +845,8 @@ if rank == 0:  # `make serve` finds it
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A fine-tuning script needs a token for padding, and the model has none. So its author pads with the end marker, and leaves padding
-# out of the loss. The loss falls as it should. **What does the model do, and which number shows it?**
+# A fine-tuning script needs a token for padding, and the model has none. So its author pads with the end marker, and
+# leaves padding out of the loss. The loss falls. **What does the model do wrong, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
@@ -905,8 +901,8 @@ for name, model in (("theirs", theirs), ("ours", models["SFT", 0])):
 # %% [markdown]
 # ## On the cluster
 #
-# `scripts/align.py` does this with the trainer's checkpoints, resuming and strategies (not `pp`: every rank needs whole
-# logits). All its ranks draw and train in turn. Each stage starts from what the previous one has left:
+# `scripts/align.py` does this with the trainer's checkpoints and strategies (not `pp`). All its ranks draw and train
+# in turn. Each stage starts from the folder of the stage before:
 #
 # ```bash
 # python scripts/launch.py --nproc 4 -- --train.steps 2000 --checkpoint.folder outputs/base
@@ -915,8 +911,8 @@ for name, model in (("theirs", theirs), ("ours", models["SFT", 0])):
 # python scripts/sample.py outputs/sft --chat --prompt "sort jbcg"
 # ```
 #
-# Watch the accuracy on held-out questions and not the reward, the ratios, the share of groups whose rewards differ, and the
-# length of answers.
+# Watch the accuracy on held-out questions, the ratios, the share of groups whose rewards differ, and the length of
+# answers.
 
 # %% [markdown]
 # ## Recap
@@ -934,9 +930,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab, to pick from; names and
-# habits of large systems, LoRA, jailbreaks and further reading are in the
-# [handbook](../assets/handbook/13_llm_alignment.md).
+# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab: sections to choose from. Further reading is
+# in the [handbook](../assets/handbook/13_llm_alignment.md).
 
 # %% [markdown]
 # ## Four losses on two ranks (MORE, 3 min)

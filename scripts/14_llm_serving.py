@@ -18,24 +18,25 @@
 #
 # **45 minutes** for the sections marked CORE, 115 with those marked MORE.
 #
-# A model reads a prompt in one call. Then it writes one token per call. You build the cache that makes this cheap, in
-# three rungs. Then rank 0 reads the prompt, sends the cache, and rank 1 writes.
+# A served model reads a prompt, then writes one token after another. You build the cache that makes this cheap, in
+# three builds. Then rank 0 reads the prompt and sends the cache, and rank 1 writes.
 #
 # After this lesson **you can**
 # - build a KV cache, and prove that it changes nothing;
-# - predict its bytes, with the KV heads of a model of today;
-# - say what a token waits for: weights, caches or arithmetic;
-# - split prefill and decode over two ranks, and count what travels.
+# - predict its bytes;
+# - say what takes the time of a token: weights, caches or arithmetic;
+# - split prefill and decode over two ranks, and count the bytes between them.
 #
 # **You need** attention from [lesson 01](01_one_device.ipynb), and send and receive from [lesson
 # 02](02_collectives.ipynb).
 #
 # **New here:** [kv cache](../assets/glossary.md#kv-cache), [prefill and
-# decode](../assets/glossary.md#prefill-and-decode), [arithmetic intensity](../assets/glossary.md#arithmetic-intensity),
-# and in MORE [sampling](../assets/glossary.md#sampling), [continuous
-# batching](../assets/glossary.md#continuous-batching), [paged cache](../assets/glossary.md#paged-cache), [prefix
-# reuse](../assets/glossary.md#prefix-reuse) and [speculative decoding](../assets/glossary.md#speculative-decoding).
-# Tables to look things up are in [the handbook](../assets/handbook/14_llm_serving.md).
+# decode](../assets/glossary.md#prefill-and-decode), [arithmetic
+# intensity](../assets/glossary.md#arithmetic-intensity), and in MORE [sampling](../assets/glossary.md#sampling),
+# [continuous batching](../assets/glossary.md#continuous-batching), [paged cache](../assets/glossary.md#paged-cache),
+# [prefix reuse](../assets/glossary.md#prefix-reuse) and [speculative
+# decoding](../assets/glossary.md#speculative-decoding). Tables are in [the
+# handbook](../assets/handbook/14_llm_serving.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -91,9 +92,9 @@ ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 
 # %% [markdown]
-# The model to serve comes with the course: a GPT with 5 layers and width 256 that has read 36 of Shakespeare's plays
-# ([how it was trained](../assets/models/README.md)). It reads and writes characters. Each rank loads a copy, in float64,
-# so that "equal" can mean 1e-10. **Expect** lines of a play that Shakespeare never wrote.
+# The model comes with the course: a GPT with 5 layers and width 256, trained on 36 of Shakespeare's plays
+# ([how](../assets/models/README.md)). Its tokens are characters. Each rank loads it in float64, so that we can compare
+# to 1e-10. Expect lines in the style of Shakespeare:
 #
 # Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` new positions, `S` all positions so far, `E`
 # numbers per head, `V` tokens in the vocabulary.
@@ -130,7 +131,7 @@ if rank == 0:
 # %% [markdown]
 # ## Every token, all positions again (CORE, 4 min)
 #
-# The simplest way to write: compute the whole text, take the likeliest next token, append it, start over.
+# The simplest way to write: compute all positions of the text, append the most likely next token, and repeat.
 
 
 # %%
@@ -165,9 +166,9 @@ if rank == 0:
     say(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
 
 # %% [markdown]
-# 1 + 2 + ... + 63 = 2,016. The model computes 32 positions for each token that anybody reads, and uses the logits of one.
+# 1 + 2 + ... + 63 = 2,016. The model computes 32 positions for each new token, and uses the logits of one.
 #
-# **Predict.** 4,000 tokens after one: how many positions for each token?
+# **Predict.** To write 4,000 tokens after one, how many positions does it compute for each token?
 
 # %%
 # %%ranks
@@ -183,16 +184,17 @@ compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001
 # %% [markdown]
 # ## Keep keys and values (CORE, 15 min)
 #
-# In a causal model a position never looks ahead. So its keys and values stay the same, whatever is written later. Store
-# them: this is the [**KV cache**](../assets/glossary.md#kv-cache). Old queries are not needed, as only new positions ask.
+# In a causal model a position attends only to itself and earlier positions. So its keys and values do not change when
+# more text is written. Store them: this is the [**KV cache**](../assets/glossary.md#kv-cache).
 #
 # ![Without a cache each new token computes all positions, a triangle; with a cache each position is computed once, a
 # diagonal, and looks back at stored keys and values](../assets/14_cache.svg)
 #
 # ### Build A: remember
 #
-# `cache` is a dict, empty at first: layer -> (keys, values) of all positions so far. Positions are dim 2.
-# (If you skip a build, the check runs the lesson's own lines.)
+# `cache` is a dict {layer: (keys, values)}, empty at first. `k_BHTE` and `v_BHTE` belong to T new positions. If the
+# cache has this layer, put its keys and values before the new ones, along dim 2. Then store the result. (If you skip a
+# build, the cells below use the lesson's own lines.)
 
 
 # %%
@@ -225,9 +227,9 @@ checks.remember(remember, ranks)
 # %% [markdown]
 # ### Build B: who may look where
 #
-# T new queries meet S keys. Query t is at position S - T + t and must not look beyond it. The mask is True where a query
-# may look. `F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS)` takes it. Its `is_causal=True` would align query 0
-# with key 0, and a single new query would see nothing but the first position.
+# There are T new queries and S keys, and S ≥ T. Query t is at position S - T + t, and may attend to keys up to this
+# position. `mask_TS` is bool [T, S], True where a query may attend. Return `F.scaled_dot_product_attention(q, k, v,
+# attn_mask=mask_TS)`. (`is_causal=True` is wrong here: it puts query 0 at key 0.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -261,7 +263,7 @@ checks.attend(attend, ranks)
 # </details>
 
 # %% [markdown]
-# What your `attend` looks at, if three positions arrive, then one, then two:
+# Your mask, if three positions arrive, then one, then two:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -279,11 +281,12 @@ if rank == 0:
 # %% [markdown]
 # ### Build C: prefill, then decode
 #
-# Writing has two phases now. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions of the
-# prompt in one call. **Decode** computes one position per call.
+# With a cache, writing has two phases. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions
+# of the prompt in one call. **Decode** computes one position per call.
 #
-# `step(new, start)` computes the ids `new` at positions start, start + 1, ..., and returns the next id. `known` is how many
-# positions the cache holds.
+# `step(new, start)` computes the list of ids `new` at positions start, start + 1, ..., puts them into the cache, and
+# returns the next id. `known` is how many positions the cache holds. In each turn of the loop, call `step` with the
+# ids that the cache does not hold yet, and update `known`.
 
 
 # %%
@@ -317,10 +320,9 @@ checks.continued(continued, ranks)
 # </details>
 
 # %% [markdown]
-# Given, in the folded cell: `greedy_step(model, cache)` is such a `step`. It is the model's forward with your `attend` in
-# each layer.
+# `greedy_step(model, cache)` (folded) returns such a `step`: the model's forward with your `attend` in each layer.
 #
-# **Predict.** 63 positions instead of 2,016 are 32 times fewer. How many times faster is it here?
+# **Predict.** It computes 63 positions instead of 2,016, 32 times fewer. How many times faster is it here?
 
 # %%
 # %%ranks
@@ -377,11 +379,12 @@ if rank == 0:
     say("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
 
 # %% [markdown]
-# Why not 32? Both ways make **63 calls**, and a call has a price of its own: Python starts every operation of every
-# layer, and each reads its weights from memory, whatever T is. The last line shows it. A call on 64 positions costs far less than 64 calls
-# on one. On a GPU the weights are nearly the whole price. The rest of this lesson is about it.
+# Why not 32? Both ways make **63 calls**, and each call has a fixed cost: Python starts every operation of every
+# layer, and each operation reads its weights from memory. The last line shows it: a call on 64 positions takes far
+# less time than 64 calls on one. On a GPU, reading the weights is almost all of the time. The rest of this lesson is
+# about that.
 #
-# (The likeliest next token alone soon repeats itself. The text above was *drawn*; a lab below does that.)
+# (Without random draws a model soon repeats itself.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the cache</summary>
@@ -395,11 +398,12 @@ if rank == 0:
 # ## What does a token wait for? (CORE, 12 min)
 #
 # A cache takes memory, and each decode step reads all of it. In [grouped-query attention](../assets/glossary.md#gqa)
-# several query heads share one **KV head**, and only KV heads are stored.
+# several query heads share the keys and values of one **KV head**, and only KV heads are stored.
 #
 # ### Build D: the bytes of a cache
 #
-# N layers, H query heads, KV heads of E numbers, S positions, `size` bytes per number.
+# N layers, H query heads, `KV` KV heads, E numbers per head, S positions, `size` bytes per number. Return the bytes of
+# the keys and values of one sequence.
 
 
 # %%
@@ -422,9 +426,10 @@ checks.cache_bytes(cache_bytes, ranks)
 # </details>
 
 # %% [markdown]
-# Now the time of a call. It reads the weights once (2 bytes each), and the caches of all users. It computes 2 FLOPs per
-# weight for each position. Memory and arithmetic work at the same time, so the slower one counts. (Attention's own FLOPs
-# are left out.) `BANDWIDTH` = 3.35e12 bytes/s and `PEAK` = 989e12 FLOP/s are an H100's.
+# Now the time of a call. It reads the weights once (2 bytes each), and the `caches` bytes of all users. It computes 2
+# FLOPs per weight for each position. Reading and arithmetic happen at the same time, so the call takes as long as the
+# slower of the two. (Attention's own FLOPs are left out.) An H100 has `BANDWIDTH` = 3.35e12 bytes/s and `PEAK` =
+# 989e12 FLOP/s.
 #
 # ### Build E: the seconds of a call
 
@@ -453,13 +458,14 @@ checks.call_s(call_s, ranks)
 # </details>
 
 # %% [markdown]
-# FLOPs per byte read are the [**arithmetic intensity**](../assets/glossary.md#arithmetic-intensity). Weights alone would
-# put the corner at 989 / 3.35 = 295 positions per call. But users bring caches, and a cache is read for one user only.
+# The FLOPs for each byte that is read are the [**arithmetic intensity**](../assets/glossary.md#arithmetic-intensity).
+# At 989 / 3.35 = 295 FLOPs per byte, reading and arithmetic take the same time. Without caches, a call on 295
+# positions reaches that. But each user also has a cache, which is read for this user only.
 #
-# ![FLOP/s that can be reached against FLOPs per byte, on log scales: a slope up to the corner at 295, then flat; 119 users
-# with 8 KV heads reach 24, a prefill of 2,048 positions lies beyond the corner](../assets/14_roofline.svg)
+# ![FLOP/s against FLOPs per byte, on log scales: a slope up to 295, then flat; 119 users with 8 KV heads reach
+# 24](../assets/14_roofline.svg)
 #
-# Fill an H100 (80 GB) with users who have 4,096 positions each, until nobody fits any more:
+# Fill an H100 (80 GB) with users who have 4,096 positions each, until no more fit:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -495,13 +501,14 @@ if rank == 0:
     say(f"published, 250 users: {gaps[250] / 1e3 * rates[250]:.0f} texts are written at a time, the others wait")
 
 # %% [markdown]
-# **A full server does not compute, it reads.** Memory is full long before 295 users, and most of what is read is caches.
-# Fewer KV heads are the cure: four times fewer bytes let four times as many users in. DeepSeek's MLA
+# **A full server spends its time on reading.** Memory is full long before 295 users, and most bytes that it reads are
+# caches. With four times fewer KV heads, four times as many users fit. DeepSeek's MLA
 # ([2024](https://arxiv.org/abs/2412.19437)) stores one short vector for all heads.
 #
-# The right panel is a real server ([source](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)). It writes
-# tokens / second x seconds / token = 86 texts at a time. Between 50 and 100 users it is full: the time per token stays, and
-# the **time to first token** explodes, as new users queue.
+# The right panel is a real server ([source](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)). Its
+# tokens per second, times its seconds per token, are the 86 texts that it writes at the same time. Between 50 and 100
+# users it is full. With more users the time per token stays the same, but the **time to first token** grows fast,
+# because new users wait in a queue.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: what a token waits for</summary>
@@ -515,10 +522,10 @@ if rank == 0:
 # %% [markdown]
 # ## Rank 0 prefills, rank 1 decodes (CORE, 11 min)
 #
-# 32 users with 4,096 positions are reading their answers from Llama 3 8B. A step takes 10 ms. Now somebody sends a prompt of
-# 8,192 tokens, and the server prefills it in one call.
+# Llama 3 8B decodes for 32 users with 4,096 positions each. A step takes 10 ms. Now somebody sends a prompt of 8,192
+# tokens, and the server prefills it in one call.
 #
-# **Predict.** For how many milliseconds does no other user get a token?
+# **Predict.** For how many milliseconds do the other users get no token? (Use Build E; the model has 8e9 weights.)
 
 # %%
 # %%ranks
@@ -545,18 +552,19 @@ for name, (pause_s, first_s) in ways.items():
 metrics.exact(ways=ways)
 
 # %% [markdown]
-# Two cures. **Chunked prefill** adds 512 positions of the prompt to each decode step. The step hardly gets longer, because
-# it has waited for memory anyway. The other cure is to prefill on **another GPU** and send the cache. (At peak rates. Real
-# kernels reach perhaps half.)
+# There are two cures. **Chunked prefill** adds 512 positions of the prompt to each decode step. The step hardly gets
+# longer, because its arithmetic units waited for memory anyway. The other cure is to prefill on **another GPU** and
+# send the cache. (These are times at peak rates.)
 #
-# ![Three time lines: a prefill in one call leaves a gap between the tokens of others; in chunks there is none; with two ranks rank 0
-# prefills, the cache travels, rank 1 decodes all the time](../assets/14_two_ranks.svg)
+# ![Three time lines: a prefill in one call leaves a gap between the tokens of others; in chunks, or on another rank,
+# there is none](../assets/14_two_ranks.svg)
 #
 # ### Build F: hand the cache over
 #
-# Your ranks form pairs: 0 and 1, 2 and 3. In a pair rank `src` prefills and rank `dst` decodes. Send the cache as **one**
-# message: one tensor of shape [N, 2, B, H, S, E], with keys and values of all layers. `dist.recv` needs a tensor to write
-# into, and `enumerate` of it gives layers. (A rank without a partner does both itself, and sends nothing.)
+# Your ranks form pairs: 0 and 1, 2 and 3. In a pair, rank `src` prefills and rank `dst` decodes. Both call
+# `hand_over`. Rank `src` stacks the keys and values of all layers, in the order of the layers, into one tensor of
+# shape [N, 2, B, H, S, E], and sends it with **one** `dist.send`. Rank `dst` receives it into `packed`, and makes a
+# cache like that of Build A. (A rank without a partner does both itself.)
 
 
 # %%
@@ -592,7 +600,7 @@ checks.hand_over(hand_over, ranks)
 # </details>
 
 # %% [markdown]
-# Now both phases, each on its rank. The first token comes from the prefill, so it travels, too.
+# Now prefill on rank `src`, and decode on rank `dst`. The prefill also returns the first token, so it is sent, too.
 
 # %%
 # %%ranks
@@ -629,9 +637,8 @@ else:
 metrics.exact(hand_over_bytes=seen.sent_bytes)
 
 # %% [markdown]
-# The decoding rank has never seen the prompt's positions, only their keys and values. In large services each side has ranks
-# of its own, in the ratio that the traffic asks for
-# ([DistServe, 2024](https://arxiv.org/abs/2401.09670)). The handbook has published numbers.
+# In large services some GPUs prefill and others decode; how many of each depends on the requests ([DistServe,
+# 2024](https://arxiv.org/abs/2401.09670)).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: two ranks</summary>
@@ -1407,15 +1414,12 @@ checks.may_serve(may_serve, ranks)
 # ssh -L 8000:COMPUTE_NODE:8000 LOGIN_NODE
 # ```
 #
-# **What changes on GPUs** is in [the handbook](../assets/handbook/14_llm_serving.md#on-gpus).
-#
-# **What to look for**: tokens per second *and* the 99th percentile of the time to the first token, since they pull in opposite
-# directions; blocks held, and how often a text had to give its blocks back; nats per token of prompts.
+# **What to look for**: tokens per second *and* the 99th percentile of the time to the first token. More users improve
+# the first and worsen the second. [The handbook](../assets/handbook/14_llm_serving.md#on-gpus) says what changes on
+# GPUs.
 
 # %% [markdown]
 # ## Recap
-#
-# The card to take home:
 
 # %%
 # %%ranks
@@ -1430,8 +1434,7 @@ card(
 )
 
 # %% [markdown]
-# The labs above are for at home: sampling, batching, draft tokens, a real server. Published numbers and further reading are in
-# [the handbook](../assets/handbook/14_llm_serving.md).
+# Published numbers and further reading are in [the handbook](../assets/handbook/14_llm_serving.md).
 
 # %%
 # %%ranks

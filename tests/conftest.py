@@ -169,7 +169,7 @@ def short_run(tmp_path_factory, attendees):
 LESSONS = ["test_lessons.py", "test_slurm.py", "test_side_by_side.py"]
 WAIT = [
     "test_train_jobs.py", "test_preflight.py", "test_widgets_browser.py", "test_browser.py", "test_stalls.py",
-    "test_sweep.py", "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py",
+    "test_sweep.py", "test_launch_program.py", "test_preemption.py", "test_stand_in_device.py", "test_jupyterhub.py",
 ]  # fmt: skip
 # those that compute longest, so that the last file of all is a short one
 LONG = [
@@ -196,7 +196,7 @@ FORKED = [
 # what `make test-full` adds; single tests are marked `full`
 FULL = [
     "test_stand_in_device.py", "test_checks_seeds.py", "test_slurm.py", "test_cluster.py", "test_flights.py",
-    "test_deepspeed.py", "test_side_by_side.py", "test_new_strategy.py",
+    "test_deepspeed.py", "test_side_by_side.py", "test_new_strategy.py", "test_jupyterhub.py",
 ]  # fmt: skip
 
 

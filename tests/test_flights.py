@@ -271,6 +271,25 @@ def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow(course_of,
     assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in said
 
 
+def test_the_report_says_whether_the_class_fits_and_what_it_costs_in_node_hours(course_of, tmp_path, capsys):
+    course_of("perlmutter", account="Hands")
+    text = preflight.page(
+        tmp_path, [], {"when": "now", "host": "here"}, [], 1.0, fit=classroom.remembered(tmp_path, [])
+    )
+    assert "node hours" not in text, "no class was asked about"
+    words = ["--attendees", "30", "--nodes", "8", "--gpus-per-node", "4", "--output", str(tmp_path)]
+    preflight.main(words, root=tmp_path)
+    (said,) = re.findall(r"node hours, each job once per attendee, at most: (\S+)", capsys.readouterr().out)
+    lesson_03 = outcome(tmp_path, "03_data_parallel", seconds=240.0)
+    flights.begin(tmp_path, None)  # a preflight after it reckons with what it has measured
+    flights.write(tmp_path, HERE, [lesson_03, outcome(tmp_path, "02_collectives", way="notebook")], True)
+    fit = classroom.remembered(tmp_path, list(flights.read(tmp_path)["runs"].values()))
+    text = preflight.page(tmp_path, [], {"when": "now", "host": "here"}, [], 1.0, fit=fit)
+    assert f"<b>{said} node hours</b>" in text
+    assert "<td>8</td><td>32</td><td>80</td><td>10.0</td>" in text  # turns, min measured and at most, node hours
+    assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in text
+
+
 # ------------------------------------------------------------------ as a job, where there is no scheduler
 
 

@@ -561,6 +561,18 @@ def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_ti
     assert f"(Permission denied): name ENV={sys.prefix} with every make" in capsys.readouterr().out
 
 
+def test_a_package_of_a_shared_environment_finds_the_figures_and_models_of_the_copy_that_it_is_used_in(tmp_path, root):
+    shutil.copytree(root / "scripts" / "manyhands", tmp_path / "lib" / "manyhands")
+    notebooks = tmp_path / "course" / "notebooks"
+    notebooks.mkdir(parents=True)
+    (tmp_path / "course" / "scripts" / "manyhands").mkdir(parents=True)
+    code = "from manyhands.course.folders import ASSETS; print(ASSETS)"
+    for here in (notebooks, notebooks.parent):
+        environ = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
+        said = subprocess.check_output([sys.executable, "-c", code], cwd=here, env=environ, text=True, timeout=60)
+        assert said.strip() == str(tmp_path / "course" / "assets")
+
+
 def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_path, monkeypatch):
     ours, copy = tmp_path / "ours", tmp_path / "copy"
     for course in (ours, copy):

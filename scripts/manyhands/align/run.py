@@ -21,7 +21,6 @@ from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import Refused
 from manyhands.launch.ranks import Agreement
-from manyhands.parallel.strategy import parallelize
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Diverged, Run, carry_out
 from manyhands.train.start import refuse_compile, refuse_size
@@ -34,15 +33,12 @@ class Alignment(Run):
     """A `Run` that starts from `base`, a GPT on the CPU, and learns by the method that `wanted` names."""
 
     def __init__(self, wanted, base, config, layout, corpus, ranks, preemption):
+        options, start = trainer_options(wanted, config), start_from(base, wanted.lora)
+        super().__init__(options, config, layout, corpus, ranks, preemption, start)
         self.wanted, self.base = wanted, base
         self.numbers = []  # rank 0's lines of alignment.jsonl
-        super().__init__(trainer_options(wanted, config), config, layout, corpus, ranks, preemption)
         self.stage = STAGES[wanted.method](self)
         self.log = None
-
-    def spread(self):
-        start = start_from(self.base, self.wanted.lora)
-        return parallelize(self.config, self.layout, self.options, self.ranks, start)
 
     def metadata(self):
         lora = dataclasses.asdict(self.wanted.lora) if self.wanted.lora.rank else None

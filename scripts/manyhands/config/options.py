@@ -219,8 +219,8 @@ def from_file(path: str | Path, options: Options | None = None) -> Options:
         content = tomllib.loads(file.read_text("utf-8-sig"))  # editors of Windows put a mark in front
     if "config" in content:
         raise OptionError(f"{file}: config={content['config']} is not read from a file; name one file as --config")
-    named = content.pop("preset", None)
-    return merged(from_preset(named) if options is None else options, content, path)
+    preset = content.pop("preset", None)
+    return merged(from_preset(preset) if options is None else options, content, path)
 
 
 def _named(path, option):

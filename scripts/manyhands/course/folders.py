@@ -9,7 +9,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]  # of a clone; a package that was copied into an environment has no course
+
+def _course():
+    """Return the course around this package; if it was copied into an environment, the attendee's copy we are in."""
+    around, here = Path(__file__).resolve().parents[3], Path.cwd()
+    if not (around / "pyproject.toml").is_file():
+        for folder in (here, here.parent):  # a notebook runs in notebooks/
+            if (folder / "scripts" / "manyhands").is_dir():
+                return folder
+    return around
+
+
+ROOT = _course()
 SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
 DATA = ROOT / "data"

@@ -88,11 +88,9 @@ def search(
 
 
 def _does_not_fit(machine, room, held):
-    kinds = {kind.replace("_", " "): size for kind, size in held.kinds_on_gpu().items()}
-    largest = ", ".join(f"{kind} {kinds[kind] / GB:.1f}" for kind in sorted(kinds, key=kinds.get, reverse=True)[:3])
     return (
-        f"needs {held.on_gpu / GB:.1f} GB per GPU at least ({largest}); {machine.memory_bytes / GB:.0f} GB leave"
-        f" {room / GB:.1f} after a reserve of {RESERVE:.0%}"
+        f"needs {held.on_gpu / GB:.1f} GB per GPU at least ({held.largest_kinds()});"
+        f" {machine.memory_bytes / GB:.0f} GB leave {room / GB:.1f} after a reserve of {RESERVE:.0%}"
     )
 
 

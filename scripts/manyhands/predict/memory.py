@@ -16,6 +16,7 @@ import heapq
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, cached_property
 from math import ceil, prod
+from operator import itemgetter
 from typing import NamedTuple
 
 from manyhands.config.options import OptionError
@@ -59,7 +60,7 @@ class RankBytes:
         """The bytes that offload keeps in the host's memory instead."""
         return self.between_steps if self.offload else 0
 
-    @property
+    @cached_property
     def on_gpu(self) -> int:
         """The bytes that the GPU's memory must hold at its fullest moment."""
         return sum(self.by_kind().values()) - self.on_host
@@ -69,9 +70,17 @@ class RankBytes:
         on_host = AT_REST if self.offload else ()
         return {kind: size for kind, size in self.by_kind().items() if size and kind not in on_host}
 
+    def largest_kinds(self) -> str:
+        """Return the three largest kinds on the GPU, with their GB (10^9 bytes), as a phrase."""
+        largest = sorted(self.kinds_on_gpu().items(), key=itemgetter(1), reverse=True)[:3]
+        return ", ".join(f"{kind.replace('_', ' ')} {size / 1e9:.1f}" for kind, size in largest)
+
     def by_kind(self) -> dict[str, int]:
         """{kind: bytes}."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offload"}
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+
+KINDS = tuple(field.name for field in fields(RankBytes) if field.name != "offload")
 
 
 def bytes_per_rank(config, layout, options) -> RankBytes:

@@ -203,13 +203,12 @@ def _speed(question, time):
 
 
 def _does_not_fit(room, held):
-    """Why a family is refused whose smallest variant is too large: the sentence with its bytes."""
+    """Return why a family is refused whose smallest variant is too large: a sentence with its bytes."""
     least, candidate = min(held, key=lambda pair: pair[0].on_gpu)
-    kinds = {kind.replace("_", " "): size for kind, size in least.kinds_on_gpu().items()}
-    largest = ", ".join(f"{kind} {kinds[kind] / GB:.1f}" for kind in sorted(kinds, key=kinds.get, reverse=True)[:3])
+    checkpointing = candidate.options.parallel.activation_checkpointing
     return (
-        f"needs {least.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({largest}), with micro-batches of"
-        f" {candidate.micro_batch} and activation checkpointing {candidate.options.parallel.activation_checkpointing}"
+        f"needs {least.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({least.largest_kinds()}), with"
+        f" micro-batches of {candidate.micro_batch} and activation checkpointing {checkpointing}"
     )
 
 

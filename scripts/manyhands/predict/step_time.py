@@ -16,7 +16,7 @@ an assumption.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 
 from manyhands.config.layout import SPLIT_BACKWARD, compiles
@@ -245,11 +245,11 @@ def _waits(work, machine, a, forward_s, backward_s):
         # the busiest rank's experts get more tokens
         payload = message.payload_bytes * (a.routing if message.axis == "experts" else 1)
         if message.axis == "host":
-            sent.append(replace(message, sent=Sent(host=payload)))
+            sent.append(message._replace(sent=Sent(host=payload)))
             continue
         group = Group(machine, message.ranks, message.stride, a.link_share)
         seconds = group.seconds(message.operation, payload, message.calls)
-        sent.append(replace(message, payload_bytes=payload, sent=group.sent(message.operation, payload)))
+        sent.append(message._replace(payload_bytes=payload, sent=group.sent(message.operation, payload)))
         if a.overlap and message.behind:
             behind_s[message.axis, message.behind] += seconds
         else:

@@ -15,6 +15,7 @@ hand.
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from manyhands.config.layout import SPLIT_BACKWARD
 from manyhands.config.strategies import STRATEGIES
@@ -26,8 +27,7 @@ from manyhands.predict.models import PlannedModel, model_of
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """Collectives of one kind in a step, of one rank, in a group of `ranks` ranks that are `stride` apart."""
 
     axis: str  # tensor, pipeline, context, experts, data or host

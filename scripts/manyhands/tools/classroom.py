@@ -3,9 +3,11 @@
     python scripts/preflight.py --attendees 30 --nodes 8 --gpus-per-node 4
 
 Nothing is run. What one notebook holds is what the last preflight here measured, else the course's aim. Job files count
-as they stand: `make jobs` first. Run it on the node on which the notebooks will run.
+as they stand: `make jobs` first. Run it on the node on which the notebooks will run. The reports of later preflights
+hold it too, reckoned anew from what they measured.
 """
 
+import json
 import platform
 import re
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from manyhands.course.folders import make_private, write_whole
 from manyhands.course.lessons import AIM_BYTES
 from manyhands.jobs import directives, stamp, submit
 from manyhands.launch.machine import available_memory_bytes, available_processes, cores_here
@@ -23,6 +26,11 @@ from manyhands.tools.lesson_run import NOTEBOOK_RANKS
 
 RANKS_PER_CORE = 10  # ten attendees with two ranks each finish lesson 02 on two busy cores: tests/test_cluster.py
 IMPORT_CALLS = 20_000  # to the file system, of one `import torch`: 19,754 of 2.13 by strace -f -c -e trace=%file
+ASKED = "class.json"  # beside report.html: the class that was last asked about
+JOB_COLUMNS = (
+    "job", "nodes", "at once", "turns", "min, measured", "min, at most", "node hours", "imports", "queue"
+)  # fmt: skip
+AT_MOST = "at most: each job takes all of its walltime (make jobs WALLTIME=...); imports: of torch, at once"
 OF_INSTRUCTORS = {"preflight"}  # job files that attendees do not submit
 
 
@@ -145,23 +153,26 @@ def lesson_s(runs, lesson) -> float | None:
     return max((run["seconds"] for run in well), default=None)
 
 
-def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
-    """Print what the class needs. Exit status: 0 it fits, 1 it does not."""
-    flight = flights.read(output) or flights.read(output, flights.LAST) or {"runs": {}}
-    runs, console = list(flight["runs"].values()), Console(highlight=False, width=140, soft_wrap=True)
+@dataclass(frozen=True)
+class Fit:
+    """Whether a class fits, and the node hours of its jobs. `wrong`: sentences, none where it fits."""
+
+    attendees: int
+    of: str  # the nodes and GPUs of the class, and whence the memory of a notebook is known
+    needs: list[Need]
+    jobs: list[tuple]  # cells, one for each of JOB_COLUMNS
+    node_hours: float  # at most, each job once per attendee
+    wrong: list[str]
+    columns = JOB_COLUMNS
+    at_most = AT_MOST
+
+
+def fit(attendees: int, nodes: int, gpus_per_node: int, runs: list) -> Fit:
+    """Reckon for a class from the runs of a preflight, this node, and the job files as they stand."""
     each_bytes, whence = notebook_bytes(runs)
-    here = available_memory_bytes(), cores_here(), available_processes()
-    needs = on_one_node(attendees, each_bytes, *here)
-    table = Table("on one node", "each", "together", platform.node(), box=None)
-    for need in needs:
-        table.add_row(need.what, need.each, need.together, need.here)
-    console.print(table)
-    console.print(f"{attendees} notebooks of {NOTEBOOK_RANKS} ranks at once; memory of one: {whence}")
+    needs = on_one_node(attendees, each_bytes, available_memory_bytes(), cores_here(), available_processes())
     wrong = [f"{need.what}: {need.wrong}" for need in needs if need.wrong]
-    total_h = 0.0
-    jobs = Table(
-        "job", "nodes", "at once", "turns", "min, measured", "min, at most", "node hours", "imports", "queue", box=None
-    )
+    total_h, rows = 0.0, []
     for job in (ClassJob.read(*file) for file in job_files()):
         wrong += [f"{job.name}: {sentence}" for sentence in job.wrong]
         if not (at_once := job.at_once(nodes, gpus_per_node)):
@@ -175,12 +186,44 @@ def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
         minutes = f"{turns * measured_s / 60:.0f}" if measured_s else "-", f"{turns * job.walltime_s / 60:.0f}"
         total_h += (cost_h := job.node_hours(attendees, gpus_per_node, job.walltime_s))
         cells = job.name, f"{job.nodes}", f"{at_once}", f"{turns}", *minutes, f"{cost_h:,.1f}", f"{imports:,}"
-        jobs.add_row(*cells, job.allowed)
+        rows.append((*cells, job.allowed))
+    of = (
+        f"{attendees} notebooks of {NOTEBOOK_RANKS} ranks at once on {platform.node()}; jobs on {nodes} nodes of "
+        f"{gpus_per_node} GPUs; memory of one: {whence}"
+    )
+    return Fit(attendees, of, needs, rows, total_h, wrong)
+
+
+def remembered(output, runs) -> Fit | None:
+    """Return the Fit of the class that `main` was last asked about with this folder, or None. `runs`: as measured."""
+    try:
+        asked = json.loads((output / ASKED).read_text())
+        return fit(asked["attendees"], asked["nodes"], asked["gpus_per_node"], runs)
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def main(attendees: int, nodes: int, gpus_per_node: int, output) -> int:
+    """Print what the class needs; the next report.html in `output` holds it too. Status: 0 it fits, 1 it does not."""
+    flight = flights.read(output) or flights.read(output, flights.LAST) or {"runs": {}}
+    found = fit(attendees, nodes, gpus_per_node, list(flight["runs"].values()))
+    make_private(output)
+    asked = {"attendees": attendees, "nodes": nodes, "gpus_per_node": gpus_per_node}
+    write_whole(output / ASKED, json.dumps(asked) + "\n")
+    console = Console(highlight=False, width=140, soft_wrap=True)
+    table = Table("on one node", "each", "together", platform.node(), box=None)
+    for need in found.needs:
+        table.add_row(need.what, need.each, need.together, need.here)
+    console.print(table)
+    console.print(found.of)
+    jobs = Table(*JOB_COLUMNS, box=None)
+    for cells in found.jobs:
+        jobs.add_row(*cells)
     console.print(jobs)
-    console.print("at most: each job takes all of its walltime (make jobs WALLTIME=...); imports: of torch, at once")
-    console.print(f"node hours, each job once per attendee, at most: {total_h:,.1f}")
-    for sentence in wrong:
+    console.print(AT_MOST)
+    console.print(f"node hours, each job once per attendee, at most: {found.node_hours:,.1f}")
+    for sentence in found.wrong:
         console.print(f"does not fit: {sentence}", style="bold red", markup=False)
-    if not wrong:
+    if not found.wrong:
         console.print(f"{attendees} attendees fit", style="bold green")
-    return 1 if wrong else 0
+    return 1 if found.wrong else 0

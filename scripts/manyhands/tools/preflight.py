@@ -142,6 +142,8 @@ class Preflight:
 
     def report(self, **more):
         """Write what there is so far: (results, warnings)."""
+        from manyhands.tools import classroom
+
         made = [self.outcomes[run] for run in self.runs if run in self.outcomes]
         results, missing = judge(made), len(self.runs) - len(made)
         corpus = " and ".join(sorted(corpora(results))) or "none used by these runs"
@@ -154,7 +156,8 @@ class Preflight:
             metadata["since"] = "; ".join([self.last["metadata"]["when"], *since])
         make_private(self.output)
         flights.write(self.output, metadata, made, finished=not missing)
-        text = page(self.output, results, metadata, warnings, time.monotonic() - self.started, missing)
+        fit = classroom.remembered(self.output, list(flights.read(self.output)["runs"].values()))
+        text = page(self.output, results, metadata, warnings, time.monotonic() - self.started, missing, fit)
         write_whole(self.output / "report.html", text)
         write_junit(self.output / "junit.xml", results, metadata)
         return results, warnings
@@ -417,11 +420,11 @@ def duration(seconds) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def page(folder, results, metadata, warnings, seconds, missing=0) -> str:
+def page(folder, results, metadata, warnings, seconds, missing=0, fit=None) -> str:
     """The HTML; links are relative to `folder`.
 
     `metadata`: name -> text; `warnings`: sentences; `seconds`: of the whole preflight; `missing`: runs that have not
-    ended yet.
+    ended yet; `fit`: the classroom.Fit of a class, if one was asked about.
     """
     outcomes = [outcome for result in results for outcome in result.outcomes]
     state, verdict = verdict_of(results, warnings, missing)
@@ -435,7 +438,7 @@ def page(folder, results, metadata, warnings, seconds, missing=0) -> str:
         notices=[f"warning: {text}" for text in warnings] + [f"slow: {text}" for text in slow],
         columns=list(dict.fromkeys(outcome.run.title for outcome in outcomes)), results=results,
         cards=[card for result in results for card in _cards(result)], metadata=metadata, duration=duration,
-        link=lambda path: relpath(path, folder),
+        link=lambda path: relpath(path, folder), fit=fit,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
-from manyhands.parallel.strategy import parallelize
+from manyhands.parallel.strategy import full_model, parallelize
 from manyhands.train.garbage import garbage_held
 from manyhands.train.preemption import BY_HAND, PreemptionHandler, clear_requeue, write_requeue
 from manyhands.train.report import Report
@@ -63,13 +63,13 @@ class Run:
 
     _ahead = (-1, None)  # a step and its batch: see `gradients`
 
-    def __init__(self, options, config, layout, corpus, ranks, preemption):
+    def __init__(self, options, config, layout, corpus, ranks, preemption, start=full_model):
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
         self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
         self.train_ids, self.val_ids = corpus.train_ids, corpus.val_ids  # on the host, where they are indexed
         choose_tf32(options, ranks.device)
-        self.parallel = self.spread()
+        self.parallel = parallelize(config, layout, options, ranks, start)
         self.optimizer = build_optimizer(self.parallel, options)
         self.scale = LossScale() if options.train.precision == "fp16" else None
         self.step, self.val_losses = 0, {}
@@ -83,10 +83,6 @@ class Run:
         )
         self.saved = None  # the last step that was saved
         self.report = Report(ranks, options, layout, config, corpus, self.folder, self.parallel.mean_loss)
-
-    def spread(self):
-        """Distribute the model over the ranks and return the `Strategy`. All ranks call it."""
-        return parallelize(self.config, self.layout, self.options, self.ranks)
 
     def go(self):
         """Train to the end or until a signal stops it, and return the exit status."""
