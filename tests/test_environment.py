@@ -98,3 +98,17 @@ def test_condas_python_is_one_that_the_project_and_every_pin_accept(environment,
     ranges = [project["requires-python"]]
     ranges += [importlib.metadata.metadata(pin.name).get("Requires-Python") or "" for pin in pins]
     assert all(newest in Requirement(f"python{range_}").specifier for range_ in ranges)
+
+
+def test_the_page_on_own_notebooks_names_every_package_that_the_ranks_import(root, project):
+    page = (root / "assets" / "site" / "notebooks_of_your_own.md").read_text()
+    named = set(re.search(r"^pip install (torch .*)$", page, re.M)[1].split())
+    code = root / "scripts" / "manyhands"
+    files = {*(code / "notebook").glob("*.py"), *(code / "measure" / name for name in ("trace.py", "timeline.py"))}
+    files |= {code / "plots" / "trace.py", code / "plots" / "schedule.py", code / "plots" / "looks.py"}
+    files |= {code / "launch" / name for name in ("join.py", "rendezvous.py", "devices.py", "settings.py")}
+    files -= {code / "notebook" / "jupyter.py"}  # starts JupyterLab
+    text = "\n".join(file.read_text() for file in files)
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M)) - set(sys.stdlib_module_names)
+    assert imported - {"manyhands", "mpi4py", "IPython"} <= named, "mpi4py only where MPI is; ipykernel brings IPython"
+    assert named <= {Requirement(line).name for line in project["dependencies"]}
