@@ -154,8 +154,8 @@ test: environment  ## minutes: every lesson, program, strategy, check and messag
 HUB = outputs/tests/hub
 $(HUB)/complete: tests/hub_requirements.txt
 	@command -v npm >/dev/null || { echo "npm is missing, and JupyterHub's proxy needs it: install Node.js" >&2; exit 2; }
-	@rm -rf $(HUB) && "$(BIN)/python" -m venv $(HUB) && \
-	  $(HUB)/bin/python -m pip install -q -c requirements.txt -r tests/hub_requirements.txt && \
+	@rm -rf $(HUB) && "$(BIN)/uv" venv -q -p "$(BIN)/python" $(HUB) && \
+	  "$(BIN)/uv" pip install -q --compile-bytecode -p $(HUB)/bin/python -c requirements.txt -r tests/hub_requirements.txt && \
 	  npm install --silent --no-fund --no-audit --prefix $(HUB) configurable-http-proxy@5.3.0 && touch $@
 
 test-full: environment  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so

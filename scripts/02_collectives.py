@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 02 Collectives: from send and recv to all-reduce
 #
-# **45 minutes** for the sections marked CORE, 117 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 119 with those marked MORE.
 #
 # After this lesson **you can**
 # - name each collective by two questions: who has the data now, and who needs it next?
@@ -964,6 +964,36 @@ checks.all_reduce_any_length(all_reduce_any_length, ranks)
 #     ring_all_gather(chunks)
 #     return x_N
 # ```
+#
+# </details>
+
+# %% [markdown]
+# ## Lab: who waits for a late rank? (MORE, 2 min)
+#
+# With `--trace` in its first line, a cell draws what each rank did while it ran. Here the last rank comes 0.2 s late, first
+# to an all-reduce, then as the receiver of a message from rank 0. (A script ignores the flag; the page *Notebooks of your
+# own* has the command that traces a script.)
+#
+# **Predict.** Who waits for the last rank in the all-reduce, and who in the message?
+
+# %%
+# %%ranks --trace
+for is_message in (False, True):
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(0.2)
+    if not is_message:
+        dist.all_reduce(torch.ones(1_000, device=device))
+    elif rank == 0 and world_size > 1:
+        dist.send(torch.ones(1_000, device=device), dst=world_size - 1)
+    elif rank == world_size - 1 > 0:
+        dist.recv(torch.ones(1_000, device=device), src=0)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# In the all-reduce all the others wait. In the message only rank 0 does: gloo's `send` ends when the other side receives. The
+# late rank waits for nobody, so a short wait points to the rank that is slow.
 #
 # </details>
 

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 03 Data parallel: DDP, built twice, on ShakespeareGPT
 #
-# **55 minutes** for the sections marked CORE, 105 with those marked MORE.
+# **55 minutes** for the sections marked CORE, 107 with those marked MORE.
 #
 # ![Three timelines of one step: naive averages the gradients in many calls after backward, buckets in a few calls, and
 # with overlap all but the last bucket travel while backward still runs](../assets/03_overlap.svg)
@@ -889,7 +889,7 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
     metrics.exact(**{f"{name}_bytes": payload})
 
 # %% [markdown]
-# ## Lab: time it on this machine (MORE, 8 min)
+# ## Lab: time it on this machine (MORE, 10 min)
 #
 # All versions of the lesson, taking turns, so that a busy moment of the machine hits all of them. On GPUs expect overlap to
 # save most of the averaging. Where ranks share cores, as on a laptop, sending is work for the same cores: fewer calls help,
@@ -954,6 +954,28 @@ if rank == 0:
     say(f"buckets add {in_ms(step_s['buckets'], alone)} in {len(buckets.buckets)}")
     saved = in_ms(step_s["buckets"], step_s["buckets, overlap"])
     say(f"overlap saves {saved} of that (less than 0: it costs)")
+
+# %% [markdown]
+# ### See the overlap
+#
+# One step without overlap, then one with it. `--trace` draws below the cell what each rank did.
+#
+# **Predict.** In which of the two does an all-reduce begin before backward has ended? What do the ranks do at the very end of
+# both steps?
+
+# %%
+# %%ranks --trace
+for name in ("buckets", "buckets, overlap"):
+    dist.barrier()
+    calls[name]()
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# In the second: its all-reduces, the bars below the ranks' rows, begin while a rank computes. At the end of both, the ranks
+# wait for the last bucket, which is full only when backward is over.
+#
+# </details>
 
 # %% [markdown]
 # ### When is a gradient ready?

@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 08 Pipeline parallel: split the depth
 #
-# **50 minutes** for the sections marked CORE, 87 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 89 with those marked MORE.
 #
 # Your model is too deep for one GPU. So you give each GPU some of its layers, and three of four GPUs wait. You write the
 # order in which they work, and the idle time shrinks.
@@ -868,6 +868,28 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
     _, most = train_step(stage, order, *batch(0))
     say(f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations")
     metrics.exact(**{f"in_flight_{name}": most})
+
+# %% [markdown]
+# ### The bubble in a trace (MORE, 2 min)
+#
+# Your 1F1B once more, with sleeping stages. `--trace` draws below the cell what each rank did, and for whom it waited.
+#
+# **Predict.** For whom does the last rank wait at the beginning, and rank 0 in the middle? Which share of the time does a
+# rank wait at least, with p = 4 and m = 8?
+
+# %%
+# %%ranks --trace
+slots, took_s = on_the_clock(one_f_one_b, m)
+if rank == 0:
+    say(f"bubble by the formula: {100 * (p - 1) / (m + p - 1):.0f} %")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# The last rank waits for the one before it, until the first activation has come through all stages. Rank 0 waits for rank 1,
+# which sends the first gradient back. The bubble is (p - 1)/(m + p - 1) = 3/11 = 27 % on every rank; messages add to it.
+#
+# </details>
 
 # %% [markdown]
 # ## Smaller bubbles (MORE, 7 min)

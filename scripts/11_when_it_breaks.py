@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 11 When it breaks: hangs, crashes, and a run that survives them
 #
-# **45 minutes** for the sections marked CORE, 112 with those marked MORE.
+# **45 minutes** for the sections marked CORE, 114 with those marked MORE.
 #
 # A job hangs, and every rank prints an error. Later a rank is killed. In this lesson you find the rank at fault. Then
 # you build a checkpoint, so that the killed run goes on with exactly the same losses.
@@ -971,6 +971,34 @@ if rank == 0:
 # %% [markdown]
 # A clock *inside* the all-reduce sees waiting and sending together, so it is never quite zero. On a machine with fewer cores
 # than ranks, single cells are dark for no other reason than that: look at rows.
+
+# %% [markdown]
+# ### Who is late, before the time-out? (MORE, 2 min)
+#
+# One rank does not come to an all-reduce, and after `wait_s` seconds the others give up. `--trace` draws below the cell what
+# each rank did until then.
+#
+# **Predict.** What does the row of the missing rank show, and what do the others' rows?
+
+# %%
+# %%ranks --trace --timeout 120
+from datetime import timedelta
+
+from manyhands.measure import messages
+
+impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
+if rank != guilty:
+    messages.told(lambda: dist.all_reduce(torch.ones(1), group=impatient))
+else:
+    time.sleep(wait_s)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# The others' rows name the rank that they wait for. Its own row shows no waiting: it computes, or sleeps, as if nothing were
+# wrong. The error message of a time-out names no rank; the trace does.
+#
+# </details>
 
 # %% [markdown]
 # ## NaN: which rank, and in which step (MORE, 6 min)

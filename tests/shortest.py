@@ -1,5 +1,7 @@
 """The shortest run of each lesson in which every line still runs: shorter than the short runs of `lessons`."""
 
+import json
+
 from manyhands.course.lesson_parameters import parse, read
 
 FLAGS = {
@@ -26,7 +28,13 @@ FLAGS = {
 FEWER = {
     "01_one_device": [("num_steps=8", "num_steps=2")],
     "05_same_science": [("num=256", "num=32"), ("0, 256, T, 0, 1, seed=9", "0, 16, T, 0, 1, seed=9")],
-    "14_llm_serving": [("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)")],
+    "10_meshes_and_planning": [
+        ('"olmo-7b", "--parallel.tensor"', '"olmo-1b", "--model.n-layer", "2", "--parallel.tensor"'),
+        ('(("olmo-7b", 64, 512), ("llama3-70b"', '(("llama3-70b"'),
+    ],
+    "12_llm_pretraining": [("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288")],
+    "14_llm_serving": [("val_ids[:2048]", "val_ids[:256]"), ("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)")],
+    "15_on_your_cluster": [('("olmo-1b", "olmo-7b")', '("gpt2", "shakespeare-85m")')],
 }  # fmt: skip
 
 
@@ -35,6 +43,8 @@ def shorten(lesson):
     for path in (lesson.script, lesson.notebook):
         text = path.read_text("utf-8")
         for there, here in FEWER.get(lesson.name, ()):
+            if path == lesson.notebook:  # it is JSON
+                there, here = (json.dumps(code)[1:-1] for code in (there, here))
             assert there in text, f"{path.name} has no {there!r} any more"
             text = text.replace(there, here)
         path.write_text(text, "utf-8")

@@ -20,6 +20,7 @@ from one_process import CONFIG, assert_equal, batches, build, one_process, optio
 MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
 SIGMOID = replace(MIXTURE, router="sigmoid", shared_experts=1)
 SWITCH = replace(MIXTURE, top_k=1)
+EIGHT = replace(SIGMOID, experts=8, top_k=3)
 
 
 def options_with(speed=0.05, loss=0.01, **parallel):
@@ -130,7 +131,7 @@ def test_biases_end_within_1_3_of_the_mean_where_nothing_else_balances():
 
 @pytest.fixture(scope="module")
 def references():
-    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH)}
+    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH, EIGHT, DEEP)}
 
 
 CASES = {
@@ -146,19 +147,47 @@ CASES = {
     "ddp by buckets, experts over 2 of 4": (4, SWITCH, dict(strategy="ddp", expert=2, all_reduce="buckets")),
     "fsdp, experts over 2": (2, SIGMOID, dict(strategy="fsdp", expert=2, activation_checkpointing="block")),
     "fsdp, experts over 2 of 4": (4, MIXTURE, dict(strategy="fsdp", expert=2, micro_batch=1, wrapping="size:3000")),
+    "pipeline": (2, SIGMOID, dict(strategy="pp", micro_batch=2)),
+    "pipeline recomputing": (2, MIXTURE, dict(strategy="pp", schedule="GPipe", activation_checkpointing="block")),
+    "pipeline of replicas": (4, SWITCH, dict(strategy="ddp", pipeline=2, micro_batch=1)),
+    "pipeline of shards": (4, MIXTURE, dict(strategy="fsdp", pipeline=2, micro_batch=2)),
+    "pipeline, experts over 2": (4, SIGMOID, dict(strategy="pp", replicate=2, expert=2, micro_batch=1)),
+    "pipeline of shards, experts over 2": (4, MIXTURE, dict(strategy="fsdp", pipeline=2, expert=2, micro_batch=2)),
+    "tensor": (2, MIXTURE, dict(strategy="tp", micro_batch=2)),
+    "tensor, one shared, recomputing": (2, SIGMOID, dict(strategy="tp", activation_checkpointing="block")),
+    "tensor, positions split": (2, SIGMOID, dict(strategy="tp", sequence_parallel=True)),
+    "tensor of shards": (4, SWITCH, dict(strategy="fsdp", tensor=2, micro_batch=2)),
+    "tensor of replicas": (4, SIGMOID, dict(strategy="ddp", tensor=2, sequence_parallel=True)),
+    "tensor of shards, experts over 2": (4, EIGHT, dict(strategy="fsdp", tensor=2, expert=2, micro_batch=1)),
+    "tensor of replicas, experts over 2": (4, EIGHT, dict(strategy="ddp", tensor=2, expert=2, sequence_parallel=True)),
+    "tensor in a pipeline": (4, SIGMOID, dict(strategy="pp", tensor=2, micro_batch=2, sequence_parallel=True)),
 }
+DEEP = replace(MIXTURE, n_layer=4)
+SCHEDULED = {
+    f"{schedule} {name}": (n, DEEP, dict(pipeline=2, micro_batch=1, schedule=schedule, **parallel))
+    for schedule in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+    for name, n, parallel in (("alone", 2, {}), ("experts over 2", 4, {"expert": 2}))
+}
+CASES |= SCHEDULED
+SHORT = CASES.keys() - SCHEDULED.keys() | {"Interleaved1F1B experts over 2", "ZBVZeroBubble experts over 2"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
 def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
     n, config, parallel = CASES[case]
     assert_equal(pool.run(n, steps_of, options_with(**parallel), config), references[config])
 
 
-def test_context_ranks_take_the_steps_of_one_process_without_the_balancing_loss(pool):
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(context=2), dict(context=2, expert=2), dict(strategy="fsdp", context=2, tensor=2),
+        dict(strategy="fsdp", tensor=2, loss_parallel=True),
+    ],
+)  # fmt: skip
+def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(pool, parallel):
     wanted = one_process(options_with(loss=0.0), MIXTURE)
-    for expert in (1, 2):
-        assert_equal(pool.run(4, steps_of, options_with(loss=0.0, context=2, expert=expert), MIXTURE), wanted)
+    assert_equal(pool.run(4, steps_of, options_with(loss=0.0, **parallel), MIXTURE), wanted)
 
 
 def gradients_without_expert_0(ranks, options):
@@ -204,6 +233,20 @@ def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
         assert held == formula
 
 
+@pytest.mark.parametrize(
+    ("n", "parallel"),
+    [
+        (2, dict(strategy="pp")), (4, dict(strategy="pp", replicate=2, expert=2)),
+        (4, dict(strategy="fsdp", pipeline=2, expert=2)), (2, dict(strategy="tp")), (4, dict(strategy="pp", tensor=2)),
+        (4, dict(strategy="fsdp", tensor=2, expert=2)), (4, dict(strategy="fsdp", tensor=2)),
+    ],
+)  # fmt: skip
+def test_the_fullest_rank_of_a_pipeline_or_of_tensor_ranks_holds_what_the_formula_says(pool, n, parallel):
+    config = replace(SIGMOID, vocab_size=64, experts=8)
+    ranks = pool.run(n, held_by, options_of("fp32", **parallel), config)
+    assert max(held for held, _ in ranks) == ranks[0][1]
+
+
 # --- what is refused
 
 
@@ -244,21 +287,27 @@ def test_what_expert_ranks_do_not_go_together_with_is_refused(flags, n, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--parallel.tensor 2", "runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor"),
-        ("--parallel.strategy pp", "runs on data ranks only"),
-        ("--parallel.strategy deepspeed", "runs on data ranks only"),
+        ("--model.experts 3 --parallel.tensor 2", "over parallel.expert=1 x 2 tensor ranks; use a multiple of 2"),
+        ("--parallel.strategy deepspeed", "does not run under deepspeed; use parallel.strategy=ddp or fsdp"),
         ("--train.compile", "does not go with train.compile; use --train.no-compile"),
         ("--parallel.activation-checkpointing selective", "use parallel.activation_checkpointing=block"),
+        ("--parallel.tensor 2 --parallel.loss-parallel", "leave it out, or use optimizer.balance_loss=0"),
         ("--parallel.context 2", "use optimizer.balance_loss=0, and leave balancing to the biases"),
     ],
 )
 def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, words):
     options = read_options(["--model.experts", "4", *flags.split()])
-    with pytest.raises(LayoutError, match=f"model.experts=4 .*{words}"):
+    with pytest.raises(LayoutError, match=f"model.experts=[34] .*{words}"):
         resolve_layout(options, model_config(options, 65), 2)
 
 
-@pytest.mark.parametrize("more", ["ddp", "fsdp --parallel.context 2 --optimizer.balance-loss 0"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "ddp", "fsdp --parallel.context 2 --optimizer.balance-loss 0", "fsdp --parallel.tensor 4 --model.vocab-size 68",
+        "pp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
+    ],
+)  # fmt: skip
 def test_a_rank_of_1024_holds_what_the_formula_says(more):
     """As torch builds it on the fake backend: 64 experts over 8 neighbours, and context ranks beside them."""
     flags = "--model.experts 64 --model.n-embd 64 --train.global-batch 2048 --parallel.expert 8 --parallel.strategy"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from manyhands.measure import trace, wire
 from manyhands.measure.timeline import Timeline
+from manyhands.measure.virtual_network import Span
 from manyhands.plots.trace import chart
 
 LATE_S = 1.0
@@ -84,12 +85,42 @@ def test_the_file_holds_what_perfetto_draws(timeline, tmp_path):
     assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
 
 
+def test_the_file_keeps_the_rules_by_which_perfetto_draws_slices_and_arrows(timeline, tmp_path):
+    """Fields, slices that do not overlap, and arrows whose ends lie in a slice: else Perfetto drops them.
+
+    The rules: docs/getting-started/other-formats.md and src/trace_processor/importers/common/flow_tracker.cc of
+    github.com/google/perfetto, and the Trace Event Format that the first names.
+    """
+    events = json.loads(timeline.write(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all({"ph", "pid", "tid", "name"} <= event.keys() for event in events)
+    assert all({"ts", "cat"} <= event.keys() for event in events if event["ph"] != "M")
+    assert all({"id"} <= event.keys() for event in events if event["ph"] in "besf")
+    slices = {rank: [e for e in events if e["ph"] == "X" and e["pid"] == rank] for rank in range(4)}
+    ends_ns = {
+        rank: [(round(1e3 * e["ts"]), round(1e3 * (e["ts"] + e["dur"]))) for e in own] for rank, own in slices.items()
+    }
+    for own in ends_ns.values():
+        assert all(end == start for (_, end), (start, _) in zip(own, own[1:], strict=False))
+    arrows = [event for event in events if event["ph"] in "sf"]
+    assert len(arrows) == 2
+    for event in arrows:
+        at_ns = 1e3 * event["ts"]
+        assert any(start - 1 <= at_ns <= end + 1 for start, end in ends_ns[event["pid"]]), event
+        assert event["ph"] == "s" or event["bp"] == "e", "bound to the slice around it, not to the next one"
+
+
 def test_the_chart_names_for_whom_a_rank_waits_and_its_text_says_the_same(timeline):
     figure = chart(timeline.spans, timeline.arrows, "a straggler")
     figure.savefig(io.BytesIO(), format="png")
     assert [text.get_text() for text in figure.axes[0].texts].count("for rank 2") == 3
     assert "rank 0: computing " in timeline.lines()[0] and " s for rank 2" in timeline.lines()[0]
     assert timeline.lines()[0].endswith("1 all_reduce, 1 send, 1 all_gather; 1.22 MB")
+
+
+def test_calls_that_overlap_are_drawn_without_names_that_hide_each_other():
+    spans = [Span(0, "communication", f"send {k} bytes", 0.1 * k, 2 + 0.1 * k) for k in range(4)]
+    spans.append(Span(1, "communication", "send 9 bytes", 0.0, 2.0))
+    assert [text.get_text() for text in chart(spans, [], "sends").axes[0].texts] == ["send 9 bytes"]
 
 
 def late_backward(ranks):

@@ -166,12 +166,20 @@ MIXTURE = replace(
 EXPERTS = {
     "ddp over 2 of 4": (4, ParallelOptions(expert=2)), "fsdp over 2": (2, ParallelOptions(strategy="fsdp", expert=2)),
     "ddp over 4": (4, ParallelOptions(expert=4)), "zero1": ZERO1, "fsdp": FSDP,
+    "pp over 2": (4, ParallelOptions(strategy="pp", replicate=2, expert=2)),
+    "pp*tp": (4, ParallelOptions("pp", tensor=2)), "fsdp*tp over 2": (4, ParallelOptions("fsdp", tensor=2, expert=2)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("saves", "resumes"),
-    [("zero1", "ddp over 4"), ("fsdp over 2", "fsdp")],
+    [
+        ("zero1", "ddp over 4"),
+        ("fsdp over 2", "fsdp"),
+        ("pp over 2", "fsdp*tp over 2"),
+        ("fsdp*tp over 2", "pp*tp"),
+        ("pp*tp", "pp over 2"),
+    ],
 )
 def test_a_mixture_goes_on_with_its_experts_over_another_number_of_ranks(pool, mixture, saves, resumes, tmp_path):
     saved = train(pool, EXPERTS[saves], tmp_path, MIXTURE)
@@ -187,7 +195,9 @@ def mixture(pool, tmp_path_factory):
     return train(pool, ONE, tmp_path_factory.mktemp("mixture"), MIXTURE)[0]
 
 
-@pytest.mark.parametrize("layout", ["ddp over 2 of 4", "fsdp over 2"])  # the others hold what dense models hold
+@pytest.mark.parametrize(
+    "layout", ["ddp over 2 of 4", "fsdp over 2", "pp over 2", "fsdp*tp over 2"]
+)  # the others hold what dense models hold
 def test_a_mixture_resumed_on_its_own_layout_continues_bit_for_bit(pool, layout, tmp_path):
     whole = train(pool, EXPERTS[layout], tmp_path, MIXTURE)
     continued = train(pool, EXPERTS[layout], tmp_path, MIXTURE, interrupted_at_2(whole, tmp_path / "cut"))

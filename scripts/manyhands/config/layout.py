@@ -267,8 +267,14 @@ def _experts(options, config, degrees):
             yield f"zero1 shares out whole weights, and {spread} spreads them; use parallel.strategy=fsdp or ddp"
     if experts == 1:
         return
-    if degrees["tensor"] > 1 or degrees["pipeline"] > 1 or parallel.strategy == "deepspeed":
-        yield f"{asked} runs on data ranks only; use parallel.strategy=ddp, zero1 or fsdp without tensor or pipeline"
+    if parallel.strategy == "deepspeed":
+        yield f"{asked} does not run under deepspeed; use parallel.strategy=ddp or fsdp"
+    if experts % (parallel.expert * degrees["tensor"]):
+        ranks = f"{spread} x {degrees['tensor']} tensor ranks"
+        yield f"{asked} does not split over {ranks}; use a multiple of {parallel.expert * degrees['tensor']}"
+    if parallel.loss_parallel and options.optimizer.balance_loss:
+        why = f"{asked} has a balancing loss, which parallel.loss_parallel does not know"
+        yield f"{why}; leave it out, or use optimizer.balance_loss=0"
     if options.train.compile:
         yield f"{asked} does not go with train.compile; use --train.no-compile"
     if parallel.activation_checkpointing == "selective":

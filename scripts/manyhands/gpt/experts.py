@@ -39,6 +39,19 @@ def run_experts(rows_RD, sizes_E, up, down):
     return torch.cat(done)
 
 
+class WithLoss(torch.autograd.Function):
+    """WithLoss.apply(x, loss): a copy of `x`; in the backward `loss` has the gradient 1, whatever comes of `x`."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.kind = {"dtype": loss.dtype, "device": loss.device}
+        return x.clone()  # torch's split backward takes no views
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones((), **ctx.kind)
+
+
 class Experts(nn.Module):
     """E experts, of which each token passes through k; and `shared`, a module that every token passes through."""
 
@@ -58,6 +71,8 @@ class Experts(nn.Module):
         # [E] choices since the last `move_biases`. Recomputation counts each of them twice, and their shares stay
         self.chosen = None
         self.balance_loss = None  # of the last forward: 0-dim, 1 if all is even
+        # its weight in the gradients, where a layer adds it by itself: a stage of a pipeline gives no loss
+        self.loss_weight = 0.0
 
     @torch.no_grad()
     def init_weights(self, std, std_out):
@@ -80,6 +95,8 @@ class Experts(nn.Module):
             probs_BE = (scores_BTE / scores_BTE.sum(-1, keepdim=True)).mean(1)
             shares_BE = chosen_BE / experts_BTk[0].numel()
             self.balance_loss = E * (shares_BE * probs_BE).sum(-1).mean()
+            if self.training and self.loss_weight:
+                gates_BTk = WithLoss.apply(gates_BTk, self.loss_weight * self.balance_loss)
         if self.training:
             chosen_E = chosen_BE.sum(0)
             self.chosen = chosen_E if self.chosen is None else self.chosen + chosen_E
@@ -87,13 +104,17 @@ class Experts(nn.Module):
 
     def forward(self, x_BTD):
         gates_Nk, experts_Nk = self.route(x_BTD)
+        y_BTD = self.mix(x_BTD.flatten(0, 1), gates_Nk, experts_Nk).view_as(x_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+    def mix(self, x_ND, gates_Nk, experts_Nk):
+        """Return what the chosen experts make of each token, weighted by its gates: [N, D]."""
         order_R = experts_Nk.flatten().argsort(stable=True)
         sizes_E = experts_Nk.flatten().bincount(minlength=len(self.router))
-        rows_RD = x_BTD.flatten(0, 1)[order_R // self.top_k]
+        rows_RD = x_ND[order_R // self.top_k]
         rows_RD = self.run(rows_RD, sizes_E, self.up, self.down)
         back_NkD = rows_RD[order_R.argsort()].view(*gates_Nk.shape, -1)
-        y_BTD = (back_NkD * gates_Nk[..., None].to(rows_RD.dtype)).sum(1).view_as(x_BTD)
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+        return (back_NkD * gates_Nk[..., None].to(rows_RD.dtype)).sum(1)
 
 
 @torch.no_grad()

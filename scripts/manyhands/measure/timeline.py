@@ -54,6 +54,7 @@ class Timeline:
         self.total_s = max((records[r]["end_s"] for r in self.ranks), default=0.0) - self.origin_s
         self.spans, self.arrows, self.rows = [], [], []
         self._calls = []  # (rank, call, end in s, for whom it waited)
+        self._program = {r: tuple(records[r][key] - self.origin_s for key in ("start_s", "end_s")) for r in self.ranks}
         self._at = {}  # key of a call -> {rank: call}
         for rank in self.ranks:
             for call in records[rank]["calls"]:
@@ -118,7 +119,11 @@ class Timeline:
         return Path(path)
 
     def events(self):
-        """Events of Chrome's trace format: a process per rank, its calls, and an arrow per message."""
+        """Events of Chrome's trace format: a process per rank, its calls, and an arrow per message.
+
+        The slices of a rank's program follow each other without a gap, because Perfetto drops an arrow that begins or
+        ends outside a slice (its `FlowTracker`). Calls may overlap, so they are asynchronous events.
+        """
         events = []
         for rank in self.ranks:
             for name, value in (
@@ -127,11 +132,17 @@ class Timeline:
             ):
                 events.append({"ph": "M", "pid": rank, "tid": 0, "name": name, "args": value})
             events.append({"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "program"}})
-        for span in self.spans:
-            if span.lane != "communication":
-                at = {"ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+        for rank in self.ranks:
+            program = [span for span in self.spans if span.rank == rank and span.lane != "communication"]
+            until_s, end_s = self._program[rank]
+            for span in sorted(program, key=lambda span: span.start_s):
+                if span.start_s > until_s:
+                    events.append(_slice(rank, "communication", "communicating", until_s, span.start_s))
                 name = " ".join(filter(None, [{"compute": "computing"}.get(span.lane, span.lane), span.name]))
-                events.append({"ph": "X", "pid": span.rank, "tid": 0, "cat": span.lane, "name": name, **at})
+                events.append(_slice(rank, span.lane, name, span.start_s, span.end_s))
+                until_s = span.end_s
+            if until_s < end_s:
+                events.append(_slice(rank, "communication", "communicating", until_s, end_s))
         for number, (rank, call, end_s, for_whom) in enumerate(self._calls):
             told = {"bytes": call["bytes"], "ranks": call["group"], "waited": for_whom, "ended": bool(call["done_s"])}
             common = {"pid": rank, "tid": 0, "cat": "communication", "id": number, "name": _named(call)}
@@ -142,6 +153,13 @@ class Timeline:
             events.append({"ph": "s", "pid": arrow.source, "ts": arrow.start_s * 1e6, **common})
             events.append({"ph": "f", "bp": "e", "pid": arrow.to, "ts": arrow.end_s * 1e6, **common})
         return events
+
+
+def _slice(rank, category, name, start_s, end_s):
+    """Return a slice of a rank's program, in whole nanoseconds, so that no slice overlaps the next one."""
+    start_ns, end_ns = round(start_s * 1e9), round(end_s * 1e9)
+    at = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
+    return {"ph": "X", "pid": rank, "tid": 0, "cat": category, "name": name, **at}
 
 
 def _amount(value, unit):

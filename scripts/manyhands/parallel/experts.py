@@ -1,17 +1,23 @@
 """Expert parallelism: the experts of each layer are spread over the ranks of a group, and tokens travel to them.
 
-    mesh = expert_mesh(device_type, world_size, 2)           # axes replicas x expert; all ranks
+    mesh = expert_mesh(device_type, layout)                  # axes replicas x expert x tensor; all ranks
     spread_experts(model, mesh, device)                      # in place: a rank keeps its share of each layer's experts
-    finish_expert_gradients(model, mesh, divide=world_size)  # once per step, after the last backward; all ranks
+    share_experts(model, tensor_mesh)                        # then over tensor ranks, which see the same tokens
+    finish_expert_gradients(model, mesh, divide=data_ranks)  # once per step, after the last backward; all ranks
 
 Each rank has different tokens, as in data parallelism. Two all-to-alls per layer send rows to the ranks of their
 experts and back (Lepikhin et al. 2020, GShard), and in the backward their gradients the other way. So an expert's
-gradient is a sum over the losses of all ranks in its group already: it is divided by the number of all ranks, and
-summed over those that hold the same experts. Lesson 09 builds all of it.
+gradient is a sum over the losses of all ranks in its group already: it is divided by the number of data ranks, and
+summed over those that hold the same experts. In a pipeline all of these are ranks of one stage. Lesson 09 builds all
+of it.
+
+Tensor ranks have the same tokens and make the same choices. So each has other experts, computes their rows alone, and
+what they make of a token is summed, as behind an MLP that is split: no token travels for that.
 
 Shapes: E experts of a layer, n ranks of the group, e = E / n of this rank, D width, R rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from manyhands.config.layout import Layout
 from manyhands.gpt.experts import multiplied_in, run_experts
 from manyhands.gpt.model import experts_of
 from manyhands.measure.tensor_bytes import local_part
@@ -43,7 +50,7 @@ class Exchange(torch.autograd.Function):
 
 
 def run_on_ranks(
-    rows_RD: torch.Tensor, sizes_E: torch.Tensor, up: DTensor, down: DTensor, group: dist.ProcessGroup
+    rows_RD: torch.Tensor, sizes_E: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """`run_experts` where `up` and `down` are spread over `group`. All its ranks must call it, also without rows."""
     n = group.size()
@@ -56,22 +63,73 @@ def run_on_ranks(
     e = arriving_ne.shape[1]
     expert_R = torch.arange(e, device=rows_RD.device).repeat(n).repeat_interleave(arriving_ne.flatten())
     order_R = expert_R.argsort(stable=True)
-    rows_RD = run_experts(rows_RD[order_R], arriving_ne.sum(0), up.to_local(), down.to_local())
+    rows_RD = run_experts(rows_RD[order_R], arriving_ne.sum(0), local_part(up), local_part(down))
     return Exchange.apply(rows_RD[order_R.argsort()], arriving, leaving, group)
 
 
-def expert_mesh(device_type: str, world_size: int, expert: int) -> DeviceMesh:
-    """The mesh replicas x expert of all ranks: neighbours hold different experts. All ranks must call it."""
-    return init_device_mesh(device_type, (world_size // expert, expert), mesh_dim_names=("replicas", "expert"))
+def run_own(
+    rows_RD: torch.Tensor, sizes_E: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+    run: Callable[..., torch.Tensor], mesh: DeviceMesh, spread: int,
+) -> torch.Tensor:  # fmt: skip
+    """Take the rows whose experts this tensor rank has through `run`; the others are zeros."""
+    own_E = torch.zeros_like(sizes_E, dtype=torch.bool)
+    own_E.view(spread, mesh.size(), -1)[:, mesh.get_local_rank()] = True
+    own_R = own_E.repeat_interleave(sizes_E)
+    done_RD = run(rows_RD[own_R], sizes_E[own_E], local_part(up), local_part(down))
+    all_RD = done_RD.new_zeros(rows_RD.shape)
+    all_RD[own_R] = done_RD
+    return all_RD
+
+
+def mix_own(
+    x_ND: torch.Tensor, gates_Nk: torch.Tensor, experts_Nk: torch.Tensor, mix: Callable[..., torch.Tensor],
+    mesh: DeviceMesh,
+) -> torch.Tensor:  # fmt: skip
+    """`Experts.mix` of this tensor rank's experts: a part of the sum. Gradients of tokens and gates are whole again."""
+    parts = [
+        DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+        for whole in (x_ND, gates_Nk)
+    ]
+    return mix(*parts, experts_Nk)
+
+
+def share_experts(model: nn.Module, tensor_mesh: DeviceMesh) -> None:
+    """Share each layer's experts out over tensor ranks, in place; what `spread_experts` has cut, it has cut for them.
+
+    All ranks of `tensor_mesh` call it. A layer then gives a part of a sum over them.
+    """
+    for layer in experts_of(model):
+        spread = 1
+        for name in ("up", "down"):
+            weight = getattr(layer, name)
+            if isinstance(weight, DTensor):
+                spread = weight.device_mesh["expert"].size()
+            else:  # every rank has all: nothing is sent
+                own = distribute_tensor(weight.detach(), tensor_mesh, [Shard(0)], src_data_rank=None)
+                setattr(layer, name, nn.Parameter(own))
+        layer.run = partial(run_own, run=layer.run, mesh=tensor_mesh, spread=spread)
+        layer.mix = partial(mix_own, mix=layer.mix, mesh=tensor_mesh)
+
+
+def expert_mesh(device_type: str, layout: Layout) -> DeviceMesh:
+    """The mesh replicas x expert x tensor of this stage's ranks: all but replicas hold different experts.
+
+    All ranks call it.
+    """
+    replicas = layout.replicate * layout.shard // layout.expert
+    sizes = {"pipeline": layout.pipeline, "replicas": replicas, "expert": layout.expert, "tensor": layout.tensor}
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh["replicas", "expert", "tensor"]
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Keep only this rank's share of each layer's experts, on `device`, in place. Every rank starts with all."""
-    n, me = mesh["expert"].size(), mesh["expert"].get_local_rank()
     for layer in experts_of(model):
         for name in ("up", "down"):
-            own = getattr(layer, name).detach().chunk(n)[me].to(device, copy=True)
-            placements = [Replicate(), Shard(0)]
+            own = getattr(layer, name).detach()
+            for axis in ("expert", "tensor"):
+                own = own.chunk(mesh[axis].size())[mesh[axis].get_local_rank()]
+            own, placements = own.to(device, copy=True), [Replicate(), Shard(0), Shard(0)]
             setattr(layer, name, nn.Parameter(DTensor.from_local(own, mesh, placements, run_check=False)))
         layer.run = partial(run_on_ranks, group=mesh["expert"].get_group())
 
@@ -83,8 +141,12 @@ def spread_weights(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, layer in model.named_modules()
         if layer in set(experts_of(model))
         for weight in ("up", "down")
-        if isinstance(getattr(layer, weight), DTensor)
+        if "expert" in _axes(getattr(layer, weight))
     }
+
+
+def _axes(weight):
+    return weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else ()
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ class MeshStrategy(Strategy):
             mesh = init_device_mesh(ranks.device.type, tuple(by_sequence.values()), mesh_dim_names=tuple(by_sequence))
             self.context_group = mesh["context"].get_group()
         if layout.expert > 1:
-            self.expert_mesh = expert_mesh(ranks.device.type, layout.world_size, layout.expert)
+            self.expert_mesh = expert_mesh(ranks.device.type, layout)
         low = LOW_PRECISION.get(options.train.precision)
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
@@ -89,10 +89,10 @@ class MeshStrategy(Strategy):
     def _prepare(self, model):
         """Spread a GPT, or a stage of one, over the ranks of the axes replicate, shard and tensor, in place."""
         layout, parallel = self.layout, self.options.parallel
-        if layout.tensor > 1:
-            apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         if self.expert_mesh is not None:
             spread_experts(model, self.expert_mesh, self.ranks.device)
+        if layout.tensor > 1:
+            apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
             from torch._inductor import config as inductor  # late: it takes its time
@@ -140,7 +140,10 @@ class MeshStrategy(Strategy):
         if self.layout.data > 1 and not self.sharded:  # fully_shard averages by itself
             from manyhands.parallel.pipeline import average_gradients
 
-            average_gradients(self._named.values(), self.mesh["replicate"].get_group())
+            left = [weight for module in self.modules for weight in spread_weights(module).values()]
+            same = [p for p in self._named.values() if all(p is not weight for weight in left)]
+            average_gradients(same, self.mesh["replicate"].get_group())
+        self._finish_expert_gradients()
         return loss
 
     def forward_backward_by(self, loss_of, tensors, timer=None):
@@ -165,9 +168,16 @@ class MeshStrategy(Strategy):
                     timer.mark("backward")
             losses.append(loss.detach())
         finish_gradients(self._named.values())
-        if self.expert_mesh is not None:  # FlatReplicas has divided each loss already
-            finish_expert_gradients(self.model, self.expert_mesh, 1 if self.flat else self.layout.world_size)
+        self._finish_expert_gradients()
         return torch.stack(losses).mean()
+
+    def _finish_expert_gradients(self):
+        if self.expert_mesh is None:
+            return
+        # FlatReplicas has divided each loss already
+        divide = 1 if self.flat else self.layout.replicate * self.layout.shard
+        for module in self.modules:
+            finish_expert_gradients(module, self.expert_mesh, divide)
 
     def _replayed(self, ids_bT, targets_bT):
         """`_forward_backward` of a recorded micro-batch."""
@@ -198,8 +208,13 @@ class MeshStrategy(Strategy):
         if not layers:
             return None
         chosen_NE = torch.stack([layer.chosen for layer in layers])
-        dist.all_reduce(chosen_NE)  # with experts all ranks are data ranks
-        return move_biases(layers, chosen_NE, self.options.optimizer.balance_speed)
+        for axis in ("replicate", "shard"):  # the other ranks have other layers, or have counted the same tokens
+            if self.mesh[axis].size() > 1:
+                dist.all_reduce(chosen_NE, group=self.mesh[axis].get_group())
+        busiest = move_biases(layers, chosen_NE, self.options.optimizer.balance_speed)
+        if self.pipeline_group is not None:
+            dist.all_reduce(busiest, dist.ReduceOp.MAX, group=self.pipeline_group)
+        return busiest
 
     # --- without gradients
 

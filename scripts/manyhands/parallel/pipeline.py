@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from manyhands.config.layout import Layout, layers_of_stages, stage_owners
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPT, within_documents
+from manyhands.gpt.model import GPT, experts_of, within_documents
 from manyhands.measure.tensor_bytes import local_part
 
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged over replicas in pieces of about this size
@@ -88,6 +88,8 @@ class Stages:
         self.own = {i: Stage(full_model, layers[i], autocast) for i in here}  # this rank's stages by their index
         for stage in self.own.values():
             prepare(stage)
+            for layer in experts_of(stage):  # of a micro-batch, whose loss is divided likewise: see `_share_of_loss`
+                layer.loss_weight = options.optimizer.balance_loss / layout.micro_batches
         self.has_last = len(self.owners) - 1 in self.own
         # tensor ranks that split the positions of the stream between stages
         self.position_ranks = layout.tensor if self.parallel.sequence_parallel else 1

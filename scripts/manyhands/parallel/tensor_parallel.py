@@ -28,6 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 
+from manyhands.parallel.experts import share_experts
 from manyhands.parallel.fsdp import is_tied
 
 
@@ -47,7 +48,17 @@ def apply_tensor_parallel(
         if sequence_parallel:
             plan["positions"] = _OwnPositions()
     if len(model.blocks):
-        for part, first, last in (("attention", "qkv", "out"), ("mlp", "up", "down")):
+        parts = [("attention", "qkv", "out"), ("mlp", "up", "down")]
+        if model.config.experts > 1:
+            del parts[1]
+            share_experts(model, tensor_mesh)
+            plan["blocks.*.mlp"] = tp.PrepareModuleInputOutput(
+                input_layouts=between, desired_input_layouts=Replicate(), use_local_input=True,
+                output_layouts=Partial(), desired_output_layouts=between,
+            )  # fmt: skip
+            plan["blocks.*.mlp.shared.up"] = tp.ColwiseParallel()
+            plan["blocks.*.mlp.shared.down"] = tp.RowwiseParallel(output_layouts=Partial())
+        for part, first, last in parts:
             plan[f"blocks.*.{part}"] = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
             plan[f"blocks.*.{part}.{first}"] = tp.ColwiseParallel()
             plan[f"blocks.*.{part}.{last}"] = tp.RowwiseParallel(output_layouts=between)

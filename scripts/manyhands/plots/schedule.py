@@ -97,6 +97,12 @@ def _published_rates(axes, published, p):
     axes.set_title(f"published: 28.3B parameters, {p} A100s", fontsize=11)
 
 
+def _overlapped(span, spans):
+    """Whether another span lies over this one, in the same lane of the same rank: names would hide each other."""
+    beside = (other for other in spans if (other.rank, other.lane) == (span.rank, span.lane) and other is not span)
+    return any(other.start_s < span.end_s and span.start_s < other.end_s for other in beside)
+
+
 def gantt(spans, title, virtual=False, until_s=None):
     """A row per rank: compute solid in the rank's colour, communication hatched below it, waiting outlined.
 
@@ -121,7 +127,7 @@ def gantt(spans, title, virtual=False, until_s=None):
         begin_and_length = (span.start_s / seconds, length / seconds)
         axes.broken_barh([begin_and_length], (top, 0.36), lw=0.7, **looks.of_rank(span.rank, span.lane))
         fits = length > 0.0135 * longest * len(span.name)  # the name into the box
-        if fits and not named and span.lane != "waiting":
+        if fits and not named and span.lane != "waiting" and not _overlapped(span, spans):
             ground = {"boxstyle": "round,pad=0.1", "fc": looks.PAPER, "ec": "none", "alpha": 0.8}
             middle = (span.start_s + length / 2) / seconds
             axes.text(middle, top + 0.18, span.name, fontsize=10, ha="center", va="center", bbox=ground)

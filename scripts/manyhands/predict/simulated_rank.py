@@ -79,10 +79,10 @@ def _held(config, layout, options):
     mesh = init_device_mesh("cpu", tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES)
     parts, parallel = _parts(config, layout, options), options.parallel
     for part in parts:
+        if layout.expert > 1:
+            spread_experts(part, expert_mesh("cpu", layout), torch.device("meta"))
         if layout.tensor > 1:
             apply_tensor_parallel(part, mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
-        if layout.expert > 1:
-            spread_experts(part, expert_mesh("cpu", layout.world_size, layout.expert), torch.device("meta"))
         if layout.dp_mode(options) == "fsdp":
             shard(part, mesh, options)
     model = torch.nn.ModuleList(parts)
