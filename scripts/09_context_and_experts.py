@@ -19,26 +19,24 @@
 # **80 minutes** for the sections marked CORE, 120 with those marked MORE. Two halves of 40 minutes: contexts, then
 # experts. Each stands alone after the start cells.
 #
-# In the first half a sequence is too long for one rank, and in the second a layer has too many experts. Both times you
-# build what ranks send each other, and both times somebody waits for the busiest rank.
+# In the first half a sequence is too long for one rank. In the second half a layer has too many experts for one rank.
+# Each time you build what the ranks send each other, and make the work of all ranks equal.
 #
 # After this lesson **you can**
 # - compute exact attention on several ranks, none of which holds all keys;
 # - lay out positions so that a causal mask leaves no rank idle;
 # - route tokens to experts on other ranks and back, with two all-to-alls;
 # - find experts' gradients that are n times too large;
-# - balance the experts without a term in the loss.
+# - balance the experts by a bias.
 #
-# **You need** send, receive and [all-to-all](../assets/glossary.md#all-to-all) from [lesson
-# 02](02_collectives.ipynb), and a function with its own forward and backward, like `Move` of [lesson
-# 07](07_tensor_parallel.ipynb).
+# **You need** send, receive and [all-to-all](../assets/glossary.md#all-to-all) from [lesson 02](02_collectives.ipynb).
 #
 # **New here:** [context parallel](../assets/glossary.md#context-parallel), [online
 # softmax](../assets/glossary.md#online-softmax), [ring attention](../assets/glossary.md#ring-attention),
 # [zig-zag](../assets/glossary.md#zig-zag), [mixture of experts](../assets/glossary.md#mixture-of-experts),
 # [router](../assets/glossary.md#router), [expert parallel](../assets/glossary.md#expert-parallel), [balancing
 # loss](../assets/glossary.md#balancing-loss), and in MORE [ulysses](../assets/glossary.md#ulysses) and
-# [capacity](../assets/glossary.md#capacity). Tables to look things up are in [the
+# [capacity](../assets/glossary.md#capacity). Tables are in [the
 # handbook](../assets/handbook/09_context_and_experts.md).
 
 # %% [markdown] tags=["notes"]
@@ -72,7 +70,7 @@ seeds = 5  # trainings of each way to balance, at least 1
 # %% [markdown]
 # ## Start (CORE, 2 min)
 #
-# The first cell starts four ranks. They form a group of c = 4 ranks, `group`. In the first half it shares **one
+# The first cell starts four ranks. They form a group of c = 4 ranks, `group`. In the first half they share **one
 # sequence**, in the second **the experts**.
 
 # %% tags=["active-ipynb"]
@@ -99,7 +97,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %% [markdown]
 # Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` positions, `K` numbers per head; `N`
 # tokens, `D` width, `M` hidden units, `E` experts, `k` experts per token. A small letter is this rank's share: `s` =
-# T/c, `e` = E/c. All is float64: what should be equal is equal to 1e-10.
+# T/c, `e` = E/c. All is float64, so that we can compare to 1e-10.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -142,10 +140,11 @@ x_ND = x_ranks[me]
 #
 # ## Attention over own keys alone (CORE, 3 min)
 #
-# At a million positions the activations of one layer do not fit on a GPU, even for one sequence. So each rank gets some
-# of the positions: [**context parallelism**](../assets/glossary.md#context-parallel). Norms and MLPs look at one position
-# at a time, so they need no message. Attention compares a query with *all* earlier keys. The first try compares it with
-# the keys of its own rank. (`at[r]` are the positions of rank r; `mine_of` takes this rank's.)
+# At a million positions the activations of one layer do not fit on a GPU, even for one sequence. So each rank gets
+# some of the positions: [**context parallelism**](../assets/glossary.md#context-parallel). Norms and MLPs look at one
+# position at a time, so they need no message. Attention compares a query with *all* earlier keys. The first try
+# compares it only with the keys of its own rank. (`at[r]` are the positions of rank r; `mine_of` takes this rank's
+# part of a tensor.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -168,20 +167,21 @@ alone = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 say(f"{list(alone.shape)}, away from full attention by {(alone - whole[:, :, at[me]]).abs().max():.2f}")
 
 # %% [markdown]
-# The shapes are right, no error is raised, and only rank 0 is right: nothing lies before its positions. Each rank could
-# gather all keys, but memory for all of them on every rank is what we wanted to save. **The goal: exact attention, and
-# nobody holds more than two blocks of keys.**
+# The shapes are right, and no error is raised. But only rank 0's result is right, because no keys come before its
+# positions. Each rank could gather all keys, but then every rank needs memory for all of them. **The goal: exact
+# attention, and no rank holds more than two ranks' keys, two blocks.**
 
 # %% [markdown]
 # ## Softmax in blocks (CORE, 8 min)
 #
-# Softmax subtracts the largest score first, so that `exp` does not overflow. If keys come in blocks, you do not know the
-# largest one yet. The [**online softmax**](../assets/glossary.md#online-softmax)
-# ([Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867)) keeps three things: the largest score so far, the sum
-# so far and the weighted values so far. When a larger score arrives, **shrink** the other two.
+# Softmax subtracts the largest score first, so that `exp` does not overflow. If keys come in blocks, you do not know
+# the largest score yet. The [**online softmax**](../assets/glossary.md#online-softmax) ([Milakov and Gimelshein
+# 2018](https://arxiv.org/abs/1805.02867)) keeps three things for each query: the largest score so far, the sum of
+# exp(score - largest), and the sum of the values weighted by it. When a larger score arrives, multiply both sums by
+# exp(old largest - new largest): they **shrink**.
 #
-# ![Two blocks of scores: after the first the largest is 2 and the sum 1.37; the second brings a 3, so the sum is multiplied by
-# exp(2 - 3) before the second block's terms are added](../assets/09_online_softmax.svg)
+# ![Two blocks of scores: the first has the largest score 2 and the sum 1.37; the second brings a 3, so the sum is
+# multiplied by exp(2 - 3)](../assets/09_online_softmax.svg)
 #
 # **Predict.** What is the sum after the second block?
 
@@ -198,13 +198,13 @@ assert torch.isclose(sum_2, at_once)
 compare("the sum after two blocks", guess_sum, round(sum_2.item(), 2))
 
 # %% [markdown]
-# The old sum counts e⁻¹ · 1.37 = 0.50, and the new terms e⁰ + e⁻³ = 1.05. All four scores at once give the same.
+# The old sum becomes e⁻¹ · 1.37 = 0.50, and the new terms add e⁰ + e⁻³ = 1.05. All four scores at once give the same.
 #
 # ### Build A: take in a block
 #
-# `largest` and `total` are [B, H, s, 1]. `weighted` is [B, H, s, K], the sum of values times `exp(score - largest)`. A
-# block may be -inf throughout, which is how the causal mask hides keys.
-# (If you skip a build, the check runs the lesson's own lines.)
+# `largest` and `total` are [B, H, s, 1]. `weighted` is [B, H, s, K], the sum of values times `exp(score - largest)`.
+# The new block has scores [B, H, s, u] of u keys. A score of -inf hides a key, and all of a block may be -inf. Return
+# the new largest, total and weighted. (If you skip a build, the cells below use the lesson's own lines.)
 
 
 # %%
@@ -235,7 +235,7 @@ checks.absorb(absorb, ranks)
 # </details>
 
 # %% [markdown]
-# At the end `weighted / total` is the attention, whatever the order of the blocks was.
+# After the last block `weighted / total` is the attention, in any order of the blocks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: softmax in blocks</summary>
@@ -248,16 +248,17 @@ checks.absorb(absorb, ranks)
 # %% [markdown]
 # ## Keys go around a ring (CORE, 10 min)
 #
-# Queries stay where they are. Keys and values go around a ring: in step i a rank works on the block of the rank i places
-# behind it. That is [**ring attention**](../assets/glossary.md#ring-attention)
-# ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)).
+# Queries stay on their rank. Keys and values go around a ring: in step i a rank works on the block of the rank i
+# places before it. That is [**ring attention**](../assets/glossary.md#ring-attention) ([Liu et al.
+# 2023](https://arxiv.org/abs/2310.01889)).
 #
-# ![Four ranks in a ring: each keeps its queries; blocks of keys and values move one rank on in each step, so after three moves each
-# rank has met all four blocks](../assets/09_ring.svg)
+# ![Four ranks in a ring: each keeps its queries; blocks of keys and values move one rank on in each
+# step](../assets/09_ring.svg)
 #
-# Given, in the folded cell: `scores(q, k, q_at, k_at)` are the scaled products of queries at the positions `q_at` with keys
-# at `k_at`, and -inf where the key is in the query's future. `start(q)` is a state that has seen nothing. `post(x, group)`
-# *begins* to send x to the rank ahead. It returns a function, which waits and returns what came from behind.
+# The folded cell has three functions. `scores(q, k, q_at, k_at)` returns the scores of queries at the positions `q_at`
+# and keys at `k_at`, with -inf where the key comes after the query. `start(q)` returns the state before the first
+# block. `post(x, group)` *begins* to send x to the next rank. It returns a function; call it to wait for the tensor
+# from the rank before, and to get it.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -300,8 +301,9 @@ def post(x, group):
 # %% [markdown]
 # ### Build B: the ring
 #
-# `at[r]` are the positions of rank r, and n ranks need n - 1 messages each. Post the block *before* you work on it, so
-# that it travels meanwhile. The check compares with full attention and counts messages.
+# `at[r]` are the positions of rank r, `i` is this rank, and `kv[0]`, `kv[1]` are the keys and values of the block that
+# is here now. The block is posted *before* you work on it, so that it is sent meanwhile. The check compares with full
+# attention and counts messages: n - 1 per rank.
 
 
 # %%
@@ -358,8 +360,8 @@ metrics.close(attention_norm=square.sqrt())  # the same on any number of ranks
 # %% [markdown]
 # In [grouped-query attention](../assets/glossary.md#gqa) several query heads share one head of keys and values.
 #
-# **Predict.** 16 query heads share one. Four ranks send their blocks around. Count in units of one rank's queries,
-# B·H·s·K numbers: how many does a rank send? (With a KV head for each query head it is 2 · 3 = 6.)
+# **Predict.** Each query head with its own head of keys and values: a rank sends 2 · 3 = 6 times as many numbers as
+# its queries have (keys and values, three times). How many times as many, if 16 query heads share one?
 
 # %%
 # %%ranks
@@ -375,8 +377,8 @@ assert apart.abs().max() < 1e-10 and seen.sent_bytes / (q_16.nbytes / c) == 2 * 
 compare("what a rank sends, in units of its queries", guess_gqa, 2 * (4 - 1) / 16)
 
 # %% [markdown]
-# 0.375 against 6. Does the next block arrive before this one is done? The virtual network takes layers of Llama 3 8B
-# (32 heads of 128, 8 of them for keys and values), 400 TFLOP/s, 50 GB/s, and no mask:
+# 6 / 16 = 0.375. Does the next block arrive before the rank is done with this one? The virtual network simulates
+# layers of Llama 3 8B (32 query heads and 8 KV heads of 128), at 400 TFLOP/s and 50 GB/s, without a mask:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -419,26 +421,25 @@ for s in (512, 1024, 2048, 4096):
 metrics.exact(ring_virtual_s=ring_times)
 
 # %% [markdown]
-# A block's compute grows with s², its message with s. From about 2,000 positions on a rank, the messages are almost
-# hidden. [Llama 3](https://arxiv.org/abs/2407.21783) does not need that: it **all-gathers** K and V before it computes. With
-# GQA they are small, and any mask works, such as one that separates documents.
+# The time to compute grows with s², the message with s. From about 2,000 positions per rank, the messages are almost
+# hidden. [Llama 3](https://arxiv.org/abs/2407.21783) has no ring: it **all-gathers** K and V before it computes. With
+# GQA they are small.
 
 # %% [markdown]
 # ## Backward: gradients travel with their keys (CORE, 7 min)
 #
-# A rank could keep the scores of each block for backward. But that is the memory that we wanted to save. So keep the output
-# and the log of the sums, and **compute the scores again**, as FlashAttention does ([Dao et al.
+# To keep all scores for backward takes too much memory. So a rank keeps only the output and `log_sums`, which
+# `ring_forward` returns, and **computes the scores again**, as FlashAttention does ([Dao et al.
 # 2022](https://arxiv.org/abs/2205.14135)). For one block, with P = exp(scores - log_sums):
 #
 # - the values get dV = Pᵀ dO;
 # - the scores get dS = P · (dO Vᵀ - δ) / √K, number by number; δ is one number per query, the sum of dO · O;
 # - the queries get dS Kₖ (Kₖ are the keys), and the keys get dSᵀ Q.
 #
-# δ stands for what the other blocks contribute: the output O knows it already.
-#
 # ### Build C: one block's gradients
 #
-# `log_sums` and `delta` are [B, H, s, 1] and already over all keys.
+# Write these four lines in code. `s_BHsu` are the block's scores [B, H, s, u]. `log_sums` and `delta` (δ) are [B, H,
+# s, 1]; they come from all keys.
 
 
 # %% jupyter={"source_hidden": true}
@@ -470,8 +471,9 @@ checks.block_gradients(block_gradients, ranks)
 # </details>
 
 # %% [markdown]
-# The terms of d_q add up where the queries are. Those of keys and values belong to the block that is visiting, so **they
-# travel with it**. One more move brings them home. The folded cell has the loop, and compares with full attention.
+# The terms of d_q are added up on the rank of the queries. The gradients of keys and values belong to the block, so
+# **they are sent on with it**. One more move brings them back to the block's own rank. The folded cell has the loop,
+# and compares with full attention.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -535,7 +537,7 @@ if rank == 0:
 metrics.exact(ring_backward_bytes=seen.sent_bytes)
 
 # %% [markdown]
-# Keys and values move c - 1 times. Their gradients move c times, as the last move brings them home: 2c - 1 = 7 blocks.
+# Keys and values move c - 1 times, and their gradients c times: 2c - 1 = 7 blocks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: backward</summary>
@@ -552,11 +554,11 @@ metrics.exact(ring_backward_bytes=seen.sent_bytes)
 # %% [markdown]
 # ## Who waits for whom? (CORE, 10 min)
 #
-# With a causal mask, rank 0's queries need only block 0. The last rank's need all blocks. The next block comes from a rank
-# that may still be working, so each step is as long as its busiest rank.
+# With a causal mask, rank 0's queries need only block 0. The last rank's queries need all blocks. The ranks wait for
+# each other in each step, so a step is as long as that of its busiest rank.
 #
-# **Predict.** Four ranks, positions in order. How many times as long as with perfect balance does the ring take? Count
-# query-key pairs: a block on the diagonal is half a block.
+# **Predict.** Four ranks, positions in order. How many times as long as with equal work does the ring take? Count
+# query-key pairs: a rank's own block counts as half a block, because of the mask.
 
 # %%
 # %%ranks
@@ -567,18 +569,20 @@ guess_wait = ____  # your turn: type a number, such as 1.5
 compare("the ring in order, times perfect balance", guess_wait, 2 - 1 / 4)
 
 # %% [markdown]
-# Step 0 is half a block on all ranks, and in each later step somebody has a full one: 3.5. All need 8 together, so 2 each.
-# In general it is 2 - 1/c: **almost half of the time is waiting**.
+# Step 0 is half a block on all ranks. In each of the three later steps some rank has a full one: together 3.5. All
+# ranks need 8 blocks, so 2 each with equal work: 3.5 / 2 = 1.75. In general it is 2 - 1/c: **almost half of the time
+# is waiting**.
 #
-# ![Triangles of query-key pairs for four ranks: in order, rank 0 has a small corner and rank 3 a wide strip; in zig-zag each rank has
-# one early and one late chunk, of the same total area](../assets/09_zig_zag.svg)
+# ![Query-key pairs of four ranks: in order, rank 0 has few and rank 3 many; in zig-zag all have the
+# same](../assets/09_zig_zag.svg)
 #
-# [**Zig-zag**](../assets/glossary.md#zig-zag) cuts the sequence into 2c chunks. Each rank gets one from the front and its
-# mirror image from the back: of eight chunks rank 0 has the first and the last.
+# [**Zig-zag**](../assets/glossary.md#zig-zag) splits the sequence into 2c chunks. Each rank gets one from the front
+# and the matching one from the back: of eight chunks, rank 0 has the first and the last, rank 1 the second and the
+# second last.
 #
 # ### Build D: zig-zag positions
 #
-# The positions of a rank in ascending order, [T/n].
+# Return the positions of a rank in ascending order, a tensor [T/n].
 
 
 # %% jupyter={"source_hidden": true}
@@ -613,8 +617,8 @@ checks.zig_zag(zig_zag, ranks)
 # </details>
 
 # %% [markdown]
-# Nothing else changes, because `scores` masks by position. The bars count the pairs that each rank needs in each step. A
-# kernel skips the others. On the right is a real machine.
+# Nothing else changes, because `scores` masks by position. The bars count the pairs that each rank needs in each step.
+# On the right is a real machine.
 
 
 # %% jupyter={"source_hidden": true}
@@ -647,10 +651,11 @@ if rank == 0:
         say(f"{name}: output and gradients right; the ring takes {ring / fair:.2f} times a fair share")
 
 # %% [markdown]
-# Zig-zag sends no byte more. But whatever depends on position (the mask, the position embedding, the targets) must use
-# `at`. On eight GPUs, [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention/blob/01c8baf5eafc95c1a255690bcdb5359b600d765a/README.md)
-# reaches 54 % of what one GPU's rate promises in order, and 90 % in zig-zag. Our formula gives 1 / (2 - 1/8) = 53 % in
-# order: the waiting explains it.
+# Zig-zag sends the same bytes. But everything that depends on position (mask, position embedding, targets) must use
+# `at`. On eight GPUs,
+# [ring-flash-attention](https://github.com/zhuzilin/ring-flash-attention/blob/01c8baf5eafc95c1a255690bcdb5359b600d765a/README.md)
+# reaches 54 % of eight times one GPU's rate in order, and 90 % in zig-zag. Our formula gives 1 / (2 - 1/8) = 53 % in
+# order.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -678,9 +683,10 @@ card(
 #
 # ## Who gets how many tokens? (CORE, 5 min)
 #
-# A larger MLP is better, and slower. A [**mixture of experts**](../assets/glossary.md#mixture-of-experts) has E MLPs, the
-# *experts*, and sends each token through k of them: the weights of E, the FLOPs of k. A small linear layer chooses, the
-# [**router**](../assets/glossary.md#router):
+# A larger MLP is better, and slower. A [**mixture of experts**](../assets/glossary.md#mixture-of-experts) has E MLPs,
+# the *experts*, and each token goes through only k of them. So it has the weights of E experts, and costs the FLOPs of
+# k. A small linear layer, the [**router**](../assets/glossary.md#router), chooses the experts. Results are weighted by
+# its probabilities, the **gates**:
 
 
 # %%
@@ -697,11 +703,11 @@ rows_E = experts_Nk.flatten().bincount(minlength=E)
 say(f"experts {held.start} to {held.stop - 1} are mine: {rows_E[held].sum()} rows of {rows_E.sum()}")
 
 # %% [markdown]
-# With E/c experts on each rank ([**expert parallelism**](../assets/glossary.md#expert-parallel)) the rows are uneven, and
-# this router is not even trained. All ranks wait for the one with the most rows.
+# In [**expert parallelism**](../assets/glossary.md#expert-parallel) each rank has E/c experts. A row is one token for
+# one expert. The numbers of rows differ, and all ranks wait for the one with the most.
 #
-# **Predict.** Eight experts on four ranks, k = 1. Half of the choices go to expert 0, the rest evenly to the other seven.
-# How many times the mean does rank 0 get?
+# **Predict.** Eight experts on four ranks, k = 1. Half of the tokens choose expert 0; the rest choose the other seven
+# equally. Rank 0 has experts 0 and 1. How many times the mean of all ranks does it get?
 
 # %%
 # %%ranks
@@ -712,25 +718,27 @@ guess_skew = ____  # your turn: type a number, such as 1.5
 compare("rows of rank 0, times the mean", guess_skew, round(4 * (1 / 2 + 1 / 14), 2))
 
 # %% [markdown]
-# Rank 0 has a half and a seventh of the other half: 4/7 of all rows, and the mean is 1/4. The layer takes 2.29 times as
-# long. First make it work, then make it even.
+# Rank 0 gets a half, and a seventh of the other half: 4/7 of all rows. The mean is 1/4. The layer takes 2.29 times as
+# long.
 
 # %% [markdown]
 # ## Dispatch (CORE, 8 min)
 #
-# Ranks keep tokens of their own, as in data parallelism. A token travels to the ranks of its experts, and its results
+# Each rank has its own tokens, as in data parallelism. A token is sent to the ranks of its experts, and the results
 # come back: two all-to-alls per layer, **dispatch** and **combine**.
 #
-# ![Tokens of two ranks sorted by expert, sent to the ranks that hold these experts, worked on, sent back and added up with their
+# ![Tokens of two ranks sorted by expert, sent to these experts' ranks, sent back and added up with their
 # gates](../assets/09_dispatch.svg)
 #
-# `all_to_all_single` takes unequal parts if *both* sides know their sizes. A sender counts its own. Only the senders know what
-# will arrive. So the counts travel first: E integers from each rank.
+# `all_to_all_single` can send parts of unequal size if *both* sides know the sizes. A rank can count only the rows
+# that it sends. So the ranks first exchange these counts: E integers from each rank.
 #
 # ### Build E: the sizes of the parts
 #
-# One row for each choice: a token that chooses two experts of one rank travels twice. `.view(n, -1)` makes rows of ranks of E
-# counts, and `arriving_ne` are rows from each rank for each of my experts.
+# `experts_Nk` has the experts that each token of this rank chose. Count the choices of each of the E experts; rank r
+# has experts r·e to (r + 1)·e - 1. `.view(n, -1)` makes of the E counts one row for each rank, [n, e]. Exchange them
+# with `dist.all_to_all_single(arriving_ne, leaving_ne, group=group)`. Return two lists of n numbers, the rows to and
+# from each rank, and `arriving_ne`.
 
 
 # %% jupyter={"source_hidden": true}
@@ -764,8 +772,8 @@ checks.split_sizes(split_sizes, ranks)
 # </details>
 
 # %% [markdown]
-# `.tolist()` makes the host wait for a GPU: it must know the sizes before it can start the exchange. The exchange itself is
-# folded: `Exchange.apply(rows, leaving, arriving, group)`. In backward gradients take the way back, with the sizes swapped.
+# `Exchange.apply(rows, leaving, arriving, group)` (folded) sends the rows. In backward it sends the gradients back,
+# with the sizes swapped.
 
 
 # %% jupyter={"source_hidden": true}
@@ -806,9 +814,9 @@ say(f"sends {leaving} rows, receives {arriving}, so works on {list(rows.shape)}"
 # %% [markdown]
 # ## Experts, and the way back (CORE, 8 min)
 #
-# What arrived lies rank by rank, and within a rank expert by expert. `run_experts` (folded) picks the rows of each of my
-# experts in a loop. ("Lab: one product for all experts" replaces the loop.) The second exchange swaps the sizes. Then a
-# rank has its own rows again, in the order in which it sent them:
+# The rows that arrived are sorted by rank, and then by expert. `run_experts` (folded) runs each of my experts on its
+# rows. The second exchange sends the results back. Then a rank has results for its own rows, in the order in which it
+# sent them:
 
 
 # %% jupyter={"source_hidden": true}
@@ -843,8 +851,8 @@ def expert_parallel(x_ND, router_ED, up_eDM, down_eMD, k, group, exchange=Exchan
 # %% [markdown]
 # ### Build F: combine
 #
-# Row j of `rows_RD` is the result of choice `order_R[j]`. Choice i belongs to token i // k. First put the rows in the order
-# of the choices, then add up each token's k results times their gates.
+# Row j of `rows_RD` [N·k, D] is the result of choice `order_R[j]`. Choice i belongs to token i // k. First make
+# `back_RD`, the rows in the order of the choices. Then add up each token's k results times their gates. Return [N, D].
 
 
 # %%
@@ -869,8 +877,8 @@ checks.combine(combine, ranks)
 # </details>
 
 # %% [markdown]
-# **Predict.** k = 2. How many rows travel for each token in a layer, forward and backward together? (Rows for experts on
-# the token's own rank included.)
+# **Predict.** k = 2. How many rows are exchanged for each token in a layer, forward and backward together? (Count also
+# the rows that stay on their rank.)
 
 # %%
 # %%ranks
@@ -892,8 +900,8 @@ compare("rows per token and layer", guess_rows, round(travelled.item() / c, 9))
 metrics.exact(expert_bytes=found)
 
 # %% [markdown]
-# Two exchanges forward and two backward, with k rows each. The proof is against the *dense mixture* on one process: every
-# expert computes every token, and what was not chosen counts zero.
+# There are two exchanges in forward and two in backward, with k rows each. The folded cell compares with one process
+# in which every expert computes every token, and experts that were not chosen have the gate 0.
 
 # %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
@@ -937,9 +945,9 @@ for way, exchange in {"ours": Exchange.apply, "the library's exchange": by_libra
 # %% [markdown]
 # ## A bug from the zoo: whose gradient is it? (CORE, 8 min)
 #
-# Data-parallel training averages: each rank's loss is the mean over its tokens, and gradients of copies are averaged
-# over n ranks. An author reasons: *"experts are no copies, each is on one rank. There is nothing to reduce, so leave
-# their gradients alone."*
+# In data-parallel training each rank's loss is the mean over its tokens, and the gradients of replicated weights, such
+# as the router's, are averaged over the n ranks. In the code they are called `copies`. An author thinks: *"Each expert
+# is on one rank only. There is nothing to average, so I do not change its gradient."*
 
 
 # %%
@@ -990,12 +998,12 @@ if rank == 0:
     say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
 
 # %% [markdown]
-# Tokens of *all* ranks came here, and backward brought the gradients of all n losses. So the exchange has summed them
-# already. What is missing is the division by n.
+# An expert's rows come from *all* ranks, and backward brings the gradients of all n losses. So its gradient is already
+# their sum. To make it the mean, divide by n.
 #
 # ### Build G: finish the gradients
 #
-# Afterwards each `p.grad` is that of the mean over all ranks' tokens. (All ranks have equally many.) Nothing is sent for
+# Change each `p.grad` in place, so that it is the gradient of the mean over all ranks' tokens. Send nothing for
 # experts.
 
 
@@ -1055,10 +1063,10 @@ for name, way in {"theirs": theirs, "mended": finish}.items():
         say(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
 
 # %% [markdown]
-# It does not: Adam divides a gradient by its own size. What changes is clipping by the global norm. The bug was in
+# It does not, because Adam divides a gradient by its own size. But clipping by the global norm changes. The bug was in
 # [DeepSpeed#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545) and
-# [megablocks#20](https://github.com/databricks/megablocks/pull/20), among others. What finds it: the same data on one
-# process and on several, and *gradients*, not losses.
+# [megablocks#20](https://github.com/databricks/megablocks/pull/20), among others. To find it, compare *gradients*, not
+# losses, on the same data in one process and in several.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -1073,14 +1081,15 @@ for name, way in {"theirs": theirs, "mended": finish}.items():
 # %% [markdown]
 # ## Make it even (CORE, 10 min)
 #
-# Nothing in the loss asks a router to be even. There are two cures:
+# The loss does not make a router use all experts equally. There are two cures:
 #
-# - a [**balancing loss**](../assets/glossary.md#balancing-loss) ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961)): add
-#   E · Σ fᵢ Pᵢ, where fᵢ is expert i's share of the choices and Pᵢ its mean probability. It is 1 if both are even. Its
-#   gradient pulls at the router, also where that costs quality.
+# - a [**balancing loss**](../assets/glossary.md#balancing-loss) ([Fedus et al.
+#   2021](https://arxiv.org/abs/2101.03961)): add E · Σ fᵢ Pᵢ, where fᵢ is expert i's share of the choices and Pᵢ its
+#   mean probability. It is 1 if all experts are equal. Its gradient changes the router, also where that makes the
+#   model worse.
 # - a **bias** ([Wang et al. 2024](https://arxiv.org/abs/2408.15664), used by DeepSeek-V3): add bᵢ to expert i's
-#   probability, but *only to choose*. The gates come from the probabilities without it. After each step, lower the bias of
-#   an expert with more than its share by a small amount, and raise that of one with less. No gradient is involved.
+#   probability, but *only to choose*. The gates come from the probabilities without it. After each step, subtract a
+#   small `speed` from the bias of an expert with more than 1/E of the choices, and add it for one with less.
 #
 # ### Build H: balance by a bias
 
@@ -1124,9 +1133,9 @@ checks.bias((biased_route, nudge), ranks)
 # </details>
 
 # %% [markdown]
-# Now train three ways from each seed: an embedding, our mixture and a head, on the next character of Shakespeare. The
-# balancing loss has the coefficient 1 and the bias the speed 0.02, so that few steps show them. (Switch Transformers take
-# 0.01, DeepSeek-V3 0.001.)
+# Now train a small model with our mixture on Shakespeare, in three ways, from each seed. The balancing loss has the
+# coefficient 1 and the bias the speed 0.02, so that a few steps show an effect. (Switch Transformers use 0.01,
+# DeepSeek-V3 0.001.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 180
@@ -1182,8 +1191,8 @@ runs = {name: [train(seed, *way) for seed in range(seeds)] for name, way in ways
 shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, rows in runs.items()}
 
 # %% [markdown]
-# Left: rows of a popular expert, drawn and predicted. Right: the trained routers' experts, busiest first; points are medians
-# over the seeds, and whiskers reach from the least to the most.
+# Left: rows of a popular expert, drawn and predicted. Right: the trained routers' experts, busiest first. Points are
+# medians over the seeds, and whiskers go from the least to the most.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1222,9 +1231,8 @@ if rank == 0:
         say(f"{said}; loss {sorted(loss for _, loss in rows)[seeds // 2]:.2f}{price}")
 
 # %% [markdown]
-# Both cures make the experts more even, and both can cost loss: **that is the price of balance**, and the last lines print
-# it. Only a longer training of a larger model can say which price is lower. Models of today add more: sigmoid gates, an
-# expert that all tokens share, and a limit on the nodes that a token may visit ("Lab: a router of today").
+# Both cures make the experts more equal, and both can make the loss a little worse: the last lines print by how much.
+# This small training cannot say which is better. Newer models do more: see "Lab: a router of today".
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: balance</summary>
@@ -1567,32 +1575,29 @@ for factor in (1.0, 1.25, 2.0):
 # %% [markdown]
 # ## On the cluster
 #
-# Contexts are an axis of the course's trainer: `--parallel.context 4` is this ring in zig-zag order. Ask first what would
-# run, then try it here, then submit the job of [lesson 04](04_first_job.ipynb) with the same flags:
+# In the course's trainer `--parallel.context 4` is this ring in zig-zag order. The first command prints what would
+# run, the second runs here. Then submit [lesson 04](04_first_job.ipynb)'s job with the same flags:
 #
 # ```bash
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.context 4
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.context 4
 # ```
 #
-# The trainer has experts too, with the biases of build H. `--parallel.expert 4` spreads them over four of the data ranks,
-# and the column `busiest` is the busiest expert's tokens over the mean:
+# `--parallel.expert 4` puts the experts on four of the data ranks, with the biases of Build H. The column `busiest` is
+# the busiest expert's tokens divided by the mean:
 #
 # ```bash
 # python scripts/launch.py --nproc 4 -- --preset shakespeare-moe --parallel.expert 4
 # ```
 #
-# **What changes on GPUs.** A flash kernel computes a block's attention and returns its log of sums, so `absorb` merges
-# two *outputs*. An all-to-all is harder to hide than a ring: an expert cannot begin before its rows are there. Keep a group
-# of experts inside a node where it fits.
+# **What changes on GPUs.** An all-to-all is harder to hide than a ring: an expert cannot begin before its rows arrive.
+# If you can, keep a group of experts inside a node.
 #
 # **What to look for**: equal step times on all context ranks; `busiest` close to 1; the norm of all gradients *unchanged*
 # when you change the number of expert ranks.
 
 # %% [markdown]
 # ## Recap
-#
-# The card of the second half to take home:
 
 # %%
 # %%ranks
@@ -1607,8 +1612,7 @@ card(
 )
 
 # %% [markdown]
-# The labs above are for at home: Ulysses, grouped products, a router of today. Further reading is in
-# [the handbook](../assets/handbook/09_context_and_experts.md).
+# Further reading is in [the handbook](../assets/handbook/09_context_and_experts.md).
 
 # %%
 # %%ranks

@@ -169,7 +169,7 @@ compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * S
 # %% [markdown]
 # ## Ranks on a grid (CORE, 11 min)
 #
-# Place the ranks on a grid, a [**mesh**](../assets/glossary.md#mesh), with one [**axis**](../assets/glossary.md#axis)
+# Arrange the ranks on a grid, a [**mesh**](../assets/glossary.md#mesh), with one [**axis**](../assets/glossary.md#axis)
 # for each kind of parallelism. From rank to rank the *last* coordinate changes first, as in a C array. Launchers
 # number ranks node by node. So the last axis stays inside a node, and the first one crosses between nodes.
 #

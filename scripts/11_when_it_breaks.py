@@ -18,24 +18,24 @@
 #
 # **45 minutes** for the sections marked CORE, 114 with those marked MORE.
 #
-# A job hangs, and every rank complains. Later a rank is killed. In this lesson you find the rank at
-# fault, and you build the checkpoint from which the run goes on, bit for bit.
+# A job hangs, and every rank prints an error. Later a rank is killed. In this lesson you find the rank at fault. Then
+# you build a checkpoint, so that the killed run goes on with exactly the same losses.
 #
 # After this lesson **you can**
-# - find the rank that hangs, and the call that it did not make;
-# - say what a checkpoint must hold, and write one that is whole or not there;
+# - find the rank at fault in a hang, and the call that it did not make;
+# - say what a checkpoint must hold, and write one that is complete or absent;
 # - resume a killed run bit for bit;
 # - say how often to save on your number of GPUs.
 #
-# **You need** the [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)). From
-# [lesson 06](06_zero_fsdp.ipynb): under [FSDP](../assets/glossary.md#fsdp) each rank keeps a shard of the weights and
-# of Adam's memory.
+# **You need** the [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)). From [lesson
+# 06](06_zero_fsdp.ipynb): under [FSDP](../assets/glossary.md#fsdp) each rank keeps a shard of the weights and of
+# Adam's moments.
 #
-# **New here:** [flight recorder](../assets/glossary.md#flight-recorder), [checkpoint](../assets/glossary.md#checkpoint),
-# [manifest](../assets/glossary.md#manifest), [MTBF](../assets/glossary.md#mtbf), and in MORE
-# [straggler](../assets/glossary.md#straggler), [resharding](../assets/glossary.md#resharding),
-# [pre-emption](../assets/glossary.md#pre-emption). Tables to look things up are in
-# [the handbook](../assets/handbook/11_when_it_breaks.md).
+# **New here:** [flight recorder](../assets/glossary.md#flight-recorder),
+# [checkpoint](../assets/glossary.md#checkpoint), [manifest](../assets/glossary.md#manifest),
+# [MTBF](../assets/glossary.md#mtbf), and in MORE [straggler](../assets/glossary.md#straggler),
+# [resharding](../assets/glossary.md#resharding), [pre-emption](../assets/glossary.md#pre-emption). Tables are in [the
+# handbook](../assets/handbook/11_when_it_breaks.md).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -67,8 +67,7 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The failures below are real ones, on real processes. They take seconds and leave
-# nothing behind.
+# The first cell starts four ranks. The failures below are real, on real processes. Each takes seconds.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -140,9 +139,9 @@ def usual(made):
 # %% [markdown]
 # ## A job that hangs (CORE, 11 min)
 #
-# Training makes one all-reduce per step. After the last step, another group of the same ranks collects the validation
-# loss. Someone made a mistake: on one rank the files are shorter, so it leaves the loop one step early. The usual
-# [time-out](../assets/glossary.md#time-out) is 30 minutes with gloo and 10 with NCCL; here it is a second.
+# Training makes one all-reduce per step. After the last step, another group of the same ranks all-reduces the
+# validation loss. One rank has less data, so it leaves the loop one step early. The default
+# [time-out](../assets/glossary.md#time-out) is 30 minutes with gloo and 10 with NCCL; here it is one second.
 
 
 # %%
@@ -169,19 +168,19 @@ except RuntimeError as error:
     say(f"after {time.perf_counter() - begin:.0f} s: {str(error).split('] ')[-1]}")
 
 # %% [markdown]
-# Every rank complains, and no message names the rank at fault. In a job of 1,000 ranks these lines are all you have.
+# Every rank prints an error, and no message names the rank at fault. In a job of 1,000 ranks you get the same kind of
+# lines.
 #
-# **Predict.** Which rank is at fault? Commit to a suspicion.
+# **Predict.** Which rank is at fault? Guess.
 
 # %%
 # %%ranks
 guess_rank = ____  # your turn: type a rank
 
 # %% [markdown]
-# `torch.distributed` keeps each rank's last calls in a ring buffer, the
-# [**flight recorder**](../assets/glossary.md#flight-recorder). `flight_record` (folded above) reads it. One rank's
-# record does not help: on gloo its `state` stays "scheduled" forever. The comparison helps: **same group, same number,
-# every rank.**
+# On each rank `torch.distributed` stores the last collective calls with their numbers, the [**flight
+# recorder**](../assets/glossary.md#flight-recorder). `flight_record` (folded above) reads it. The record of one rank
+# does not show the fault. So compare, in one group, **what every rank called under the same number:**
 
 # %%
 # %%ranks
@@ -197,9 +196,10 @@ if rank == 0:
 #
 # ### Build A: the call that was not made
 #
-# `calls` holds a dictionary `{number: call}` for each rank of one group. Find the first number at which the ranks
-# differ. A rank may have called nothing, or something else. A buffer keeps only its last calls, so begin where
-# **every** buffer has begun; an empty one begins with 1. `usual(made)` returns the call that most ranks made.
+# `calls` is a list with a dictionary `{number: call}` for each rank of one group. Find the first number at which the
+# ranks differ: a rank has called nothing, or something else. A recorder keeps only the last calls, so each dictionary
+# may begin with another number. Begin with the largest of these first numbers; for an empty dictionary take 1.
+# `usual(made)` returns the call that most ranks made.
 
 
 # %%
@@ -246,8 +246,8 @@ if rank == 0:
 compare("the rank at fault", guess_rank, odd[0] if odd else "nobody")
 
 # %% [markdown]
-# The rank has a name now. On a cluster look at what it does: `py-spy dump --pid PID` on its node prints its Python
-# stack, and the handbook's [first aid](../assets/handbook/11_when_it_breaks.md#first-aid) has the rest. `scripts/train.py` makes this comparison by
+# Now you know the rank. On a cluster look at what it does: `py-spy dump --pid PID` on its node prints its Python stack
+# (more in [first aid](../assets/handbook/11_when_it_breaks.md#first-aid)). `scripts/train.py` makes this comparison by
 # itself after `--train.stall-s` seconds.
 
 # %% [markdown] tags=["notes"]
@@ -262,9 +262,14 @@ compare("the rank at fault", guess_rank, odd[0] if odd else "nobody")
 # %% [markdown]
 # ## What must survive (CORE, 8 min)
 #
-# The next failure ends a process, and its memory with it. So write that memory down: a
+# The next failure ends a process, and its memory is lost. So save what the next step needs: a
 # [**checkpoint**](../assets/glossary.md#checkpoint). Our run is `Trainee`, a small ShakespeareGPT under FSDP with
-# AdamW. Its `state` has this rank's shards of weights and of Adam's moments. They share the model's memory: if you write into them, you write into the model.
+# AdamW. Its `state` is a dictionary of this rank's shards of weights and of Adam's moments. They share the model's
+# memory: if you `copy_` into them, you change the model.
+#
+# Build B has two functions. `state_of` returns all that the next step reads: the shards, the step, and the state of
+# the random numbers (dropout draws them; `torch.get_rng_state()` returns it). `go_on` puts all of this into a new
+# trainee.
 
 
 # %% jupyter={"source_hidden": true}
@@ -371,23 +376,24 @@ checks.trainee_state((state_of, go_on), ranks)
 # %% [markdown]
 # ## Whole, or not there (CORE, 9 min)
 #
-# A process can also die *while it writes*. It leaves a file that looks like a checkpoint and is half of one. And there
-# are n files, one per rank. Yet the checkpoint must come into being in **one moment**. One thing on a disk does: a
-# *rename*.
+# A process can also die *while it writes*. Then it leaves half of a file. And there are n files, one per rank, which
+# are not complete at the same time. But the checkpoint must appear in **one moment**. So write all files into a folder
+# with another name, and then *rename* the folder: a rename happens completely or not at all.
 #
-# ![Each rank writes its shard into a folder step-0006.partial and syncs it; when all have told rank 0 size and sha256, rank 0 writes the
-# manifest and renames the folder to step-0006](../assets/11_save.svg)
+# ![Each rank writes its shard into a folder step-0006.partial; then rank 0 writes the manifest and renames the folder
+# to step-0006](../assets/11_save.svg)
 #
 # ### Build C: one moment
 #
-# All ranks call `save_whole`, each with its shard's file name and bytes. Afterwards the folder `path` holds all shards
-# and the [**manifest**](../assets/glossary.md#manifest), which lists them. At any earlier moment there is no `path`.
+# All ranks call `save_whole`, each with its shard's file name and bytes. When it returns, the folder `path` holds all
+# shards and the [**manifest**](../assets/glossary.md#manifest), a file that lists them. Before the rename there is no
+# `path`.
 #
 # | given | what it does |
 # |---|---|
-# | `write(path, content)` | writes bytes, and returns when they are on the disk, not only in a cache: `{"bytes", "sha256"}` |
-# | `sync(folder)` | returns when the folder's list of names is on the disk: a rename changes that list |
-# | `gather(x)` | every rank's x in a list, once every rank has called it |
+# | `write(path, content)` | writes bytes; when they are on the disk, returns `{"bytes": ..., "sha256": ...}` |
+# | `sync(folder)` | returns when the names in this folder are on the disk; after a rename, sync the folder that holds `path` |
+# | `gather(x)` | waits until every rank has called it, and returns every rank's x in a list |
 # | `partial.rename(path)` | renames a folder |
 
 # %% jupyter={"source_hidden": true}
@@ -451,8 +457,8 @@ checks.save_whole(save_whole, ranks, folder=folder)
 # </details>
 
 # %% [markdown]
-# `save` and `restore` (folded) hand your lines what they need. The test of a checkpoint is not that it loads. The test
-# is that **the next losses are the same**, in a fresh `Trainee`:
+# `save` and `restore` (folded) call your functions. A checkpoint that loads is not yet right. Test that in a new
+# `Trainee` **the next losses are the same**:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -513,9 +519,8 @@ metrics.exact(shard_bytes=(path / f"rank-{rank}.safetensors").stat().st_size)
 # %% [markdown]
 # ## Kill it (CORE, 6 min)
 #
-# A restart that was never tried does not work. So kill a real process, and let the loss curve judge. The program below
-# goes on from the `newest` checkpoint whose bytes match its manifest. It trains on two ranks, and saves every `every`
-# steps.
+# Test the restart: kill a real process, and compare the losses. The program below trains on two ranks, and saves every
+# `every` steps. When it starts, it goes on from the newest checkpoint whose files match its manifest.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -618,9 +623,10 @@ def train(folder, until, every, told=(), pace_s=0.0, group=None):
 
 
 # %% [markdown]
-# You choose the victim. It gets signal 9, which no process can catch. torchrun was started with `--max-restarts 1`.
+# Choose the rank to kill. Its process gets signal 9, which no process can catch. torchrun runs with `--max-restarts
+# 1`.
 #
-# **Predict.** One of the two processes dies. How many processes does torchrun start?
+# **Predict.** One of the two processes dies. How many new processes does torchrun start?
 
 # %%
 # %%ranks
@@ -677,15 +683,15 @@ if now["processes"]:
     compare("processes that torchrun started", guess_started, len(set(now["processes"]) - set(last["processes"])))
 
 # %% [markdown]
-# torchrun ends the other ranks and starts **all** of them again. So all ranks lose the steps since the last checkpoint.
-# After the kill came a [pre-emption](../assets/glossary.md#pre-emption): SIGTERM, as a scheduler sends it. All ranks
-# finished their step, agreed, saved, and left. A third life answered `requeue.json`.
+# torchrun ends the other rank and starts **all** again. So all ranks lose the steps since the last checkpoint. After
+# the kill came a [pre-emption](../assets/glossary.md#pre-emption): the signal SIGTERM, as a scheduler sends it. All
+# ranks finished their step, saved, wrote `requeue.json`, and ended. Then the run was started a third time.
 #
-# ![A run of three lives: it saves every 6 steps, is killed after step 8 and goes on from step 6, is asked to leave after step
-# 14 and saves, and goes on from there](../assets/11_restart.svg)
+# ![A run in three parts: it saves every 6 steps, is killed after step 8, goes on from step 6, stops and saves after
+# step 14, and goes on](../assets/11_restart.svg)
 #
-# Below: in grey the run that nobody touched, on top of it the lives of the other one. The lower panel is their
-# difference. It should not be small. It should be zero.
+# Below, in grey: the losses of a run without a failure. On top of it: the three parts of the other run. The lower
+# panel is their difference. It should be exactly zero.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -706,8 +712,8 @@ if lives:
 metrics.exact(undisturbed=undisturbed if rank == 0 else None)
 
 # %% [markdown]
-# On GPUs it need not be zero: some kernels add in an order that changes from run to run. See "bit for bit" in the
-# [handbook](../assets/handbook/11_when_it_breaks.md#what-changes-on-gpus).
+# On GPUs it may differ from zero: some kernels add in an order that changes from run to run
+# ([handbook](../assets/handbook/11_when_it_breaks.md#what-changes-on-gpus)).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the kill</summary>
@@ -723,10 +729,10 @@ metrics.exact(undisturbed=undisturbed if rank == 0 else None)
 # %% [markdown]
 # ## How often to save (CORE, 4 min)
 #
-# Save too often, and you do nothing else. Save too rarely, and each failure costs hours. Let C be the seconds of one save
-# and M the [**MTBF**](../assets/glossary.md#mtbf), the mean time between failures. Saving after every τ seconds costs
-# C/τ of the time. A failure loses τ/2 on average, so τ/(2M) of the time, and then R seconds until training runs again, so
-# R/M. Only the first two depend on τ. Their sum is least at τ = √(2·C·M) (Young 1974).
+# If you save too often, saving takes too much time. If you save too rarely, each failure costs hours. One save takes C
+# seconds. The mean time between failures, the [**MTBF**](../assets/glossary.md#mtbf), is M seconds. If you save every
+# τ seconds, saving takes C/τ of the time. A failure loses τ/2 seconds on average: τ/(2M) of the time. (R seconds to
+# restart cost R/M, for any τ.) The sum C/τ + τ/(2M) is smallest at τ = √(2·C·M) (Young 1974).
 #
 # Llama 3's [report](https://arxiv.org/abs/2407.21783) (section 3.3.4) counts 419 unexpected interruptions in 54 days on
 # 16,384 GPUs: M is 3.1 hours. On n GPUs of the same kind M is 16,384/n times as long.
@@ -768,17 +774,16 @@ if rank == 0:
     show(figure, "failures", "hours between failures against the number of GPUs, and the interval between saves")
 
 # %% [markdown]
-# On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's, and
-# [research clusters of A100](https://arxiv.org/abs/2410.21680), hollow where projected. These have measured 7.9 hours on
-# 1,024 GPUs, a sixth of what the rule gives for Llama 3's. So take M from your own logs. An estimate is enough: the
-# minimum is flat.
+# On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's,
+# and [research clusters of A100](https://arxiv.org/abs/2410.21680), hollow where projected. These clusters measured
+# 7.9 hours on 1,024 GPUs, a sixth of Llama 3's 49.5. So take M from your own logs. An estimate is enough: near the
+# best τ the loss hardly changes.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 5 min)
 #
-# A workshop's trainer (ours is a copy in spirit) uses a sharded optimizer. It saves the whole weights, the optimizer, the
-# step and the random numbers. It prints "saved", and it resumes without an error. **What is wrong, and which number shows
-# it?**
+# A workshop's trainer, in our words, uses a sharded optimizer. It saves the whole weights, the optimizer, the step and
+# the random numbers. It prints "saved", and it resumes without an error. **What is wrong, and which number shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1767,13 +1772,11 @@ if rank == 0:
 # qsub -v TRAIN_ARGS="--preset gpt2 --parallel.strategy fsdp" jobs/train.pbs
 # ```
 #
-# Look for "resumed from step-..." in the first lines of the second life. Signals, time-outs and what changes on GPUs are
-# in [the handbook](../assets/handbook/11_when_it_breaks.md#signals).
+# After a restart, look for "resumed from step-..." in the first lines. Signals and time-outs are in [the
+# handbook](../assets/handbook/11_when_it_breaks.md#signals).
 
 # %% [markdown]
 # ## Recap
-#
-# The card to take home:
 
 # %%
 # %%ranks
@@ -1790,8 +1793,6 @@ card(
 # %% [markdown]
 # ## Further reading
 #
-# - Llama team 2024, [The Llama 3 herd of models](https://arxiv.org/abs/2407.21783), section 3.3.4: what broke in 54 days, by cause.
-# - Kokolis et al. 2024, [Revisiting reliability in large-scale machine learning research clusters](https://arxiv.org/abs/2410.21680).
 # - PyTorch, [Flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) and
 #   [Distributed checkpoint](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html).
 # - [The handbook of this lesson](../assets/handbook/11_when_it_breaks.md): first aid, spares, signals, causes of failures,
