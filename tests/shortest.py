@@ -33,7 +33,10 @@ FEWER = {
         ('(("olmo-7b", 64, 512), ("llama3-70b"', '(("llama3-70b"'),
     ],
     "12_llm_pretraining": [("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288")],
-    "14_llm_serving": [("val_ids[:2048]", "val_ids[:256]"), ("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)")],
+    "14_llm_serving": [
+        ("val_ids[:2048]", "val_ids[:256]"),
+        ("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)"),
+    ],
     "15_on_your_cluster": [('for preset in ("olmo-1b", "olmo-7b"):', 'for preset in ("gpt2", "shakespeare-85m"):')],
 }  # fmt: skip
 
