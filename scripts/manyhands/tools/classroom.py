@@ -155,7 +155,7 @@ def lesson_s(runs, lesson) -> float | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a class fits, and the node hours of its jobs. `wrong`: sentences, none where it fits."""
+    """The answer whether a class fits, and the node hours of its jobs. `wrong`: sentences, none where it fits."""
 
     attendees: int
     of: str  # the nodes and GPUs of the class, and whence the memory of a notebook is known
