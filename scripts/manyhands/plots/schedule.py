@@ -98,7 +98,7 @@ def _published_rates(axes, published, p):
 
 
 def _overlapped(span, spans):
-    """Return whether another span lies over this one, in the same lane of the same rank: names would hide each other."""
+    """Return whether another span of this rank and lane lies over this one: their names would hide each other."""
     beside = (other for other in spans if (other.rank, other.lane) == (span.rank, span.lane) and other is not span)
     return any(other.start_s < span.end_s and span.start_s < other.end_s for other in beside)
 
