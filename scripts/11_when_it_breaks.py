@@ -986,6 +986,7 @@ from datetime import timedelta
 
 from manyhands.measure import messages
 
+dist.barrier()  # to make a group takes no longer than its time-out
 impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
 if rank != guilty:
     messages.told(lambda: dist.all_reduce(torch.ones(1), group=impatient))

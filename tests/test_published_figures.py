@@ -104,7 +104,7 @@ def test_zeros_figure_is_120_and_31_4_and_16_6_and_1_9_gb():
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (lambda: zero_bytes(1, 1, 4), "stage=4 is none"),
+        (lambda: zero_bytes(1, 1, 4), "unknown ZeRO stage 4"),
         (lambda: zero_bytes(1, 0, 1), "n_ranks=0 is too small"),
     ],
 )

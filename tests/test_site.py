@@ -162,10 +162,21 @@ def site(tmp_path_factory):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("sphinx and furo are missing: run make site")
     folder, clone = (tmp_path_factory.mktemp("site") / name for name in ("html", "clone"))
     shutil.copytree(ROOT, clone, ignore=LEFT_OUT)
+    held = 'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n'
+    (clone / "assets" / "site" / "event.toml").write_text(held)
+    shutil.copy(ROOT / "assets" / "site" / "_static" / "favicon.svg", clone / "assets" / "site" / "logo.svg")
     command = [sys.executable, clone / "assets" / "site" / "build.py", "--output", folder]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
     return folder
+
+
+@pytest.mark.browser
+def test_a_centres_name_page_and_logo_are_on_each_page(site):
+    for name in ("index.html", "notebooks/03_data_parallel.html"):
+        page = (site / name).read_text("utf-8")
+        assert 'Taught at <a href="https://example.org/school">Summer School &amp; Co</a>' in page
+        assert re.search(r'<img[^>]* src="(\.\./)?_static/logo\.svg"', page)
 
 
 @pytest.fixture(scope="module")

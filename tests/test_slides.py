@@ -62,6 +62,41 @@ def test_a_deck_has_2_to_15_slides_and_neither_solutions_nor_settings(name, deck
     assert lines and [line for line in lines if line in text] == []
 
 
+@pytest.fixture
+def held(tmp_path):
+    """A file that says who holds the course."""
+    path = tmp_path / "event.toml"
+    path.write_text('name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "conf.py"\n')
+    return path
+
+
+def test_a_centres_name_page_and_logo_are_on_the_first_slide(slides, held, tmp_path, monkeypatch):
+    event = slides.event(held)
+    monkeypatch.setattr(slides, "event", lambda: event)
+    monkeypatch.setattr(slides, "rows", lambda rows=slides.rows: rows()[:1])
+    slides.write(tmp_path / "site")
+    first, *others = sections(tmp_path / "site" / "slides" / f"{LESSONS[0]}.html")
+    link = '<a href="https://example.org/school">Summer School &amp; Co</a>'
+    assert link in first and '<img src="../assets/conf.py"' in first and link not in "".join(others)
+    assert (tmp_path / "site" / "assets" / "conf.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("logo = 'none.svg'", "is no file in"), ("page = 'x.org'", "begin it with https://"), ("nme = 'x'", "alone"),
+     ("page = 'https://x.org'", "needs a name"), ("name =", "Invalid value")],
+)  # fmt: skip
+def test_a_mistake_in_the_file_of_a_centre_is_told(line, said, slides, tmp_path):
+    (path := tmp_path / "event.toml").write_text(f"{line}\n")
+    with pytest.raises(SystemExit, match=said):
+        slides.event(path)
+
+
+def test_without_a_centre_nothing_is_shown(decks, slides):
+    assert slides.event().flags == []
+    assert 'class="event"' not in (decks / f"{LESSONS[0]}.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", LESSONS)
 def test_answers_are_fragments_and_are_not_seen_before(name, decks, slides):
     found = sections(decks / f"{name}.html")

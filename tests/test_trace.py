@@ -205,7 +205,7 @@ def test_a_script_leaves_one_trace_of_all_its_ranks(tmp_path, root):
     assert sorted(path.name for path in folder.iterdir()) == ["trace.json", "trace.svg"]
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     waited = sum(e["dur"] for e in events if e["name"] == "waiting for rank 1" and e["pid"] == 0)
-    assert waited >= 0.5e6
+    assert waited >= 0.35e6  # of the 0.5 s that rank 1 sleeps: rank 0 may be late itself
     assert "rank 0: computing" in done.stdout and f"trace {folder}/trace.json: open it in" in done.stdout
 
 

@@ -17,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import nbformat
@@ -49,6 +51,43 @@ class Row:
     title: str
     core: int  # minutes of the sections marked CORE
     track: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """Who holds the course, as event.toml says it; "" shows nothing."""
+
+    name: str = ""
+    page: str = ""
+    logo: str = ""  # a file in assets/site
+
+    def __post_init__(self):
+        if self.page and not self.page.startswith(("https://", "http://")):
+            raise ValueError(f"page = {self.page!r} is no address; begin it with https://")
+        if self.page and not self.name:
+            raise ValueError("page needs a name that leads to it")
+        if self.logo and (Path(self.logo).name != self.logo or not (HERE / self.logo).is_file()):
+            raise ValueError(f"logo = {self.logo!r} is no file in {HERE}")
+
+    @property
+    def link(self):
+        """Return the name, and the link to its page, as HTML."""
+        return f'<a href="{escape(self.page)}">{escape(self.name)}</a>' if self.page else escape(self.name)
+
+    @property
+    def flags(self):
+        """Return Sphinx's flags that show it above each page."""
+        name = ["-D", f"html_theme_options.announcement=Taught at {self.link}"] * bool(self.name)
+        return name + ["-D", f"html_logo={HERE / self.logo}"] * bool(self.logo)
+
+
+def event(path=HERE / "event.toml"):
+    """Return the Event that a file describes; ends the program with a sentence where it is wrong."""
+    try:
+        return Event(**{name: str(value) for name, value in tomllib.loads(path.read_text("utf-8")).items()})
+    except (ValueError, TypeError) as error:
+        unknown = "unexpected keyword argument" in str(error)
+        raise SystemExit(f"{path}: {'it knows name, page and logo alone' if unknown else error}") from None
 
 
 def rows():
@@ -178,7 +217,7 @@ def check_that_answered():
 
 def gantt_of(notebook, target):
     """Write the chart of 1F1B that a lesson has stored into the folder `target`. Returns it as Markdown."""
-    cell = next(cell for cell in notebook.cells if "def one_f_one_b(" in cell.source and cell.get("outputs"))
+    cell = next(cell for cell in notebook.cells if "show_pipeline()" in cell.source and cell.get("outputs"))
     chart = next(output for output in cell.outputs if "image/png" in output.get("data", {}))
     (target / "assets" / "gantt.png").write_bytes(base64.b64decode(chart.data["image/png"]))
     return f"![{chart.metadata['image/png']['alt']}](assets/gantt.png)"
@@ -223,7 +262,7 @@ def main():
         source.mkdir()
         slides = output / "slides"
         lay_out(source, {deck.stem for deck in slides.glob("*.html")} if (slides / "reveal").exists() else ())
-        words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees")]
+        words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees"), *event().flags]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode
     if status == 0:
         print(f"{output / 'index.html'}")

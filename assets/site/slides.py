@@ -22,7 +22,7 @@ from pathlib import Path
 
 import jinja2
 import nbformat
-from build import HERE, ROOT, head, rows
+from build import HERE, ROOT, event, head, rows
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
@@ -263,12 +263,15 @@ def write(output):
     (output / "slides").mkdir(parents=True, exist_ok=True)
     (output / "assets").mkdir(exist_ok=True)
     template = jinja2.Environment(autoescape=True).from_string((HERE / "slides.html").read_text("utf-8"))
+    held = event()
+    if held.logo:
+        shutil.copy(HERE / held.logo, output / "assets")
     for row in rows():
         slides = deck(row, nbformat.read(ROOT / "notebooks" / f"{row.name}.ipynb", 4))
         for slide in slides:
             if slide.figure:
                 shutil.copy(ROOT / "assets" / slide.figure, output / "assets")
-        page = template.render(title=f"{row.number} {row.title}", slides=slides)
+        page = template.render(title=f"{row.number} {row.title}", slides=slides, event=held)
         (output / "slides" / f"{row.name}.html").write_text(page, "utf-8")
 
 
