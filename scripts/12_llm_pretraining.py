@@ -913,8 +913,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 13](13_llm_alignment.ipynb) makes the model answer. Below is the lab: sections to choose from. Further
-# reading is in the [handbook](../assets/handbook/12_llm_pretraining.md).
+# Next: [lesson 13](13_llm_alignment.ipynb) makes the model answer. Below is the lab: sections to choose from.
+# Further reading is in the [handbook](../assets/handbook/12_llm_pretraining.md#further-reading).
 
 # %% [markdown]
 # ## How good is the estimate? (MORE, 4 min)
