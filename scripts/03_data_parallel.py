@@ -21,14 +21,13 @@
 # ![Three timelines of one step: naive averages the gradients in many calls after backward, buckets in a few calls, and
 # with overlap all but the last bucket travel while backward still runs](../assets/03_overlap.svg)
 #
-# All three steps compute the same numbers on the same network. **Why is the last one fastest, and how far does that carry:
-# to 8 GPUs, or to 512?** You build it, prove that it is right, and train a GPT with it.
+# All three steps compute the same numbers on the same network. **Why is the last one fastest, and does it stay fast on 512
+# GPUs?** You build it, prove that it is right, and train a GPT with it.
 #
 # After this lesson **you can**
 # - explain what keeps replicas identical, and what breaks it;
-# - build what `DistributedDataParallel` (DDP) does: broadcast, averaging, buckets, overlap;
-# - train a GPT with the library's DDP, and prove that it computes what one process computes;
-# - predict what overlap saves, and recognize it in a timeline.
+# - build what `DistributedDataParallel` (DDP) does, and prove that it computes what one process computes;
+# - predict what overlap saves.
 #
 # **You need** [rank](../assets/glossary.md#rank) ([lesson 00](00_start.ipynb)): one of n processes that run this same file;
 # and [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)): afterwards every rank holds the sum of
@@ -158,8 +157,8 @@ guess_kept = ____  # your turn: type a number, in %
 # %% [markdown]
 # ## One averaged step (CORE, 7 min)
 #
-# There is more text than one process can read in time. So each of several processes gets a *replica of the model* and its own
-# *share of the text*. What must they exchange so that you end up with one model, not four?
+# Each of several processes gets a *replica of the model* and its own *share of the text*. What must they exchange so that you
+# end up with one model, not four?
 #
 # ![Four ranks hold the same weight and one row each; each computes its own gradient, an all-reduce averages the four, and
 # all make the same update](../assets/03_two_copies.svg)
@@ -300,7 +299,7 @@ averaged_steps(model, 2 * repeats)
 say(f"after a broadcast and more averaged steps the replicas are {spread(model.parameters())} apart")
 
 # %% [markdown]
-# The optimizer has state, too. When you resume a run, every rank must load the same (lesson 11).
+# The optimizer has state, too: when you resume a run, every rank must load the same (lesson 11).
 
 # %% [markdown]
 # ## Fifty calls (CORE, 2 min)
@@ -322,8 +321,7 @@ say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f}
 
 # %% [markdown]
 # Correct but slow: one call for each gradient, while every GPU idles. A call for a LayerNorm's 512 bytes is lesson 02's
-# latency and nothing else. That is the first row of the opening figure. Two cures follow: **call less often**, and **call
-# while there is still something to compute**.
+# latency and nothing else. Two cures follow: **call less often**, and **call while there is still something to compute**.
 
 # %% [markdown]
 # ## Buckets that leave early (CORE, 13 min)
@@ -339,8 +337,8 @@ say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f}
 # ![Forward runs from the embedding to the head, backward from the head to the embedding; each layer's gradient is ready when
 # backward has passed it, and its hook fires](../assets/03_hooks.svg)
 #
-# A `bucket` has `bucket.flat_P`, all its gradients in one row, of which each `p.grad` is a view: when the row is averaged, so
-# is every gradient.
+# A `bucket` has `bucket.flat_P`, all its gradients in one row. Each `p.grad` is a view of it: average the row, and every
+# gradient is averaged.
 #
 # ### Build C: start a bucket
 #
@@ -378,8 +376,8 @@ checks.bucket_start(start_all_reduce, ranks)
 # `bucket.missing` is the set of parameters that have not come yet; `bucket.start()` calls your build C.
 #
 # One rule is easy to miss: **all ranks must start their buckets in the same order**, because the n-th all-reduce of one rank
-# meets the n-th of the others, whatever is in it. So `waiting` lists the buckets that have not started, in order. A bucket
-# that fills early waits for its turn; when the first one is full, several may leave at once.
+# meets the n-th of the others, whatever is in it. So `waiting` lists the buckets that have not started, in order. One that
+# fills early waits; when the first is full, several may leave at once.
 
 
 # %%
@@ -543,8 +541,7 @@ metrics.close(float64_losses_close=found["ours"][2])
 # The loop below is a loop for one process with one line more: `DDP(...)`. Two habits to copy:
 #
 # - **Evaluate on all ranks.** Each takes its share of the validation batches; one all-reduce gives the mean.
-# - **Keep the loss on the rank until the end.** A rank's loss is that of its own share. The loss of the batch is the mean over
-#   the ranks, and one all-reduce after the last step averages all of them.
+# - **Average the losses once, at the end.** Each rank keeps the loss of its own share until the last step.
 #
 # `look(step)`, folded, prints the validation loss and lets the model write, at steps 0, 50, 100 and 150.
 
@@ -612,8 +609,7 @@ for step in range(steps):
 look(steps)
 
 # %% [markdown]
-# A model that has learned nothing gives each of the 65 tokens the same probability: loss ln 65 = 4.17. The curve falls
-# steeply while the model learns which letters are common, then slowly.
+# A model that has learned nothing gives each of the 65 tokens the same probability: loss ln 65 = 4.17.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -734,8 +730,7 @@ if rank == 0:
 
 # %% [markdown]
 # Source: [MosaicML's benchmarks](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72/scripts/train/benchmarking/README.md)
-# of MPT, 12 steps per run; the network is not stated. Overlap hides communication as long as it takes less time than the
-# computation that runs next to it.
+# of MPT, 12 steps per run; the network is not stated.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: overlap</summary>
@@ -849,8 +844,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from. Other libraries, costs and
-# further reading are in the [handbook](../assets/handbook/03_data_parallel.md).
+# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from.
 
 # %% [markdown]
 # ## Lab: what a step sends, counted twice (MORE, 2 min)

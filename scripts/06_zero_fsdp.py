@@ -35,7 +35,7 @@
 # [FSDP](../assets/glossary.md#fsdp), [unit](../assets/glossary.md#unit), [DTensor](../assets/glossary.md#dtensor),
 # [reshard](../assets/glossary.md#reshard), and in MORE [global norm](../assets/glossary.md#global-norm),
 # [HSDP](../assets/glossary.md#hsdp), [meta device](../assets/glossary.md#meta-device),
-# [offload](../assets/glossary.md#offload). Tables are in [the handbook](../assets/handbook/06_zero_fsdp.md).
+# [offload](../assets/glossary.md#offload).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -429,8 +429,8 @@ def zero_1(model):
 climb("ZeRO-1", zero_1)
 
 # %% [markdown]
-# Each rank now has a quarter of the moments. The step still communicates 2 P, as under DDP: the two halves of the
-# all-reduce, with the update between them.
+# Each rank now has a quarter of the moments. The step still sends 2 P, as under DDP: the two halves of the all-reduce,
+# with the update between them.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
@@ -644,9 +644,8 @@ if rank == 0:
 compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all_gather"))
 
 # %% [markdown]
-# From left to right: root, block 0 and block 1 are gathered in forward. In backward, block 1, then block 0, is
-# gathered and reduced. Last the root is reduced. The root is gathered only once, so a step sends a little less than
-# 3 P.
+# From left to right: forward gathers the root, block 0 and block 1. Backward gathers and reduces block 1, then block 0,
+# and reduces the root last. The root is gathered only once, so a step sends a little less than 3 P.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 3</summary>
@@ -734,8 +733,8 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 
 # %% [markdown]
 # Again five all-gathers. In backward the library gathers block 0 *before* it reduces block 1, so that the gather can
-# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor), of which each rank holds some rows. Your share is
-# a piece of one long row instead. That matters:
+# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor): a rank holds some of its rows. Your share is a piece
+# of one long row instead. That matters:
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -751,8 +750,8 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# Somebody says: "Any optimizer of torch works on a share." The next cells train two matrices with four optimizers, in
-# one process, with your `ShardedOptimizer` (a flat share), and with `fully_shard`.
+# Somebody says: "Any optimizer of torch works on a share." The next cells train two matrices with four optimizers: in one
+# process, with your flat share, and with `fully_shard`.
 #
 # **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cells. ("Off by 0.004 of
 # 0.008": the weights moved by up to 0.008, and are wrong by up to 0.004.)

@@ -22,8 +22,7 @@
 # order in which they work, and the idle time shrinks.
 #
 # After this lesson **you can**
-# - say who waits for whom in a pipeline, and draw the schedules GPipe and 1F1B;
-# - predict the idle time and the memory of a schedule, and say what a real machine adds;
+# - write the schedules GPipe and 1F1B, and predict their idle time and memory;
 # - carry gradients across a cut, and prove that your pipeline computes what one process computes;
 # - balance the stages, and find a wrong factor that the loss does not show.
 #
@@ -278,8 +277,8 @@ for n in (1, 2, 4, 8, 16, 58):
         say(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
 
 # %% [markdown]
-# The formula *is* the schedule. Less than 5 % takes 58 micro-batches. The price: at the end of the forwards each rank
-# **holds** the activations of all m. These micro-batches are [**in flight**](../assets/glossary.md#in-flight).
+# Less than 5 % takes 58 micro-batches. The price: at the end of the forwards each rank **holds** the activations of all m.
+# These micro-batches are [**in flight**](../assets/glossary.md#in-flight).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the bubble</summary>
@@ -384,8 +383,8 @@ if rank == 0:
 # %% [markdown]
 # ## Under a real clock (CORE, 4 min)
 #
-# The formula knows no messages, and no ranks that share cores. So cut one batch into more and more micro-batches, and
-# run both schedules for real, as in the first cell. The dashed line is the formula. On the right are 32 A100s and the
+# The formula ignores messages, and ranks that share cores. So cut one batch into more and more micro-batches, and run both
+# schedules for real, as in the first cell. The dashed line is the formula. On the right are 32 A100s and the
 # memory of each GPU ([Qi et al. 2024](https://openreview.net/forum?id=tuzTN0eIO5), table 4).
 
 # %% jupyter={"source_hidden": true}
@@ -410,9 +409,8 @@ if rank == 0:
 metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 
 # %% [markdown]
-# Left, the points leave the line, and the more micro-batches the further. Each action pays for a message and for a
-# sleep that ends late; on a laptop ranks also wait for a core. This price grows with m, while the bubble shrinks. The
-# shortest step is often somewhere in between.
+# Left, the points leave the line, further with more micro-batches: each action pays for a message and for a sleep that ends
+# late, and on a laptop ranks also wait for a core. The shortest step is often somewhere in between.
 #
 # Right, the formula of 1F1B with p = 32, fixed at its last point, is within 2 % of what the GPUs did. "Smaller bubbles", in
 # MORE, draws the schedules of the other curves.
@@ -493,9 +491,9 @@ checks.forward_of(forward_of, ranks)
 # </details>
 
 # %% [markdown]
-# The folded cells do the rest. `train_step` walks through an order: it sends what the last action made, receives what
-# the next one needs, and keeps `(x, y)` from forward to backward. `library_step` does the same with torch's
-# `Schedule1F1B` and `ScheduleGPipe`. Each rank compares its gradients with those of one process:
+# The folded `train_step` walks through an order: it sends what the last action made, receives what the next one needs, and
+# keeps `(x, y)` from forward to backward. `library_step` does the same with torch's `Schedule1F1B` and `ScheduleGPipe`.
+# Each rank compares its gradients with those of one process:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

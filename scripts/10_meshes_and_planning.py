@@ -23,8 +23,7 @@
 #
 # After this lesson **you can**
 # - lay ranks out on a grid, and name the groups of each of its axes;
-# - count what each axis sends between nodes, and how long a GPU waits for it;
-# - choose the axes that a model needs, and place them on nodes;
+# - choose the axes that a model needs, and place them on nodes by what a GPU waits for;
 # - read a planner's answer, and say what to measure.
 #
 # **You need** one fact about each kind of parallelism: data ranks hold replicas of the model ([lesson
@@ -568,7 +567,7 @@ compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 
 # %% [markdown]
 # Only the two data ranks read different sequences. Tensor ranks and pipeline stages compute parts of the model on the
-# same ones. (The output says shard for data, and pipeline first: that is `train.py`'s order.)
+# same ones. (The output's *shard* is data.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
@@ -1171,8 +1170,7 @@ card(
 # %% [markdown]
 # ## On the cluster
 #
-# The job's flags, and the launcher option that puts tensor groups across nodes, are in the
-# [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
+# The job's flags are in the [handbook](../assets/handbook/10_meshes_and_planning.md#on-a-cluster).
 #
 # ## Further reading
 #

@@ -16,18 +16,17 @@
 # %% [markdown]
 # # 13 Alignment: two ranks draw answers, two learn from them
 #
-# **50 minutes** for the sections marked CORE, 101 with those marked MORE.
+# **50 minutes** for the sections marked CORE, 104 with those marked MORE.
 #
-# You have 80 questions with answers, and nobody writes more. But a program can check whether an answer is right. So
-# the model answers new questions itself, and learns from the program's results. Two ranks draw answers, two ranks
-# train, and the new weights are sent in every step.
+# You have 80 questions with answers, and nobody writes more. But a program can check an answer. So the model answers new
+# questions itself, and learns from the results. Two ranks draw answers, two ranks train, and the new weights are sent in
+# every step.
 #
 # After this lesson **you can**
-# - mask a loss so that only answers are learned, and fine-tune on 80 of them;
+# - mask a loss so that only answers are learned;
 # - write the loss of GRPO, and say what each way to divide it does to long answers;
 # - split the ranks into those that draw and those that train, and count the bytes between them;
-# - read importance ratios, and say what stale answers cost;
-# - compare two ways to train with the same number of answers.
+# - read importance ratios, and say what stale answers cost.
 #
 # **You need** data parallel training ([lesson 03](03_data_parallel.ipynb)) and the
 # [broadcast](../assets/glossary.md#broadcast) of [lesson 02](02_collectives.ipynb).
@@ -319,9 +318,9 @@ assert mask_T.tolist() == written_T[1:]
 compare("predictions of 16 that count", guess_count, int(mask_T.sum()))
 
 # %% [markdown]
-# Four letters and the end marker count. Answers differ in length, so ranks have different numbers of tokens that
-# count. As in lesson 05, each rank divides its sum by the number on *all* ranks. Now train: a step of `sft` (folded)
-# reads 32 gold answers and 8 speeches of Shakespeare:
+# Four letters and the end marker count. Ranks have different numbers of tokens that count. As in lesson 05, each rank
+# divides its sum by the number on *all* ranks. Now train: a step of `sft` (folded) reads 32 gold answers and 8 speeches
+# of Shakespeare:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -519,8 +518,8 @@ if rank == 0:
     show(plots.token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
 
 # %% [markdown]
-# With the loss per answer, a token of a long answer counts less. So a *wrong* answer costs less per token if it is
-# long, and models learn to write long wrong answers. Dr. GRPO and DAPO avoid that. We train with the loss per token.
+# With the loss per answer, a token of a long answer counts less, so models learn to write long wrong answers. Dr. GRPO and
+# DAPO avoid that. We train with the loss per token.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GRPO</summary>
@@ -534,8 +533,8 @@ if rank == 0:
 # %% [markdown]
 # ## Two ranks draw, two train (CORE, 9 min)
 #
-# To draw an answer, a model computes one token after another. To train, it computes one forward and one backward. The
-# two need different batch sizes, memory and code. So in large systems some ranks draw answers, and others train.
+# To draw an answer, a model computes one token after another. To train, it computes one forward and one backward. So in
+# large systems some ranks draw answers, and others train.
 #
 # ![Ranks 0 and 1 train and ranks 2 and 3 draw; rank 0 sends the weights, 4 P bytes, to ranks 2 and 3; ranks 2 and 3 send
 # answers, their log p and rewards back](../assets/13_halves.svg)
@@ -634,7 +633,7 @@ def merged(seen):
 
 # %% [markdown]
 # This is the loop (given). With `staleness` 0, drawing and training take turns. With `staleness` k, a batch of answers
-# waits k steps in a queue before the trainers use it. So the drawing ranks need not wait for the trainers.
+# waits k steps in a queue before the trainers use it.
 
 
 # %%
@@ -692,7 +691,7 @@ metrics.exact(hand_over_bytes=weights.payload_bytes() if rank in connected else 
 # </details>
 
 # %% [markdown]
-# ## Stale answers (CORE, 4 min)
+# ## Stale answers (CORE, 5 min)
 #
 # If drawing and training run at the same time, the answers are **stale**: they were drawn with the weights of 1 or 4
 # steps ago. The importance ratios show this. With the same weights all are 1.
@@ -738,39 +737,7 @@ assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 # a 7B model): with answers that are one step old, the trainer waits for 45 s instead of 321 s.
 
 # %% [markdown]
-# ## Unequal answers (CORE, 2 min)
-#
-# A batch is drawn until its *longest* answer ends. A sorted word always has 5 tokens, so here we let the model write
-# 64 speeches instead. Each ends with the end marker, or after 24 tokens. The speeches are shared out over the ranks:
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks --timeout 120
-def lengths_of_speeches(model, n=64, longest=24):
-    """Return the number of tokens of each drawn line to this rank's share of n speakers."""
-    names = [who for who, _ in speeches(corpus.text, longest=16, most_name=10)]
-    names = np.array_split([names[i % len(names)] for i in range(n)], world_size)[rank].tolist()
-    prompts, _ = rows([encode(speech_messages(who, "")[:2], vocab, reply=True) for who in names])
-    ends = [len(encode(speech_messages(who, "")[:2], vocab, reply=True)[0]) for who in names]
-    numbers = own_draws(0, 0, n, longest, rank, world_size)
-    _, written_bT = complete(lambda ids: model(ids)[0], prompts.to(device), torch.tensor(ends), longest, STOP, numbers)
-    return written_bT.sum(1).tolist()
-
-
-# %%
-# %%ranks --timeout 120
-by_rank = everyone(lengths_of_speeches(models["SFT", 0]))
-longest = max(map(max, by_rank))
-busy = sum(map(sum, by_rank)) / (longest * sum(map(len, by_rank)))
-once(f"the longest answer of each rank: {[max(found) for found in by_rank]} tokens; all wait for {longest}")
-once(f"{busy:.0%} of the slots of all ranks wrote a token; the others waited")
-
-# %% [markdown]
-# More ranks do not help. Serving engines fill a free slot with the next question ([lesson 14](14_llm_serving.ipynb)).
-# Asynchronous trainers use answers as they come; their ratios then differ from 1.
-
-# %% [markdown]
-# ## What was it worth? (CORE, 3 min)
+# ## What was it worth? (CORE, 4 min)
 #
 # GRPO made more steps than SFT. So a fair comparison has two controls, which see the same number of answers as GRPO.
 # *More SFT* reads the 80 gold answers again and again. *Gold for all* also has a gold answer to each of GRPO's 720
@@ -819,9 +786,8 @@ if rank == 0:
 metrics.measured(accuracy=shares)
 
 # %% [markdown]
-# Reading the 80 answers again helps as well. Without this control you would think that GRPO did it. The difference
-# between the second and the third bar comes from the verifier. The last bar is better still, but somebody must write
-# 720 more answers.
+# Reading the 80 answers again helps as well. The difference between the second and the third bar comes from the verifier.
+# The last bar is better still, but somebody must write 720 more answers.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -930,8 +896,7 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab: sections to choose from. Further reading is
-# in the [handbook](../assets/handbook/13_llm_alignment.md).
+# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab: sections to choose from.
 
 # %% [markdown]
 # ## Four losses on two ranks (MORE, 3 min)
@@ -1026,6 +991,43 @@ for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(sp
 # %% [markdown]
 # Both write English. The first never stops, since no marker was in the plays: 48 characters are cut off somewhere. SFT has taught it the
 # *format* in a few seconds: one line, then the end marker. What it knows of Romeo it knew before.
+
+# %% [markdown]
+# ## Unequal answers (MORE, 3 min)
+#
+# A batch is drawn until its *longest* answer ends. A sorted word always has 5 tokens, so here we let the model write
+# 64 speeches instead. Each ends with the end marker, or after 24 tokens. The speeches are shared out over the ranks:
+
+
+# %% jupyter={"source_hidden": true}
+# %%ranks --timeout 120
+catch_up(globals(), "loss_mask", "conversations", "gold_words", "imitate", "sft")
+if ("SFT", 0) not in models:
+    models["SFT", 0] = sft(seed=0)
+
+
+def lengths_of_speeches(model, n=64, longest=24):
+    """Return the number of tokens of each drawn line to this rank's share of n speakers."""
+    names = [who for who, _ in speeches(corpus.text, longest=16, most_name=10)]
+    names = np.array_split([names[i % len(names)] for i in range(n)], world_size)[rank].tolist()
+    prompts, _ = rows([encode(speech_messages(who, "")[:2], vocab, reply=True) for who in names])
+    ends = [len(encode(speech_messages(who, "")[:2], vocab, reply=True)[0]) for who in names]
+    numbers = own_draws(0, 0, n, longest, rank, world_size)
+    _, written_bT = complete(lambda ids: model(ids)[0], prompts.to(device), torch.tensor(ends), longest, STOP, numbers)
+    return written_bT.sum(1).tolist()
+
+
+# %%
+# %%ranks --timeout 120
+by_rank = everyone(lengths_of_speeches(models["SFT", 0]))
+longest = max(map(max, by_rank))
+busy = sum(map(sum, by_rank)) / (longest * sum(map(len, by_rank)))
+once(f"the longest answer of each rank: {[max(found) for found in by_rank]} tokens; all wait for {longest}")
+once(f"{busy:.0%} of the slots of all ranks wrote a token; the others waited")
+
+# %% [markdown]
+# More ranks do not help. Serving engines fill a free slot with the next question ([lesson 14](14_llm_serving.ipynb)).
+# Asynchronous trainers use answers as they come; their ratios then differ from 1.
 
 # %% [markdown]
 # ## Preferences: DPO, with a sharded reference (MORE, 22 min)

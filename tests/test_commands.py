@@ -111,7 +111,7 @@ def test_a_command_of_a_page_exists_with_its_flags(page, command, tmp_path):
     if first == "make":
         of_make(rest, tmp_path)
     elif first == "pip":
-        extras = re.findall(r"\[(\w+)\]", command)
+        extras = [extra for found in re.findall(r"\[([\w,]+)\]", command) for extra in found.split(",")]
         assert [extra for extra in extras if f"\n{extra} = [" not in (ROOT / "pyproject.toml").read_text("utf-8")] == []
     elif first in OTHERS:
         assert [word for word in rest if re.match(r"(jobs|scripts)/", word) and not (ROOT / word).exists()][1:] == []

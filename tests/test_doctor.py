@@ -65,8 +65,9 @@ def torch(gpus_here=0, **changed):
 
 def packages(**versions):
     """The check with these versions, else the oldest that serve; None: missing."""
-    text = (doctor.ROOT / "pyproject.toml").read_text()
-    oldest = dict(line.split(">=") for line in tomllib.loads(text)["project"]["dependencies"])
+    project = tomllib.loads((doctor.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    oldest = dict(line.split(">=") for line in project["dependencies"] + extras["notebook"] + extras["course"])
 
     def version(name):
         if (found := (oldest | versions)[name]) is None:
@@ -96,6 +97,7 @@ def unknown_host(name):
         (case(doctor.python, (3, 10, 18)), "error", ["older than 3.11", "make kernel PYTHON="]),
         (packages(), "ok", ["new enough"]),
         (packages(numpy=None), "error", ["missing: numpy", "pip install"]),
+        (packages(papermill=None, ipykernel=None), "error", ["missing: ipykernel, papermill"]),
         (packages(numpy="1.9.3"), "warning", ["numpy 1.9.3 (>=1.26)"]),  # as numbers, not as text
         (packages(torch="2.9.0rc1"), "ok", []),
         (torch(), "ok", ["2.13.0 with gloo", "run on the CPU"]),

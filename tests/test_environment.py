@@ -100,9 +100,7 @@ def test_condas_python_is_one_that_the_project_and_every_pin_accept(environment,
     assert all(newest in Requirement(f"python{range_}").specifier for range_ in ranges)
 
 
-def test_the_page_on_own_notebooks_names_every_package_that_the_ranks_import(root, project):
-    page = (root / "assets" / "site" / "notebooks_of_your_own.md").read_text()
-    named = set(re.search(r"^pip install (torch .*)$", page, re.M)[1].split())
+def test_the_extra_notebook_brings_every_package_that_ranks_in_a_notebook_import(root, project):
     code = root / "scripts" / "manyhands"
     files = {*(code / "notebook").glob("*.py"), *(code / "measure" / name for name in ("trace.py", "timeline.py"))}
     files |= {code / "plots" / "trace.py", code / "plots" / "schedule.py", code / "plots" / "looks.py"}
@@ -110,5 +108,7 @@ def test_the_page_on_own_notebooks_names_every_package_that_the_ranks_import(roo
     files -= {code / "notebook" / "jupyter.py"}  # starts JupyterLab
     text = "\n".join(file.read_text() for file in files)
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M)) - set(sys.stdlib_module_names)
+    lines = project["dependencies"] + project["optional-dependencies"]["notebook"]
+    named = {Requirement(line).name for line in lines}
     assert imported - {"manyhands", "mpi4py", "IPython"} <= named, "mpi4py only where MPI is; ipykernel brings IPython"
-    assert named <= {Requirement(line).name for line in project["dependencies"]}
+    assert {"jupyterlab", "tyro"}.isdisjoint(named), "a user's notebook has its own JupyterLab"

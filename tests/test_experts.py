@@ -11,10 +11,13 @@ from manyhands.config.layout import LayoutError, resolve_layout
 from manyhands.config.options import OptionError, model_config, read_options
 from manyhands.gpt.experts import Experts, move_biases
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.measure.tensor_bytes import local_part
+from manyhands.measure.tensor_bytes import count_saved, local_part
 from manyhands.parallel.optimizer import build_optimizer
+from manyhands.predict.activation_memory import rank_terms
 from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.models import model_of
 from manyhands.predict.simulated_rank import in_own_process
+from manyhands.predict.step_time import OF_EXPERTS
 from one_process import CONFIG, assert_equal, batches, build, one_process, options_of, share, steps_of
 
 MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
@@ -245,6 +248,23 @@ def test_the_fullest_rank_of_a_pipeline_or_of_tensor_ranks_holds_what_the_formul
     config = replace(SIGMOID, vocab_size=64, experts=8)
     ranks = pool.run(n, held_by, options_of("fp32", **parallel), config)
     assert max(held for held, _ in ranks) == ranks[0][1]
+
+
+def kept_by_experts(ranks, options, config):
+    """Bytes that the layers of experts keep for the backward on this rank; and what the formula says."""
+    parallel, layout = build(ranks, options, config), resolve_layout(options, config, ranks.world_size)
+    seen = count_saved(lambda: parallel.model(*share(parallel, *next(batches(config)))), parallel.model).by_name
+    terms = rank_terms(model_of(config), layout, options)
+    return sum(seen[name] for name in seen if "mlp" in name), sum(terms[term] for term in OF_EXPERTS)
+
+
+def test_a_tensor_rank_keeps_only_the_tokens_of_its_own_experts(pool):
+    """The formula leaves out the routing's indices, which are the same on every tensor rank."""
+    config, beyond = replace(SIGMOID, vocab_size=64, experts=8), []
+    for n in (1, 2):
+        ranks = pool.run(n, kept_by_experts, options_of("fp32", strategy="tp"), config)
+        beyond.append(sum(kept - formula for kept, formula in ranks) / n)
+    assert beyond[0] == pytest.approx(beyond[1], rel=0.1)
 
 
 # --- what is refused

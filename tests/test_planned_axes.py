@@ -189,34 +189,50 @@ def test_an_all_to_all_crosses_nodes_with_all_that_is_for_them_where_a_ring_cros
 
 def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     """Mixtral's sizes as published, Jiang et al. 2024, section 1: 47 B parameters, of which a token uses 13 B."""
-    question = Question(MOE, H100, 16, 64)
-    one = next(p for p in plan(question).ranked if p.layout.expert == 8)
+    question = Question(MOE, H100, 8, 32)
+    ranked = plan(question).ranked
+    one, alone = (next(p for p in ranked if p.layout.expert == degree) for degree in (8, 1))
     assert unbalanced_s(question, one) > 1.1 * one.step_s
+    assert unbalanced_s(question, alone) == alone.step_s
     wide = dataclasses.replace(question, model=dataclasses.replace(MOE, n_hidden=32768))
     spread = next(p for p in plan(wide).ranked if p.layout.expert == 8)
     assert "tokens spread evenly over the experts" in weakest_assumption(wide, spread)[0]
-    alone = next(p for p in plan(question).ranked if p.layout.expert == 1)
-    assert unbalanced_s(question, alone) == alone.step_s
-    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 64, 64, schedule="1F1B")))
+    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 16, 16, schedule="1F1B")))
     assert "46,702,792,704 parameters (12,879,925,248 active: 2 of 8 experts)" in text
     assert "assumed of the experts: balanced routing" in text and "sbatch" not in text
 
 
-@pytest.mark.parametrize("name", ["shakespeare-moe", "olmo-1b"])
-def test_a_gpt_with_experts_is_planned_over_data_ranks_and_its_commands_run(name):
-    model = preset_model(name)
-    if model.n_expert == 1:
-        model = dataclasses.replace(model, name="olmo-1b with 4 experts", n_expert=4, top_k=1)
-    ranked = plan(Question(model, H100, 8, 512)).ranked
-    assert {one.layout.expert for one in ranked} == {1, model.n_expert if model.n_expert < 8 else 8}
-    for one in ranked:
-        flags = train_flags(Question(model, H100, 8, 512), one)
-        options = read_options(flags)
+def with_experts(name, **sizes):
+    return dataclasses.replace(preset_model(name), name=f"{name} with experts", **sizes)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [preset_model("shakespeare-moe"), with_experts("olmo-1b", n_expert=4, top_k=1)],
+    ids=lambda model: model.name,
+)
+def test_the_commands_of_a_gpt_with_experts_run_as_they_were_planned(model):
+    question = Question(model, H100, 8, 512)
+    planned = [one for family in families(question, ("none", "block"), 1) for one in family.variants]
+    kinds = {(one.layout.expert > 1, one.layout.tensor > 1, one.layout.pipeline > 1): one for one in planned}
+    assert len(kinds) == (4 if model.tie else 8), "experts on data ranks, with each axis; a tied model has no pipeline"
+    for one in kinds.values():
+        options = read_options(train_flags(question, one))
         assert options.model.experts == model.n_expert
-        resolved = resolve_layout(options, model_config(options, 65), 8)
-        assert (resolved.expert, resolved.shard, resolved.tensor, resolved.pipeline) == (
-            one.layout.expert, one.layout.shard, 1, 1
-        )  # fmt: skip
+        assert resolve_layout(options, model_config(options, 65), 8) == one.layout
+
+
+def test_experts_that_tensor_and_expert_ranks_do_not_split_are_refused():
+    model = with_experts("olmo-1b", n_expert=4, top_k=1)
+    (refused,) = (f.refused for f in families(Question(model, H100, 8, 512), ("none",), 1) if f.name == "tensor 8")
+    assert "model.experts=4 does not split over parallel.expert=1 x 8 tensor ranks" in refused
+
+
+def test_tensor_ranks_share_out_whole_experts_and_the_busiest_of_them_is_waited_for():
+    model = with_experts("olmo-1b", n_expert=8, top_k=2)
+    question = Question(model, H100, 2, 64)
+    one = next(p for p in plan(question).ranked if p.layout.tensor > 1 and p.layout.expert == 1)
+    assert unbalanced_s(question, one) > 1.05 * one.step_s
 
 
 def test_experts_that_drop_tokens_have_no_command_and_it_says_so():

@@ -155,6 +155,7 @@ def rank_terms(config, layout, options) -> dict[str, float]:
         saved = sequences * config.block_size * config.n_embd * (weight_bytes(options) - stream_bytes(options))
         full = full | {"norms": full["norms"] - 2 * config.n_layer * saved, "final norm": full["final norm"] - saved}
     split = {"norms", "final norm"} if parallel.sequence_parallel else set()
+    split |= {"mlp up"} if config.stacks_experts else set()  # the tokens of a tensor rank's own experts
     if in_chunks(config, layout, options):  # what is kept are the gradients: of the head's input and of its weight
         full = full | {"loss": config.vocab_size * (config.n_embd + 1) * PRECISION_BYTES["fp32"]}
     whole = set(WHOLE) - split - ({"loss"} if parallel.loss_parallel else set())

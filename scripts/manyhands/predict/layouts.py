@@ -14,8 +14,8 @@ one from the back (zig-zag), so that all have as much attention to do under the 
 weights they are data ranks, and `replicate` and `shard` count them. Planned are kernels that hold no scores. `train.py`
 holds those of a block and may need more, so that it gets no command for such a plan.
 
-Experts are spread over `expert` neighbours among these ranks, which keep the dense weights as they are; in `train.py`
-among data ranks alone. From the inside: tensor, context, shard, replicate, pipeline.
+Experts are spread over `expert` neighbours among these ranks, which keep the dense weights as they are. In `train.py`
+tensor ranks hold different experts, too. From the inside: tensor, context, shard, replicate, pipeline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -179,20 +179,20 @@ def families(
     question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
 ) -> Iterator[Family]:
     """Every Family that strategies do not refuse: by context ranks, tensor ranks and stages, the fewest first."""
-    per_node, alone = question.per_node, trains_experts(question)
+    per_node = question.per_node
     for context in question.contexts():
-        for tensor in [1] if alone else divisors(question.gpus // context):
+        for tensor in divisors(question.gpus // context):
             # a ring between nodes is for those who ask for it
             if per_node % tensor or (question.context is None and context > 1 and context * tensor > per_node):
                 continue
-            for pipeline in [1] if alone else divisors(question.gpus // context // tensor):
+            for pipeline in divisors(question.gpus // context // tensor):
                 group = question.gpus // tensor // pipeline  # data ranks, times context
                 for sharing in _sharings(question, context, tensor, pipeline, group):
                     how = SHARINGS[sharing]
                     whole = group if STRATEGIES[how.strategy].axis == "shard" else 1
                     shard = per_node // tensor if how.hybrid else whole
                     degrees = pipeline, group // shard, shard, tensor
-                    for expert in _experts(question.model, how, tensor, group, per_node):
+                    for expert in _experts(question, how, tensor, group):
                         split = Layout(*degrees, context=context)
                         if expert > 1:
                             split = Layout(*degrees, context=context, expert=expert)
@@ -200,7 +200,7 @@ def families(
 
 
 def trains_experts(question: Question) -> bool:
-    """Return whether train.py is to train a mixture of experts, which it does on data ranks alone."""
+    """Return whether train.py is to train a mixture of experts."""
     return question.program is None and question.model.style == "gpt" and question.model.n_expert > 1
 
 
@@ -221,12 +221,13 @@ def _sharings(question, context, tensor, pipeline, group):
             yield name
 
 
-def _experts(model, how, tensor, group, per_node):
+def _experts(question, how, tensor, group):
     """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
     if how.hybrid or STRATEGIES[how.strategy].dp_mode not in ("replicas", "fsdp"):
         return [1]
-    degrees = [degree for degree in divisors(model.n_expert) if group % degree == 0]
-    return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= per_node), degrees[-1]})
+    experts = question.model.n_expert // (tensor if trains_experts(question) else 1)  # of a tensor rank
+    degrees = [degree for degree in divisors(experts) if group % degree == 0] or [1]
+    return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= question.per_node), degrees[-1]})
 
 
 def _family(question, sharing, split, checkpointing, most_micro_batch):
@@ -248,9 +249,6 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
     # more stages than layers are refused in any way
     for micro_batch, (schedule, stages), kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
         options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, stages, kind)
-        if trains_experts(question) and kind == "selective":
-            refused = refused or "train.py's experts do not go with selective activation checkpointing; use block"
-            continue
         try:
             layout = resolve_layout(options, share, question.gpus // split.context)
         except LayoutError as error:
@@ -265,13 +263,14 @@ def _family(question, sharing, split, checkpointing, most_micro_batch):
 
 def _options(question, how, split, micro_batch, schedule, stages, checkpointing):
     positions, tensor = question.model.block_size // split.context, split.tensor
+    balance_loss = trains_experts(question) and question.base.optimizer.balance_loss  # which loss parallelism lacks
     parallel = ParallelOptions(
         strategy=how.strategy,
         tensor=tensor if tensor > 1 else None,
         pipeline=split.pipeline if split.pipeline > 1 else None,
         shard=split.shard // split.context if how.hybrid else None,
         sequence_parallel=tensor > 1 and positions % tensor == 0,
-        loss_parallel=tensor > 1 and split.pipeline == 1,
+        loss_parallel=tensor > 1 and split.pipeline == 1 and not balance_loss,
         schedule=schedule,
         stages_per_rank=stages if stages > 2 else None,  # none: what the schedule needs
         activation_checkpointing=checkpointing,

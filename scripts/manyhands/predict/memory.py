@@ -348,7 +348,8 @@ def _within_a_step(model, layout, options):
         positions = model.block_size // layout.context
         workspace += 2 * tokens * positions * ceil(model.n_head / layout.tensor) * size
     if layout.expert > 1:
-        workspace += ceil(2 * tokens * model.routed * model.n_embd * low)
+        share = layout.tensor if model.stacks_experts else 1
+        workspace += ceil(2 * tokens * model.routed * model.n_embd * low / share)
     if sharded:
         stage = (model.n_layer, True, layout.pipeline == 1)
         units = fsdp_units(model, layout.tensor, layout.expert, *stage, options.parallel.wrapping)

@@ -111,6 +111,11 @@ class PlannedModel:
         """Copies of a token that a layer's MLPs compute with, padding included: 1 without experts."""
         return self.top_k * (self.capacity or 1)
 
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether one weight has all experts of a layer, as in `train.py`: tensor ranks share out whole experts."""
+        return self.n_expert > 1 and self.style == "gpt"
+
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
         """Return one layer's weights, in the order of `GPT.parameters()`, with this number of experts (None: all)."""
         D, kv, wide, llama = self.n_embd, self.kv_width, self.attention_width, self.style == "llama"
@@ -125,7 +130,7 @@ class PlannedModel:
         mlps = self.mlp_weights() * experts
         if self.n_expert > 1:
             mlps.insert(0, Weight("router", (self.n_expert, D), None, True))
-        if self.n_expert > 1 and not llama:  # as `gpt.experts` stores them: one below the other
+        if self.stacks_experts:  # as `gpt.experts` stores them: one below the other
             rows = Weight("mlp", (experts * self.n_hidden, D), 0, True, True)
             mlps = [mlps[0]._replace(module="mlp"), rows, rows]
         shared = _gpt_mlp(D, self.n_shared * self.n_hidden) if self.n_shared else []
@@ -136,7 +141,7 @@ class PlannedModel:
         """Return the weights of one MLP, or of one expert."""
         D, M = self.n_embd, self.n_hidden
         linears = _gpt_mlp(D, M)
-        if self.style == "gpt" and self.n_expert > 1:  # without biases
+        if self.stacks_experts:  # without biases
             linears = [("up", (M, D), 0), ("down", (M, D), 0)]
         if self.style == "llama":
             linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]

@@ -30,6 +30,7 @@ from manyhands.predict.megatron import TODAY, Program, Split, work_of
 from manyhands.predict.memory import RankBytes, bytes_per_rank, state_of_rank
 from manyhands.predict.models import PlannedModel
 from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
+from manyhands.predict.traffic import spreads_experts
 
 CLOSE = 1.05
 MOST_NODES = 600  # where the search for a machine that is large enough ends
@@ -262,7 +263,7 @@ def weakest_assumption(question: Question, best: Plan) -> tuple[str, float]:
     if layout.pipeline > 1 and best.schedule in SPLIT_BACKWARD:
         said = "the two halves of a backward take as long as a forward each; if they fill no bubble"
         doubts[said] = {"halves_fill": False}
-    if layout.expert > 1 and question.model.capacity is None:
+    if spreads_experts(question.model, layout) and question.model.capacity is None:
         said = "tokens spread evenly over the experts; if the busiest rank's experts get twice as many"
         doubts[said] = {"routing": 2.0}
     seconds = {

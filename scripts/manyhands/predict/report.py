@@ -17,6 +17,7 @@ from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Questio
 from manyhands.predict.machines import Sent
 from manyhands.predict.megatron_layouts import RESERVE
 from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
+from manyhands.predict.traffic import spreads_experts
 
 GB = 1e9
 # replicate and shard count the ranks of context and expert: they have, or share, the dense weights, too
@@ -170,7 +171,7 @@ def _messages(time):
 
 def _routing(question, best):
     """Return the assumption about experts, with the cost of it being wrong."""
-    if best.layout.expert == 1:
+    if not spreads_experts(question.model, best.layout):
         return "each rank has all experts of its layers, so that it does not matter how tokens spread over them"
     if (capacity := question.model.capacity) is not None:
         return f"balanced routing; what exceeds {capacity:g} times an expert's mean share is dropped"

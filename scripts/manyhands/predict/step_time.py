@@ -26,7 +26,7 @@ from manyhands.predict.machines import LINK_SHARE, Group, Machine, Sent
 from manyhands.predict.memory import MOMENTS, fullest_share, state_of_rank
 from manyhands.predict.models import PlannedModel, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
-from manyhands.predict.traffic import Message, forwards, messages, tokens_at_once
+from manyhands.predict.traffic import Message, forwards, messages, spreads_experts, tokens_at_once
 
 MATMUL_SHARE = 0.766  # of the GPU's best product; fitted
 ATTENTION_SHARE = 0.258  # of the same, of FlashAttention, whose masked half is skipped; fitted
@@ -102,7 +102,7 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         # FSDP copies fp32 weights up for each forward and backward, and casts them there; gradients come down once
         moved = owned * size * (2 * m + 1)
         sent.append(Message("host", "copy", units * (2 * m + 1), moved, 1, 1))
-    spread = layout.expert > 1
+    spread = spreads_experts(model, layout)
     # autocast reads the weights in fp32 and writes them in low precision, once per forward
     cast = 0 if STRATEGIES[parallel.strategy].dp_mode == "fsdp" else fullest_share(model, layout).numel
     return Work(

@@ -98,11 +98,16 @@ def tokens_at_once(model: PlannedModel, layout, options) -> int:
     return sequences_at_once(layout, options) * model.block_size // layout.context
 
 
+def spreads_experts(model: PlannedModel, layout) -> bool:
+    """Return whether ranks share the experts out, so that one of them may get more tokens than the others."""
+    return layout.expert > 1 or (model.stacks_experts and layout.tensor > 1)
+
+
 def _tensor(model, layout, options, layers):
     """Two all-reduces per layer and forward, and two in the backward; or sequence parallelism's pairs instead."""
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
     # summed over tensor ranks before tokens come back; in `train.py` after that
-    routed = model.routed if layout.expert > 1 and not _in_one_weight(model) else 1
+    routed = model.routed if layout.expert > 1 and not model.stacks_experts else 1
     payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options) * (1 + routed) / 2
     yield Message("tensor", "all_reduce", calls, calls * payload, layout.tensor, 1)
 
@@ -139,10 +144,10 @@ def _experts(model, layout, options, layers):
     """
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
     # positions are split over the tensor ranks, or not; in `train.py` each of them sends for its own experts
-    share = layout.tensor if options.parallel.sequence_parallel or _in_one_weight(model) else 1
+    share = layout.tensor if options.parallel.sequence_parallel or model.stacks_experts else 1
     payload = tokens_at_once(model, layout, options) * model.routed * model.n_embd * _low(options) / share
     yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor)
-    if _in_one_weight(model):
+    if model.stacks_experts:
         calls = layers * forwards(layout, options) * layout.micro_batches
         payload = calls * model.n_expert // layout.tensor * ID_BYTES
         yield Message("experts", "all_to_all", calls, payload, layout.expert, layout.tensor)
@@ -162,22 +167,17 @@ def _data(model, layout, options, flat=False):
     """Messages of data parallelism; dense weights and experts have groups of their own."""
     storage = storage_of(layout, options)
     found = OF_DATA[storage.dp_mode](model, layout, storage, flat)
-    if layout.expert > 1 and _in_one_weight(model):  # left out by DDP and FSDP: see `finish_expert_gradients`
+    if layout.expert > 1 and model.stacks_experts:  # left out by DDP and FSDP: see `finish_expert_gradients`
         own = [weight.numel * storage.size for weight in fullest_share(model, layout).weights if weight.expert]
         ranks = layout.shard * layout.replicate // layout.expert
         if ranks > 1:
-            found = [*found, Message("data", "all_reduce", len(own), sum(own), ranks, layout.expert)]
+            found = [*found, Message("data", "all_reduce", len(own), sum(own), ranks, layout.expert * layout.tensor)]
     return found
-
-
-def _in_one_weight(model):
-    """Return whether one weight stacks all experts of a layer, as in `train.py`."""
-    return model.n_expert > 1 and model.style == "gpt"
 
 
 def _degrees(model, layout):
     """Over how many ranks what DDP or FSDP sums up is spread: 1 for dense weights, and the experts' degree."""
-    return [1] if _in_one_weight(model) else sorted({1, layout.expert})
+    return [1] if model.stacks_experts else sorted({1, layout.expert})
 
 
 def _groups(layout, expert):

@@ -134,10 +134,12 @@ def python(version=sys.version_info):
 
 
 def packages(version=importlib.metadata.version):
-    """Every package that pyproject.toml asks for: there, and within its range?"""
+    """Every package that lessons and programs need: there, and within the range of pyproject.toml?"""
     import tomllib  # of Python 3.11
 
-    lines = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + extras["notebook"] + extras["course"]
     missing, old = [], []
     for name, least in (re.split(">=|,", line)[:2] for line in lines):
         try:
@@ -146,7 +148,7 @@ def packages(version=importlib.metadata.version):
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        raise error(f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e {ROOT}")
+        raise error(f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e '{ROOT}[notebook,course]'")
     if old:
         raise warning(f"too old: {', '.join(old)}", "make kernel, which installs the tested versions")
     return f"all {len(lines)}, new enough"
