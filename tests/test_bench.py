@@ -3,15 +3,16 @@
 import json
 from dataclasses import asdict
 
-import fake_course
 import psutil
 import pytest
 import torch
 from manyhands.config.options import read_options
-from manyhands.course.lessons import find_lessons
+from manyhands.course.lessons import Lesson
+from manyhands.launch.processes import Ended
 from manyhands.serve import load_test
 from manyhands.tools import bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
+from manyhands.tools.lesson_run import FirstError, Outcome, Run
 
 pytestmark = pytest.mark.ranks
 
@@ -20,6 +21,7 @@ def row_of(name):
     return next(row for row in [*all_rows(), *bench.switch_rows("cpu")] if row.name == name)
 
 
+@pytest.mark.full
 def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_SHAKESPEARE_URL", "")
     rows = [row_of(PLAIN), row_of("2 ranks"), row_of(APART), Row("broken", flags=("--parallel.tensor=3",))]
@@ -72,12 +74,17 @@ def test_a_ratio_is_that_of_one_round(monkeypatch, tmp_path):
     # beside two processes that share the machine as they do, not beside one that has it for itself
     assert (scaling.value, scaling.verdict) == (130 / 135, "within")
     assert (start_up.value, start_up.unit, start_up.verdict) == (3.0, "s", "within")
-
-
-def test_a_compiled_row_is_compared_with_the_compiled_loop(monkeypatch, tmp_path):
+    # a compiled row is compared with the compiled loop
     reports = {PLAIN: [100.0], f"{PLAIN}, compiled": [125.0], "2 ranks": [130.0], "2 ranks, compiled": [150.0]}
     *_, two, compiled = bench.measure(tmp_path, 1, 100, reporting(monkeypatch, reports))
     assert two.ratio == [1.3] and compiled.ratio == [1.2]
+    # a row that fails has no more turns, and what is compared with it is missing
+    rows = reporting(monkeypatch, {PLAIN: [None], "2 ranks": [130.0, 260.0]})
+    loop, two = bench.measure(tmp_path, 2, 100, rows)
+    assert loop.error == "it ended with status 1" and two.tokens_per_s == [130.0, 260.0] and two.ratio == []
+    ratio, _, _ = bench.trainer_numbers(rows)
+    assert ratio.value is None and ratio.verdict == "what it is compared with has failed"
+    bench.trainer_table(rows)  # and it can be shown
 
 
 def test_each_switch_is_held_against_all_of_them_on(monkeypatch, tmp_path):
@@ -92,23 +99,18 @@ def test_each_switch_is_held_against_all_of_them_on(monkeypatch, tmp_path):
         assert len({names[0] for names in changed}) == len(bench.SWITCHES)
 
 
-def test_a_row_that_fails_has_no_more_turns_and_what_is_compared_with_it_is_missing(monkeypatch, tmp_path):
-    rows = reporting(monkeypatch, {PLAIN: [None], "2 ranks": [130.0, 260.0]})
-    loop, two = bench.measure(tmp_path, 2, 100, rows)
-    assert loop.error == "it ended with status 1" and two.tokens_per_s == [130.0, 260.0] and two.ratio == []
-    ratio, _, _ = bench.trainer_numbers(rows)
-    assert ratio.value is None and ratio.verdict == "what it is compared with has failed"
-    bench.trainer_table(rows)  # and it can be shown
-
-
-def test_a_lesson_is_timed_and_its_first_answer_is_read_from_the_executed_notebook(tmp_path):
+def test_a_lesson_is_timed_and_what_it_measured_is_read(tmp_path, monkeypatch):
     measured = {"sizes_b": [1024, 2**24], "all_reduce_s": {"our ring": [1.0, 3.0], "gloo": [1.0, 2.0]}}
-    body = f"write_metrics(42, 4.174, measured={measured})\n"
-    fake_course.write_lesson(tmp_path, "02_collectives", body)
-    fake_course.write_lesson(tmp_path, "04_raises", fake_course.RAISES)
-    first, seconds, memory, ring, *failed = bench.lesson_numbers(find_lessons(tmp_path), tmp_path / "runs")
-    assert {(n.value, n.verdict) for n in failed} == {(None, "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)")}
-    assert seconds.value > 0 and seconds.aim == 90 and memory.unit == "GiB"
+
+    def carry_out(run, timeout_s):
+        error = FirstError("it broke (cell 3)") if run.lesson.number == "04" else None
+        return Outcome(run, Ended(0, 7.0, 2**30), error, {"measured": measured, "device": "cpu"})
+
+    monkeypatch.setattr(Run, "carry_out", carry_out)
+    lessons = [Lesson("02_collectives", tmp_path), Lesson("04_raises", tmp_path)]
+    first, seconds, memory, ring, *failed = bench.lesson_numbers(lessons, tmp_path / "runs")
+    assert {(n.value, n.verdict) for n in failed} == {(None, "it broke (cell 3)")}
+    assert (seconds.value, seconds.aim, memory.value, memory.unit) == (7.0, 90, 1.0, "GiB")
     assert (ring.value, ring.verdict) == (1.5, "within")
     assert first.value is None and first.verdict == "not measured"  # this one has no ranks
 

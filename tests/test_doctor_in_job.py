@@ -37,6 +37,10 @@ def finding(question, said):
 @pytest.mark.parametrize("question", NAMES)
 def test_a_job_that_got_what_it_asked_for_is_well(question):
     assert finding(question, job())[0] == "ok"
+    if question == "channels":
+        said = finding("channels", job(inherited=["NCCL_IB_DISABLE"]))[1]
+        assert said.startswith("16 via NET/IB/GDRDMA; set before the job: NCCL_IB_DISABLE")
+        assert "gloo, TCP over 2 nodes" in finding("channels", job(ways={}))[1], "without GPUs"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +59,6 @@ def test_what_is_wrong_is_a_warning_that_names_the_node_and_the_remedy(question,
     assert status == "warning" and words in text
 
 
-def test_channels_say_what_is_set_and_that_without_gpus_it_is_gloo():
-    assert finding("channels", job(inherited=["NCCL_IB_DISABLE"]))[1].startswith(
-        "16 via NET/IB/GDRDMA; set before the job: NCCL_IB_DISABLE"
-    )
-    assert "gloo, TCP over 2 nodes" in finding("channels", job(ways={}))[1]
-
-
 def test_ways_are_those_of_channels_and_not_of_what_nccl_has_found():
     log = (
         "a:1:2 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>\n"
@@ -70,12 +67,6 @@ def test_ways_are_those_of_channels_and_not_of_what_nccl_has_found():
     )
     assert doctor_in_job.ways(log) == ["P2P/CUMEM", "NET/AWS Libfabric/0/GDRDMA"]
     assert set(doctor_in_job.ways(recorded_runs.text("15_nccl_sockets.out"))) == {"NET/Socket/0"}
-
-
-@pytest.mark.parametrize(("text", "numbers"), [("0-2,8\n", [0, 1, 2, 8]), ("5", [5]), ("", [])])
-def test_lists_of_cores_are_read_and_written_as_linux_does(text, numbers):
-    assert doctor_in_job.numbers_in(text) == numbers
-    assert doctor_in_job.in_short(numbers) == text.strip()
 
 
 @pytest.mark.ranks

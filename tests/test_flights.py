@@ -36,16 +36,7 @@ def test_a_preflight_goes_on_where_one_was_interrupted_and_else_as_it_is_told(tm
     assert bool(last) == (finished and not goes_on)  # only what has ended is an event to compare with
 
 
-def test_a_look_at_one_lesson_does_not_wipe_out_what_the_last_event_was_like_for_the_others(tmp_path):
-    for made in (["01_good", "02_other"], ["02_other"]):
-        flights.write(tmp_path, HERE, [outcome(tmp_path, name) for name in made], True)
-        _, last = flights.begin(tmp_path, None)
-    assert sorted(run["name"] for run in last["runs"].values()) == [
-        "01_good torchrun on 2 ranks", "02_other torchrun on 2 ranks",
-    ]  # fmt: skip
-
-
-def test_what_fails_anew_and_what_is_slower_than_at_the_last_event_is_named(tmp_path):
+def test_what_fails_anew_what_is_slower_and_which_versions_changed_since_the_last_event_is_named(tmp_path):
     then = [outcome(tmp_path, "01_good"), outcome(tmp_path, "02_other"), outcome(tmp_path, "03_bad", error="no")]
     flights.write(tmp_path, HERE, then, True)
     last = flights.read(tmp_path)
@@ -55,14 +46,16 @@ def test_what_fails_anew_and_what_is_slower_than_at_the_last_event_is_named(tmp_
     assert flights.worse(last, HERE, now) == ["slower: 01_good torchrun on 2 ranks took 20 s then, 31 s now", newly]
     assert flights.worse(last, HERE | {"devices": "4 x A100"}, now) == [newly]
     assert flights.worse(last, HERE, [outcome(tmp_path, "01_good", 29.0)]) == []
-
-
-def test_versions_that_changed_since_the_last_event_are_named_then_and_now():
     assert flights.changed(HERE, HERE) == []
-    now = HERE | {"packages": "numpy 2.0.0, torch 2.14.0", "MPI": "mpiexec"}
-    assert flights.changed(HERE, now) == [
-        "packages: torch 2.13.0 then, torch 2.14.0 now", "MPI: none then, mpiexec now",
-    ]  # fmt: skip
+    newer = HERE | {"packages": "numpy 2.0.0, torch 2.14.0", "MPI": "mpiexec"}
+    said = ["packages: torch 2.13.0 then, torch 2.14.0 now", "MPI: none then, mpiexec now"]
+    assert flights.changed(HERE, newer) == said
+    # a look at one lesson does not wipe out what the last event was like for the others
+    flights.begin(tmp_path, None)
+    flights.write(tmp_path, HERE, now[:1], True)
+    _, last = flights.begin(tmp_path, None)
+    names = [f"{name} torchrun on 2 ranks" for name in ("01_good", "02_other", "03_bad")]
+    assert sorted(run["name"] for run in last["runs"].values()) == names
 
 
 def test_what_went_well_with_another_torch_is_run_again(tmp_path, monkeypatch, capsys):
@@ -137,24 +130,21 @@ def test_in_a_job_of_several_nodes_notebooks_and_scripts_have_ranks_on_all_of_th
     assert "--nproc-per-node=3" in runs[1].command() and runs[2].command()[1:5] == ["-n", "6", "-ppn", "3"]
 
 
-def test_where_no_mpiexec_is_here_a_preflight_leaves_its_runs_out_and_says_so_once(planned, monkeypatch, capsys):
-    """A site that starts ranks by srun was never ready: each run by mpiexec had failed."""
-    monkeypatch.setenv("MANYHANDS_MPIEXEC", "")
-    monkeypatch.delenv("MPIEXEC", raising=False)
+def test_a_site_without_mpiexec_or_whose_slurm_starts_each_rank_is_served(planned, monkeypatch, capsys):
+    """Each run by mpiexec had failed: no such site was ever ready."""
     monkeypatch.delenv("SLURM_STEP_ID", raising=False)
-    _, runs, _ = planned("--device", "cpu")
+    with monkeypatch.context() as patch:
+        patch.setenv("MANYHANDS_MPIEXEC", "")
+        patch.delenv("MPIEXEC", raising=False)
+        _, runs, _ = planned("--device", "cpu")
     assert [run.way for run in runs] == ["notebook", "torchrun", "torchrun"]
     said = capsys.readouterr().out
     assert said.count("warning: no mpiexec here, so no script was run by it: `pip install mpich`, or load") == 1
-
-
-def test_where_a_site_advises_against_torchrun_slurm_starts_each_rank(planned, monkeypatch):
     for name, value in {
         "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "STARTER": "srun", "NPROC_PER_NODE": "4",
         "SRUN_FLAGS": "--gpus-per-task=1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
     _, runs, _ = planned("--device", "cpu")
     assert [run.way for run in runs] == ["notebook", "srun", "mpiexec"]
     assert runs[1].command()[:5] == ["srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1"]
@@ -241,53 +231,52 @@ def course_of(tmp_path, root, monkeypatch):
     return write
 
 
-def test_jobs_of_whole_nodes_run_in_as_many_turns_as_the_nodes_of_the_class_allow(course_of):
-    jobs = course_of("polaris", account="Hands", nodes=2)
-    job = jobs["ddp_shakespeare"]
-    assert (job.name, job.nodes, job.at_once(8, 4), job.turns(30, 8, 4)) == ("ddp_shakespeare.pbs", 2, 4, 8)
-    assert job.at_once(1, 4) == 0 and job.lesson == "03_data_parallel" and job.allowed == "debug: 2 nodes, 01:00:00"
-    assert "preflight" not in jobs
+@pytest.mark.parametrize(
+    ("site", "wishes", "name", "at_once", "turns"),
+    [("polaris", {"account": "Hands", "nodes": 2}, "ddp_shakespeare", 4, 8),  # jobs of whole nodes
+     ("generic", {"nodes": 1, "gpus": 2}, "train", 16, 2),  # jobs that ask for some GPUs run beside each other
+     ("leonardo", {"account": "Hands", "nodes": 1, "gpus": 2}, "train", 16, 2)],  # one asks by --gres
+)  # fmt: skip
+def test_jobs_run_in_as_many_turns_as_the_nodes_of_the_class_allow(course_of, site, wishes, name, at_once, turns):
+    jobs = course_of(site, **wishes)
+    job = jobs[name]
+    assert (job.at_once(8, 4), job.turns(30, 8, 4)) == (at_once, turns) and "preflight" not in jobs
+    if site == "polaris":
+        assert (job.name, job.nodes, job.lesson) == ("ddp_shakespeare.pbs", 2, "03_data_parallel")
+        assert job.at_once(1, 4) == 0 and job.allowed == "debug: 2 nodes, 01:00:00"
+    else:
+        assert job.node_hours(30, 4, 600) == pytest.approx(30 * 0.5 / 6)  # half a node each, for 10 min
 
 
-@pytest.mark.parametrize(("site", "account"), [("generic", None), ("leonardo", "Hands")])  # one asks by --gres
-def test_jobs_that_ask_for_some_gpus_of_a_shared_node_run_beside_each_other(course_of, site, account):
-    job = course_of(site, account=account, nodes=1, gpus=2)["train"]
-    assert (job.at_once(8, 4), job.turns(30, 8, 4)) == (16, 2)
-    assert job.node_hours(30, 4, 600) == pytest.approx(30 * 0.5 / 6)  # half a node each, for 10 min
-
-
-def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow(course_of, tmp_path, capsys):
+def test_a_class_sees_what_it_needs_and_what_its_queue_does_not_allow_and_the_report_says_so(
+    course_of, tmp_path, capsys
+):
     course_of("perlmutter", account="Hands")
-    lesson_03 = outcome(tmp_path, "03_data_parallel", seconds=120.0)
-    flights.write(tmp_path, HERE, [lesson_03, outcome(tmp_path, "02_collectives", way="notebook")], True)
+
+    def report():
+        fit = classroom.remembered(tmp_path, list((flights.read(tmp_path) or {"runs": {}})["runs"].values()))
+        return preflight.page(tmp_path, [], {"when": "now", "host": "here"}, [], 1.0, fit=fit)
+
+    def remember(seconds):
+        ran = [outcome(tmp_path, "03_data_parallel", seconds), outcome(tmp_path, "02_collectives", way="notebook")]
+        flights.write(tmp_path, HERE, ran, True)
+
+    assert "node hours" not in report(), "no class was asked about"
+    remember(120.0)
     words = ["--attendees", "30", "--nodes", "8", "--gpus-per-node", "4", "--output", str(tmp_path)]
     assert preflight.main(words, root=tmp_path) == 1
     said = re.sub(" +", " ", capsys.readouterr().out)
     assert "ports 20 600 10,000 to 19,999" in said and "memory of one: measured by the last preflight here" in said
-    assert (
-        "ddp_shakespeare.slurm 2 4 8 16 80 10.0 40 debug: 8 nodes, 00:30:00" in said
-    )  # 8 turns of 2, or at most 10 min
-    assert "node hours, each job once per attendee, at most: " in said
-    assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in said
-
-
-def test_the_report_says_whether_the_class_fits_and_what_it_costs_in_node_hours(course_of, tmp_path, capsys):
-    course_of("perlmutter", account="Hands")
-    text = preflight.page(
-        tmp_path, [], {"when": "now", "host": "here"}, [], 1.0, fit=classroom.remembered(tmp_path, [])
-    )
-    assert "node hours" not in text, "no class was asked about"
-    words = ["--attendees", "30", "--nodes", "8", "--gpus-per-node", "4", "--output", str(tmp_path)]
-    preflight.main(words, root=tmp_path)
-    (said,) = re.findall(r"node hours, each job once per attendee, at most: (\S+)", capsys.readouterr().out)
-    lesson_03 = outcome(tmp_path, "03_data_parallel", seconds=240.0)
+    # 8 turns of 2, or at most 10 min
+    assert "ddp_shakespeare.slurm 2 4 8 16 80 10.0 40 debug: 8 nodes, 00:30:00" in said
+    (hours,) = re.findall(r"node hours, each job once per attendee, at most: (\S+)", said)
+    not_allowed = "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs"
+    assert not_allowed in said
     flights.begin(tmp_path, None)  # a preflight after it reckons with what it has measured
-    flights.write(tmp_path, HERE, [lesson_03, outcome(tmp_path, "02_collectives", way="notebook")], True)
-    fit = classroom.remembered(tmp_path, list(flights.read(tmp_path)["runs"].values()))
-    text = preflight.page(tmp_path, [], {"when": "now", "host": "here"}, [], 1.0, fit=fit)
-    assert f"<b>{said} node hours</b>" in text
+    remember(240.0)
+    text = report()
+    assert f"<b>{hours} node hours</b>" in text and not_allowed in text
     assert "<td>8</td><td>32</td><td>80</td><td>10.0</td>" in text  # turns, min measured and at most, node hours
-    assert "does not fit: sweep.slurm: queue debug of Perlmutter (NERSC) takes 5 of your jobs" in text
 
 
 # ------------------------------------------------------------------ as a job, where there is no scheduler

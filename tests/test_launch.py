@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from dataclasses import asdict
 from pathlib import Path
 
 import nbformat
 import pytest
 import torch
-from manyhands.launch import allocation, commands, devices, join, launchers, program, rendezvous, settings
+from manyhands.launch import allocation, commands, devices, program, rendezvous, settings
 from manyhands.launch.launchers import LAUNCHERS, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -30,18 +29,19 @@ def test_a_recorded_environment_names_its_place(name):
     assert {field: found[field] for field in expected} == expected, RECORDS[name]["what"]
 
 
+def test_every_launcher_has_a_record_and_an_interactive_step_is_no_rank():
+    recorded = {record["place"]["launcher"] for record in RECORDS.values() if "place" in record}
+    assert recorded == {row.name for row in LAUNCHERS} | {"alone"}
+    environ = RECORDS["srun_notebook_server"]["environ"]
+    assert resolve(environ | {"SLURM_STEP_ID": "4294967290"}).launcher == "alone"
+
+
 @pytest.mark.parametrize("name", sorted(name for name in RECORDS if "error" in RECORDS[name]))
 def test_half_an_environment_is_an_error_with_its_cure(name):
     with pytest.raises(LaunchError) as error:
         resolve(RECORDS[name]["environ"])
-    for words in RECORDS[name]["error"]:
-        assert words in str(error.value)
+    assert [words for words in RECORDS[name]["error"] if words not in str(error.value)] == []
     assert "\n" not in str(error.value)
-
-
-def test_every_launcher_has_a_record():
-    recorded = {record["place"]["launcher"] for record in RECORDS.values() if "place" in record}
-    assert recorded == {row.name for row in LAUNCHERS} | {"alone"}
 
 
 NEW_LAUNCHER = """
@@ -76,11 +76,6 @@ def test_two_steps_of_a_job_meet_at_two_ports_and_every_rank_at_the_same():
     assert 20000 <= port < 30000
     assert resolve(environ | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
     assert resolve(environ | {"SLURM_STEP_ID": "1"}).master_port != port
-
-
-def test_an_interactive_step_is_no_rank():
-    environ = RECORDS["srun_notebook_server"]["environ"]
-    assert resolve(environ | {"SLURM_STEP_ID": "4294967290"}).launcher == "alone"
 
 
 @pytest.mark.parametrize(
@@ -139,24 +134,24 @@ def seen(kind, *gpus_of_ranks, host="n1"):
         ("auto", seen("cuda", "ab", "cd", "efg"), "cuda", [0, 0, 0], ""),  # several of its own: the first of them
         ("auto", seen("cuda", "ab", "bc", "de"), "cpu", [0] * 3, "3 ranks on n1 but 5 cuda devices"),  # two share b
         ("cpu", seen("cuda", *["abcd"] * 4), "cpu", [0] * 4, ""),
-        ("auto", seen("cuda", *["a"] * 4), "cpu", [0] * 4, "4 ranks on n1 but 1 cuda device"),  # one that all see
         ("auto", seen("cuda", "ab", "ab") + seen("cuda", *["cd"] * 3, host="n2"), "cpu", [0] * 5,
          "3 ranks on n2 but 2 cuda devices"),  # one node sends all to the CPU
         ("auto", [offer()], "cpu", [0], "no CUDA here on n1"),
-        ("auto", seen("xpu", "a", "a"), "cpu", [0, 0], "2 ranks on n1 but 1 xpu device"),
     ],
 )  # fmt: skip
 def test_a_gpu_for_each_rank_or_the_cpu_for_all_with_the_reason(wanted, offers, kind, indices, reason):
     assert devices.choose(wanted, offers) == {"kind": kind, "indices": indices, "reason": reason}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [("cuda", "^4 ranks on n1 but 1 cuda device; start fewer ranks"), ("gpu", "auto, cpu, cuda, xpu")],
-)
-def test_a_device_that_cannot_be_is_refused_with_the_cure(wanted, said):
-    with pytest.raises(LaunchError, match=said):
-        devices.choose(wanted, seen("cuda", *["a"] * 4))
+def test_a_device_comes_from_the_environment_and_one_that_cannot_be_is_refused_with_the_cure():
+    assert settings.device({"MANYHANDS_DEVICE": "cpu"}) == "cpu"
+    assert settings.device({"MANYHANDS_DEVICE": ""}) == settings.device({}) == "auto"
+    with pytest.raises(LaunchError, match="MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"):
+        settings.device({"MANYHANDS_DEVICE": "gpu"})
+    with pytest.raises(LaunchError, match="^4 ranks on n1 but 1 cuda device; start fewer ranks"):
+        devices.choose("cuda", seen("cuda", *["a"] * 4))
+    with pytest.raises(LaunchError, match="auto, cpu, cuda, xpu"):
+        devices.choose("gpu", seen("cuda", *["a"] * 4))
 
 
 class FourGpus:
@@ -173,13 +168,6 @@ class FourGpus:
         return type("Properties", (), {"uuid": f"GPU-{i}"})
 
 
-def test_auto_leaves_the_choice_to_the_environment():
-    assert settings.device({"MANYHANDS_DEVICE": "cpu"}) == "cpu"
-    assert settings.device({"MANYHANDS_DEVICE": ""}) == settings.device({}) == "auto"
-    with pytest.raises(LaunchError, match="MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"):
-        settings.device({"MANYHANDS_DEVICE": "gpu"})
-
-
 def test_intel_gpus_count_as_gpus_unless_the_environment_rules_them_out(monkeypatch):
     monkeypatch.setattr(torch, "cuda", FourGpus(0))
     monkeypatch.setattr(torch, "xpu", FourGpus(6))
@@ -188,15 +176,6 @@ def test_intel_gpus_count_as_gpus_unless_the_environment_rules_them_out(monkeypa
     assert (
         devices.gpus_here({"MANYHANDS_DEVICE": "cuda"}) == devices.gpus_here({"MANYHANDS_DEVICE": "cpu"}) == ("cpu", 0)
     )
-
-
-def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks(monkeypatch):
-    monkeypatch.setattr(torch, "cuda", FourGpus(1))
-    monkeypatch.setattr(FourGpus, "get_device_properties", lambda self, i: object())
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    for mask in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        assert len({devices.look({mask: str(i)})["gpus"]["cuda"][0] for i in range(8)}) == 8
-    assert devices.look({}) == devices.look({}), "without masks it is the same device"
 
 
 @pytest.mark.parametrize(
@@ -210,31 +189,34 @@ def test_looking_asks_torch_for_gpus_and_for_their_library(monkeypatch, gpus, nc
     assert json.loads(json.dumps(found)) == found, "it travels as JSON"
 
 
+def test_gpus_that_torch_gives_no_number_are_told_apart_by_their_masks(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", FourGpus(1))
+    monkeypatch.setattr(FourGpus, "get_device_properties", lambda self, i: object())
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for mask in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        assert len({devices.look({mask: str(i)})["gpus"]["cuda"][0] for i in range(8)}) == 8
+
+
 @pytest.mark.parametrize(
-    ("kind", "cpus", "quota", "threads"),
+    ("kind", "cpus", "quota", "omp", "threads"),
     [
-        ("cpu", [range(8)] * 4, math.inf, 1),  # ranks that share cores would only take turns
-        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], math.inf, 2),  # bound
-        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], 2.0, 1),  # bound, but 2 cores' time for 8
-        ("cuda", [range(8)] * 4, math.inf, 2),  # ranks on GPUs divide the cores that they share
-        ("cuda", [range(8 * r + 1, 8 * r + 8) for r in range(8)], math.inf, 7),  # a launcher gave each its own seven
-        ("cuda", [range(8 * r, 8 * r + 8) for r in range(8)], 16.0, 2),  # bound, but 16 cores' time for 64
+        ("cpu", [range(8)] * 4, math.inf, "", 1),  # ranks that share cores would only take turns
+        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], math.inf, "", 2),  # bound
+        ("cpu", [range(2 * r, 2 * r + 2) for r in range(4)], 2.0, "", 1),  # bound, but 2 cores' time for 8
+        ("cuda", [range(8)] * 4, math.inf, "", 2),  # ranks on GPUs divide the cores that they share
+        ("cuda", [range(8 * r + 1, 8 * r + 8) for r in range(8)], math.inf, "", 7),  # a launcher gave each its seven
+        ("cuda", [range(8 * r, 8 * r + 8) for r in range(8)], 16.0, "", 2),  # bound, but 16 cores' time for 64
+        ("cpu", [range(8)], math.inf, "", 8),  # alone it takes its cores, or what OMP_NUM_THREADS says
+        ("cpu", [range(8)], math.inf, "3", 3),
+        ("cpu", [range(8)], math.inf, "99", 8),
+        ("cpu", [range(8)], math.inf, "x", 8),
+        ("cpu", [range(8)], 1.5, "", 1),  # cores are whole ones
+        ("cpu", [range(8)], 0.5, "", 1),
     ],
 )
-def test_threads_of_a_rank_among_others(kind, cpus, quota, threads):
-    offers = [offer(rank, cpus=own, quota=quota) for rank, own in enumerate(cpus)]
+def test_threads_of_a_rank_among_others(kind, cpus, quota, omp, threads):
+    offers = [offer(rank, cpus=own, quota=quota, omp=omp) for rank, own in enumerate(cpus)]
     assert {devices.threads(kind, own, offers) for own in offers} == {threads}
-
-
-@pytest.mark.parametrize(("omp", "threads"), [("", 8), ("3", 3), ("99", 8), ("0", 8), ("x", 8)])
-def test_one_rank_alone_takes_its_cores_or_what_omp_num_threads_says(omp, threads):
-    alone = offer(cpus=range(8), omp=omp)
-    assert devices.threads("cpu", alone, [alone]) == threads
-
-
-def test_cores_are_whole_ones_and_obey_the_control_group():
-    assert devices.cores(offer(cpus=range(8), quota=1.5)) == devices.cores(offer(cpus=range(8), quota=0.5)) == 1
-    assert devices.cores(offer(cpus=range(8))) == 8
 
 
 def test_who_is_here_takes_a_line_for_each_host():
@@ -253,21 +235,6 @@ def test_who_is_here_takes_a_line_for_each_host():
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
     assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0-1 on cuda 0, 1;" in text and "because" not in text
-
-
-def test_a_group_is_made_without_a_device_and_used_once(monkeypatch):
-    """With device_id NCCL would split the world's communicator for every later group, and hang in lesson 11."""
-    given, sent = [], []
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: given.append(options))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: sent.append(tensor.device))
-    plan = {"kind": "cuda", "indices": [3], "reason": ""}
-    monkeypatch.setattr(join, "_agree", lambda *_: ([offer(0)], plan))
-    monkeypatch.setattr(torch, "cuda", type("Cuda", (), {"set_device": staticmethod(sent.append)}))
-    monkeypatch.setattr(torch, "ones", lambda size, device: torch.empty(size, device="meta"))
-    monkeypatch.setattr(join, "resolve", lambda: resolve({}))
-    join._enter("07_sum", "auto", 60, quiet=True)
-    assert given[0].get("device_id") is None and "nccl" in join.devices.BACKENDS["cuda"]
-    assert sent == [torch.device("cuda", 3), torch.device("meta")], "the device is set, then used"
 
 
 def test_mpi_stays_on_loopback_only_where_it_is_the_wheels(monkeypatch):
@@ -399,105 +366,66 @@ def test_two_ranks_meet_leave_and_meet_again(start, script):
 def test_torchrun_inside_mpiexec_has_no_mpi(script):
     status, output, errors = run(MPIEXEC, "-n", "1", *TORCHRUN, "2", script)
     assert status == 0, errors
-    assert output.count("torchrun sum=8 mpi=False") == 2
-    assert output.count("pmi=False") == 2
+    assert output.count("torchrun sum=8 mpi=False") == output.count("pmi=False") == 2
+    assert output.count("[rank 0] 0/2") == 1
 
 
-def test_one_process_takes_the_same_path(script):
-    status, output, errors = run(sys.executable, script)
-    assert (status, errors) == (0, "")
-    assert "1 rank, launcher alone" in output
-    assert "0/1 alone sum=4 mpi=False" in output and "again=4 same=True" in output
-    assert "[rank" not in output
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_a_wrong_flag_is_one_sentence_of_rank_0(start, script):
-    status, output, errors = run(*STARTS[start][0], script, "--length", "-1")
+def test_a_wrong_flag_is_one_sentence_of_rank_0(script):
+    status, output, errors = run(*TORCHRUN, "2", script, "--length", "-1")
     assert errors.count("07_sum.py: --length -1 is not accepted: it takes a whole number >= 1\n") == 1
-    assert status == (1 if start == "torchrun" else 2), "torchrun turns every status into 1"
-    assert output == ""
+    assert (status, output) == (1, ""), "torchrun turns every status into 1"
     assert '07_sum.py", line' not in errors, "no traceback of ours"
 
 
+NOWHERE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": "9"}  # fmt: skip
+ONE_OF_FOUR = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+
+
 @pytest.mark.parametrize(
-    ("argv", "sentence"),
+    ("argv", "environ", "sentences"),
     [
-        (["--lenght", "8"], "07_sum.py: --lenght is unknown; did you mean --length? valid here: --length, --device"),
-        (["--n-ranks", "8"], "07_sum.py: --n-ranks is no flag of a script: the launcher decides"),
-        (["--device", "cuda"], "; start fewer ranks, ask for more GPUs, or use device=cpu"),
+        (["--n-ranks", "8"], {}, ["07_sum.py: --n-ranks is no flag of a script: the launcher decides"]),
+        (["--device", "cuda"], {}, ["; start fewer ranks, ask for more GPUs, or use device=cpu"]),
+        ([], {name: value for name, value in ONE_OF_FOUR.items() if name.startswith("OMPI_COMM_WORLD")},
+         ["rank 0 of 4, but MPI says rank 0 of 1", "bin/mpiexec"]),
+        ([], NOWHERE, ["rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s"]),
     ],
-)
-def test_a_wrong_start_ends_with_status_2(script, argv, sentence):
-    status, output, errors = run(sys.executable, script, *argv)
-    assert status == 2
-    assert sentence in errors and errors.count("\n") == 1
-    assert output == ""
+)  # fmt: skip
+def test_a_wrong_start_ends_with_status_2_and_one_sentence(script, argv, environ, sentences):
+    script.write_text(script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1))
+    status, output, errors = run(sys.executable, script, *argv, **environ)
+    assert (status, output) == (2, "")
+    assert all(sentence in errors for sentence in sentences)
+    assert errors.count("\n") == 1 or environ is NOWHERE  # torch's own warnings
 
 
-def test_help_is_printed_once(script):
+def test_help_is_printed_once_and_one_process_takes_the_same_path(script):
     status, output, errors = run(MPIEXEC, "-n", "2", sys.executable, script, "--help")
     assert (status, errors) == (0, "")
     assert output.count("--length") == 1 and "numbers per rank; a whole number >= 1 (now 4)" in output
+    status, output, errors = run(sys.executable, script)
+    assert (status, errors) == (0, "")
+    assert "1 rank, launcher alone" in output and "[rank" not in output
+    assert "0/1 alone sum=4 mpi=False" in output and "again=4 same=True" in output
 
 
-def test_worlds_of_one_are_refused_with_the_numbers_and_the_cure(script):
-    environ = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    only = {name: value for name, value in environ.items() if name.startswith("OMPI_COMM_WORLD")}
-    status, output, errors = run(sys.executable, script, **only)
-    assert status == 2
-    assert "rank 0 of 4, but MPI says rank 0 of 1" in errors and "bin/mpiexec" in errors
-    assert errors.count("\n") == 1 and output == ""
-
-
-def test_a_rank_that_does_not_reach_rank_0_says_so_itself(script):
-    alone = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    text = script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1)
-    script.write_text(text)
-    status, _, errors = run(sys.executable, script, MASTER_PORT="9", **alone)
-    assert status == 2
-    assert "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s" in errors
-
-
-def test_ranks_started_by_hand_name_those_that_do_not_come_in_time(script):
-    """No launcher ends them: a peer may have been killed while it started."""
-    text = script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1)
-    script.write_text(text)
-    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    status, _, errors = run(sys.executable, script, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3", **world)
-    assert status == 1 and "Traceback" not in errors
-    said = "rank 0 waited 2 s for ranks 1, 2 to join; did they start, and are they alive?\n"
-    assert errors.endswith(f"{script.name}: {said}")
-
-
-def test_a_rank_whose_rank_0_has_ended_says_so_at_once(script):
-    """Rank 0 waits for rank 2, which never comes, and ends before the others' patience is over."""
+def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_has_ended(script):
+    """No launcher ends them. Rank 0 waits for rank 2, which never comes, and ends before rank 1's patience is over."""
     text = script.read_text().replace(
         "join(globals())", 'join(globals(), timeout_s=(5, 90)[int(os.environ["RANK"])])', 1
     )
     script.write_text("import os\n" + text)
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "3"}
-    environ = {**os.environ, **world}
-    first = subprocess.Popen(
-        [sys.executable, script], env=environ | {"RANK": "0", "LOCAL_RANK": "0"}, stderr=subprocess.DEVNULL
-    )
+    environ = os.environ | world | {"RANK": "0", "LOCAL_RANK": "0"}
+    first = subprocess.Popen([sys.executable, script], env=environ, stderr=subprocess.PIPE, text=True)
     status, _, errors = run(sys.executable, script, RANK="1", LOCAL_RANK="1", **world)
-    assert first.wait(60) == 1
     assert status == 1 and errors.endswith(
         "rank 1 lost rank 0, which has ended; see its output for the reason, then start again\n"
     )
-
-
-@pytest.mark.parametrize(("launcher", "limit_s"), [("by hand", 120), ("torchrun", 300)])
-def test_ranks_that_no_launcher_ends_wait_for_each_other_for_two_minutes(monkeypatch, launcher, limit_s):
-    waits = []
-    monkeypatch.setenv("MANYHANDS_PATIENCE", "1")
-    monkeypatch.setattr(join, "resolve", lambda: launchers.RankInfo(launcher, 0, 2, 0, 2))
-    monkeypatch.setattr(join, "store_for", lambda info, timeout_s: waits.append(timeout_s))
-    monkeypatch.setattr(join, "_agree", lambda *_: (None, {"error": "no"}))
-    with pytest.raises(LaunchError):
-        join._enter("x", "cpu", None, True)
-    assert waits == [limit_s]
+    of_0 = first.communicate(timeout=60)[1]
+    assert first.returncode == 1 and "Traceback" not in of_0
+    assert of_0.endswith("rank 0 waited 5 s for rank 2 to join; did they start, and are they alive?\n")
 
 
 def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeypatch, capsys):
@@ -509,19 +437,3 @@ def test_a_rank_that_cannot_be_says_so_itself_for_there_may_be_no_rank_0(monkeyp
         with pytest.raises(SystemExit):
             program.end("train.py: it cannot be", 2)
         assert capsys.readouterr().err == said
-
-
-def test_a_rank_whose_groups_do_not_abort_is_still_told_to_go(monkeypatch):
-    """NCCL's abort may wait as long as the group's time-out, a day in a notebook; the control line must be read on."""
-    from manyhands.notebook import engine
-
-    ended, forever = [], threading.Event()
-    abort = lambda: ended.append(forever.wait(10))  # noqa: E731
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", abort)
-    monkeypatch.setattr(engine, "ABORT_S", 0.1, raising=False)
-    monkeypatch.setattr(engine, "_sockets", set)
-    monkeypatch.setattr(engine, "_own_sockets", set(), raising=False)
-    monkeypatch.setattr(engine.settings, "store_address", lambda: ("127.0.0.1", 0))
-    engine._abort_groups()
-    assert ended == []
-    forever.set()

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -53,7 +52,8 @@ def test_on_one_machine_it_is_torchrun_which_passes_signals_on(nodefile):
     command = command_for(PROGRAM, {}, nproc=4)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert "--nproc-per-node=4" in command and command[-4:] == ["--standalone", *PROGRAM]
-    assert any(re.match("--signals-to-handle=.*SIGUSR1", word) for word in command)
+    (signals,) = [word for word in command if word.startswith("--signals-to-handle=")]
+    assert "SIGUSR1" in signals
     nodefile.write_text("x1\nx1\n")
     command = command_for(PROGRAM, PBS | {"PBS_NODEFILE": str(nodefile)})
     assert "--standalone" in command and "--nproc-per-node=2" in command, "a job of one node is one machine"
@@ -66,16 +66,28 @@ def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(no
         "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=1 --gpus-per-task=1"
     )
     assert "--overlap" in command_for(PROGRAM, {**SLURM, "SLURM_STEP_ID": "0"}, nproc=4)
-
-
-def test_torchrun_starts_once_on_each_node_of_a_job_and_meets_on_the_first(nodefile):
+    # torchrun starts once on each node, and all meet on the first
     for environ, start, place in (
-        (PBS | {"PBS_NODEFILE": str(nodefile)}, "mpiexec -n 2 -ppn 1", "x1:20077"),
+        (pbs, "mpiexec -n 2 -ppn 1", "x1:20077"),
         (SLURM, "srun --nodes=2 --ntasks=2 --ntasks-per-node=1", "nid01:20123"),
     ):
         command = command_for(PROGRAM, environ, nproc=3, starter="torchrun")
         assert " ".join(command).startswith(start)
         assert {"--nnodes=2", "--nproc-per-node=3", f"--rdzv-endpoint={place}"} < set(command)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "environ", "said"),
+    [
+        ("", {"MPIEXEC": "mpiexec 'x"}, "MPIEXEC=mpiexec 'x cannot be read .*: close the quote"),
+        ("", {"MPIEXEC_FLAGS": "mpiexec 'x"}, "MPIEXEC_FLAGS=mpiexec 'x cannot be read .*: close the quote"),
+        ("\n", {}, "PBS_NODEFILE names .*, which is empty"),
+    ],
+)
+def test_a_job_whose_variables_cannot_be_read_is_refused_by_their_names(nodefile, hosts, environ, said):
+    nodefile.write_text(hosts or nodefile.read_text())
+    with pytest.raises(RanksError, match=said):
+        per_node(nodefile, [], **environ)
 
 
 def program_in(folder, name, text="#!/bin/sh\n"):
@@ -104,26 +116,10 @@ def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts
     shutil.rmtree(site)
     if find_site_mpiexec({"PATH": "/usr/bin:/bin"}) is None:
         assert per_node(nodefile, [pbs])[2:] == [tmrsh, "x1 x2"]
-
-
-def test_the_mpiexec_that_debians_slurm_installs_is_no_mpis(tmp_path):
-    wrapper, site = program_in(tmp_path / "slurm", "mpiexec.slurm"), program_in(tmp_path / "site", "mpiexec")
+    # Debian's Slurm installs one that is no MPI's either
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").symlink_to(wrapper)
+    (tmp_path / "bin" / "mpiexec").symlink_to(program_in(tmp_path / "slurm", "mpiexec.slurm"))
     assert find_site_mpiexec({"PATH": f"{tmp_path}/bin"}) is None
-    assert find_site_mpiexec({"PATH": f"{tmp_path}/bin:{tmp_path}/site"}) == [str(site)]
-
-
-def test_what_a_job_of_pbs_shows_first_is_one_line_that_can_be_typed_again(nodefile, tmp_path, monkeypatch, capsys):
-    program_in(tmp_path / "pbs", "pbs_tmrsh")
-    environ = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "PATH": f"{tmp_path}/pbs:/nowhere"}
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert commands.main(["--starter", "torchrun", "--nproc", "2", "--dry-run", __file__]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    words = shlex.split(line)
-    assert words[:2] == ["$", "bash"] and words[2].endswith("launch/on_nodes.sh")
-    assert words[3:6] == [f"{tmp_path}/pbs/pbs_tmrsh", "x1 x2", sys.executable]
 
 
 @pytest.fixture
@@ -146,44 +142,30 @@ WAITS = 'trap "echo told; exit $1" TERM; echo runs; for i in {1..6000}; do sleep
 
 
 def test_where_one_node_fails_the_others_are_ended_and_the_run_has_its_status(tmrsh, tmp_path):
-    run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x2 ]; then until [ -s x1 ]; do :; done; exit 7; fi; {WAITS}', "0")
-    said = run.communicate(timeout=100)[1]
+    """Each node has the words, the folder and the environment of the run, but for what PBS says of its tasks."""
+    shown = 'echo "$HOST $PWD $WORDS $PBS_TASKNUM|$1" >&2; '
+    fails = f'if [ "$HOST" = x2 ]; then until [ -s x1 ]; do :; done; exit 7; fi; {WAITS}'.replace("exit $1", "exit 0")
+    environ = {"WORDS": 'it\'s a "quoted" $word', "PBS_TASKNUM": "1"}
+    run = on_nodes(tmrsh, tmp_path, shown + fails, "two  words; $(id)", **environ)
+    *seen, last = run.communicate(timeout=100)[1].splitlines()
     assert run.returncode == 7
-    assert said == "launch.py: the part of this run on x2 ended with status 7, so the others end, too\n"
+    assert last == "launch.py: the part of this run on x2 ended with status 7, so the others end, too"
+    assert sorted(seen) == [f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)' for host in ("x1", "x2")]
     assert (tmp_path / "x1").read_text() == "runs\ntold\n"
     assert list((tmp_path / "out" / "jobs").iterdir()) == []
 
 
-def test_a_signal_reaches_all_nodes_and_a_run_that_leaves_in_good_order_is_well(tmrsh, tmp_path):
-    run = on_nodes(tmrsh, tmp_path, WAITS, "0")
-    while not all((tmp_path / host).exists() and (tmp_path / host).read_text() for host in ("x1", "x2")):
-        assert run.poll() is None
-        time.sleep(0.05)
-    run.send_signal(signal.SIGUSR1)
-    assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
-    assert [(tmp_path / host).read_text() for host in ("x1", "x2")] == ["runs\ntold\n"] * 2
-
-
-def test_on_sigterm_the_first_node_is_left_alone_as_qdel_has_told_it(tmrsh, tmp_path):
+@pytest.mark.parametrize(("sent", "of_x1"), [(signal.SIGUSR1, "runs\ntold\n"), (signal.SIGTERM, "runs\n")])
+def test_a_signal_reaches_all_nodes_but_the_first_which_qdel_has_told_itself(tmrsh, tmp_path, sent, of_x1):
     """A second SIGTERM would end its torchrun before its ranks have saved; that one rank hears is enough."""
-    first = f"trap 'echo twice' TERM; echo runs; until grep -qs told {tmp_path}/x2; do sleep 0.1; done"
-    run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x1 ]; then {first}; exit; fi; {WAITS}', "0")
+    x1 = f"trap 'echo told; exit 0' TERM; echo runs; until grep -qs told {tmp_path}/x2; do sleep 0.1; done; sleep 1"
+    run = on_nodes(tmrsh, tmp_path, f'if [ "$HOST" = x1 ]; then {x1}; exit; fi; {WAITS}', "0")
     while not all((tmp_path / host).exists() and (tmp_path / host).read_text() for host in ("x1", "x2")):
         assert run.poll() is None
         time.sleep(0.05)
-    run.send_signal(signal.SIGTERM)
+    run.send_signal(sent)
     assert run.communicate(timeout=100)[1] == "" and run.returncode == 0
-    assert (tmp_path / "x1").read_text() == "runs\n"
-
-
-def test_pbs_starts_the_command_on_each_host_with_the_environment_and_fails_if_one_does(tmrsh, tmp_path):
-    shown = 'echo "$HOST $PWD $WORDS $PBS_TASKNUM|$1"; [ "$HOST" != x2 ]'
-    words = {"WORDS": 'it\'s a "quoted" $word', "PBS_TASKNUM": "1"}
-    run = on_nodes(tmrsh, tmp_path, shown, "two  words; $(id)", **words)
-    run.communicate(timeout=100)
-    assert run.returncode == 1
-    for host in ("x1", "x2"):
-        assert (tmp_path / host).read_text() == f'{host} {tmp_path} it\'s a "quoted" $word |two  words; $(id)\n'
+    assert (tmp_path / "x1").read_text() == of_x1 and (tmp_path / "x2").read_text() == "runs\ntold\n"
 
 
 def test_open_mpi_gets_its_own_flag_for_ranks_per_node_and_a_site_may_say_another(nodefile, tmp_path):
@@ -191,18 +173,6 @@ def test_open_mpi_gets_its_own_flag_for_ranks_per_node_and_a_site_may_say_anothe
     assert per_node(nodefile, [tmp_path / "bin"]) == [mpiexec, "-n", "2", "--map-by", "ppr:1:node"]
     found = per_node(nodefile, [tmp_path / "bin"], MPIEXEC_FLAGS="-npernode 1 --bind-to none")
     assert found == [mpiexec, "-n", "2", "-npernode", "1", "--bind-to", "none"]
-
-
-@pytest.mark.parametrize("name", ["MPIEXEC", "MPIEXEC_FLAGS"])
-def test_a_quote_that_is_not_closed_is_refused_by_the_name_of_its_variable(nodefile, name):
-    with pytest.raises(RanksError, match=f"{name}=mpiexec 'x cannot be read .*: close the quote"):
-        per_node(nodefile, [], **{name: "mpiexec 'x"})
-
-
-def test_a_node_file_without_a_node_is_refused(nodefile):
-    nodefile.write_text("\n")
-    with pytest.raises(RanksError, match="PBS_NODEFILE names .*, which is empty"):
-        per_node(nodefile, [])
 
 
 def test_a_port_that_is_taken_is_left_to_whoever_has_it():
@@ -247,11 +217,6 @@ def test_ranks_that_slurm_starts_share_all_cores_of_the_job_unless_the_site_says
     assert flags or "--cpus-per-task=60" in command_for(PROGRAM, environ, 4, "torchrun")
 
 
-def test_srun_outside_of_a_slurm_job_is_refused_with_the_cure():
-    with pytest.raises(RanksError, match="job; use salloc or sbatch"):
-        command_for(PROGRAM, {}, nproc=2, starter="srun")
-
-
 def launch(root, *words, environ=None, **options):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_", "NPROC"))}
     return subprocess.Popen(
@@ -272,6 +237,11 @@ def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
     assert words[-3:] == [str(root / "scripts" / "train.py"), "--log.prompt", "a; touch /tmp/x $(id)"]
 
 
+def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
+    status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--train.steps", 0))
+    assert (status, said) == (2, "launch.py: train.steps=0 is too small; use at least 1\n")
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -279,24 +249,18 @@ def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
         (["--retries", "-1"], "argument --retries: -1 is less than 0"),
         (["--timeout", "x"], "argument --timeout: invalid int value: 'x'"),
         (["nowhere.py"], "no such program: nowhere.py; put the program's flags after `--`"),
-        (["--starter", "srun", "--nproc", "2"], "use salloc or sbatch"),
+        (["--starter", "srun", "--nproc", "2"], "job; use salloc or sbatch"),
         (["--preset", "gpt2"], "unrecognized arguments"),
+        (["--dry-run"], "MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"),
     ],
 )
 def test_a_wrong_flag_is_refused_with_status_2(monkeypatch, capsys, words, sentence):
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("MANYHANDS_DEVICE", "gpu" if words == ["--dry-run"] else "cpu")
     with pytest.raises(SystemExit) as refusal:
         commands.main(words)
     assert refusal.value.code == 2 and sentence in capsys.readouterr().err
-
-
-def test_a_device_that_is_none_is_refused_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setenv("MANYHANDS_DEVICE", "gpu")
-    with pytest.raises(SystemExit) as refusal:
-        commands.main(["--dry-run"])
-    assert refusal.value.code == 2
-    assert "MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -338,9 +302,9 @@ def test_a_run_that_prints_nothing_is_ended_with_all_its_processes_and_it_says_s
 
 
 def test_a_run_that_prints_now_and_then_is_left_alone(root, script):
-    program = script("import time\nfor i in range(7):\n    print(i, flush=True)\n    time.sleep(1)\n")
-    status, said = ended(launch(root, *ALONE, "--timeout", 6, program))
-    assert status == 0 and "0\n1\n2\n3\n4\n5\n6\n" in said and "no output" not in said
+    program = script("import time\nfor i in range(6):\n    print(i, flush=True)\n    time.sleep(1)\n")
+    status, said = ended(launch(root, *ALONE, "--timeout", 5, program))
+    assert status == 0 and "0\n1\n2\n3\n4\n5\n" in said and "no output" not in said
 
 
 def living(program):
@@ -388,13 +352,14 @@ def kept_as(monkeypatch, status, heard=None):
 
 @pytest.mark.parametrize(
     ("status", "heard", "starts"),
-    [(0, None, 1), (2, None, 1), (DIVERGED, None, 1), (NO_ROOM, None, 1), (1, None, 3), (137, None, 3),
-     (143, signal.SIGTERM, 1)],
-)  # fmt: skip
+    [(0, None, 1), (2, None, 1), (DIVERGED, None, 1), (NO_ROOM, None, 1), (137, None, 3), (143, signal.SIGTERM, 1)],
+)
 def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monkeypatch, capsys, status, heard, starts):
     seen = kept_as(monkeypatch, status, heard)
-    assert commands.run(["mine"], None, 2) == status
-    assert len(seen) == starts and capsys.readouterr().err.count("retry") == starts - 1
+    assert commands.run(["srun", "python", "program.py"], None, 2) == status
+    said = capsys.readouterr().err
+    assert len(seen) == starts and said.count("retry") == starts - 1
+    assert ("a rank was killed (signal 9): usually memory" in said) == (status == 137)
 
 
 @pytest.mark.parametrize(
@@ -411,11 +376,6 @@ def test_torchrun_dies_of_a_signal_that_it_passes_on_and_the_status_is_the_progr
     assert after_signal(number, own) == (status, said)
 
 
-def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
-    status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--train.steps", 0))
-    assert (status, said) == (2, "launch.py: train.steps=0 is too small; use at least 1\n")
-
-
 @pytest.mark.parametrize(
     ("failures", "status", "sentence"),
     [
@@ -430,12 +390,6 @@ def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_w
 def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(failures, status, sentence):
     found, said = blame(failures)
     assert found == status and said.startswith(sentence)
-
-
-def test_a_rank_killed_under_mpiexec_or_srun_is_said_to_be_so(monkeypatch, capsys):
-    kept_as(monkeypatch, 137)
-    assert commands.run(["srun", "python", "program.py"], None, 0) == 137
-    assert "a rank was killed (signal 9): usually memory" in capsys.readouterr().err
 
 
 KILLED = """\
@@ -462,6 +416,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("real_python")
 def test_a_node_that_loses_the_first_one_says_so_in_one_line(root, script):
     """torchrun's own words are a traceback and, from its store, 50 lines of C++ frames."""
@@ -502,18 +457,6 @@ def test_on_several_nodes_a_refusal_is_the_last_line_again(monkeypatch, capsys, 
     assert capsys.readouterr().err == said
 
 
-@pytest.fixture
-def under_nohup():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_under_nohup_torchrun_is_not_told_to_hear_the_hangup(under_nohup):
-    (flag,) = [word for word in command_for(PROGRAM, {}, nproc=4) if word.startswith("--signals-to-handle=")]
-    assert "SIGTERM" in flag and "SIGHUP" not in flag
-
-
 OUT_OF_MEMORY = """\
 import manyhands.launch.entry as entry
 class OutOfMemoryError(RuntimeError):
@@ -551,8 +494,14 @@ sys.exit(5 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0)
 
 
 @pytest.mark.usefixtures("real_python")
-def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps(under_nohup):
-    assert processes.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
+def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert processes.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
+        (flag,) = [word for word in command_for(PROGRAM, {}, nproc=4) if word.startswith("--signals-to-handle=")]
+        assert "SIGTERM" in flag and "SIGHUP" not in flag
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def statuses_on_the_way(ranks, folder):

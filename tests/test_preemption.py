@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from manyhands.checkpoint.manifest import step_of, steps_in, verify
-from manyhands.launch.processes import MARK, Family
+from manyhands.launch.processes import Family
 from manyhands.train import preemption
 from manyhands.train.preemption import REQUEUE, PreemptionHandler, clear_requeue, write_requeue
 from rank_pool import RankFailed, run_on_ranks
@@ -34,29 +34,30 @@ def stop_one_rank(ranks, name, who, when):
             time.sleep(0.001)
 
 
-@pytest.mark.parametrize(("name", "who"), [("SIGTERM", 0), ("SIGUSR1", 2), ("SIGINT", 1), ("SIGHUP", 1)])
+@pytest.mark.parametrize(("name", "who"), [("SIGTERM", 0), ("SIGUSR1", 2), ("SIGHUP", 1)])
 def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(name, who):
     answers = run_on_ranks(3, stop_one_rank, name, who, 30)
     assert len(set(answers)) == 1
     assert answers[0][0] == name and answers[0][1] >= 30
 
 
-def count_agreements(ranks, steps, interval_s):
-    preemption.INTERVAL_S, asked_at, reduce = interval_s, [], dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (asked_at.append(step), reduce(*args, **kwargs))
-    with PreemptionHandler(ranks) as asked:
-        for step in range(1, steps + 1):  # noqa: B007 - `all_reduce` above looks at it
-            assert asked.agreed() is None
-    return asked_at
+def count_agreements(ranks, *rounds):
+    """At which steps the ranks ask each other, for each (number of steps, interval in seconds) of `rounds`."""
+    reduce, all_asked_at = dist.all_reduce, []
+    for steps, preemption.INTERVAL_S in rounds:
+        asked_at = []
+        dist.all_reduce = lambda *args, **kwargs: (asked_at.append(step), reduce(*args, **kwargs))  # noqa: B023
+        with PreemptionHandler(ranks) as asked:
+            for step in range(1, steps + 1):  # noqa: B007 - `all_reduce` above looks at it
+                assert asked.agreed() is None
+        all_asked_at.append(asked_at)
+    return all_asked_at
 
 
-def test_ranks_do_not_ask_each_other_after_each_step():
-    first, second = run_on_ranks(2, count_agreements, 20_000, 0.5)
-    assert first == second and len(first) < 40
-
-
-def test_ranks_whose_steps_are_longer_than_the_interval_ask_after_each_one():
-    assert run_on_ranks(2, count_agreements, 5, 0.0) == [[1, 2, 3, 4, 5]] * 2
+def test_ranks_do_not_ask_each_other_after_each_step_unless_a_step_is_longer_than_the_interval():
+    (first, each), other = run_on_ranks(2, count_agreements, (20_000, 0.5), (5, 0.0))
+    assert [first, each] == other and len(first) < 40
+    assert each == [1, 2, 3, 4, 5]
 
 
 def hear_several(ranks, echo_s, *pauses_s):
@@ -68,12 +69,9 @@ def hear_several(ranks, echo_s, *pauses_s):
         return asked.agreed()
 
 
-def test_the_echo_of_a_signal_is_no_second_one():
+def test_a_second_signal_ends_the_process_but_an_echo_is_none():
     """A rank gets one request from Slurm and once more from torchrun."""
     assert run_on_ranks(1, hear_several, 1000, 0.05, 0.05, 0.05) == ["SIGUSR1"]
-
-
-def test_a_second_signal_ends_the_process():
     with pytest.raises(RankFailed, match=r"died: \[0\]"):
         run_on_ranks(1, hear_several, 0.5, 0.7, 0.7)
 
@@ -103,17 +101,19 @@ def test_neither_ctrl_c_in_a_shells_background_nor_a_hangup_under_nohup_is_heard
     assert run_on_ranks(1, hear_what_is_ignored) == [None]
 
 
-def handlers_around(ranks, hear):
-    before = [signal.getsignal(one) for one in preemption.SIGNALS]
-    with PreemptionHandler(ranks):
-        if hear:
-            os.kill(os.getpid(), signal.SIGTERM)
-    return before == [signal.getsignal(one) for one in preemption.SIGNALS]
+def handlers_around(ranks):
+    """Whether the handlers are those of before, without a signal and after one."""
+    before, same = [signal.getsignal(one) for one in preemption.SIGNALS], []
+    for hear in (False, True):
+        with PreemptionHandler(ranks):
+            if hear:
+                os.kill(os.getpid(), signal.SIGTERM)
+        same.append(before == [signal.getsignal(one) for one in preemption.SIGNALS])
+    return same
 
 
 def test_without_a_signal_the_handlers_of_before_come_back_and_after_one_they_stay_until_the_process_has_left():
-    assert run_on_ranks(1, handlers_around, False) == [True]
-    assert run_on_ranks(1, handlers_around, True) == [False]
+    assert run_on_ranks(1, handlers_around) == [[True, False]]
 
 
 def ask_and_withdraw(ranks, folder):
@@ -130,49 +130,6 @@ def test_rank_0_alone_asks_for_the_requeue_and_takes_it_back(tmp_path):
     (found, said), other = run_on_ranks(2, ask_and_withdraw, str(tmp_path))
     assert found == [REQUEUE] and (said["signal"], said["step"]) == ("SIGUSR1", 120)
     assert other == (None, None) and os.listdir(tmp_path / "0") == []
-
-
-@pytest.fixture
-def under_torchrun(root, tmp_path):
-    """start(*flags) -> (the torchrun of two ranks, how many of its processes live); ended with the test."""
-    family = Family(secrets.token_hex(8))
-
-    def start(*flags):
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-             str(root / "tests" / "fake_train.py"), *flags],
-            env={**os.environ, MARK: family.mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    yield start, lambda: len(family.members())
-    family.end(grace_s=3)
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_two_ranks_under_torchrun_save_when_it_is_signalled_and_go_on_as_if_nothing_had_been(
-    under_torchrun, tmp_path, name
-):
-    start, living = under_torchrun
-    flags = [f"--checkpoint.folder={tmp_path / 'run'}", "--train.steps=40", "--stall-s=20"]
-    run = start(*flags, "--step-s=0.1", "--linger=20")
-    for line in run.stdout:
-        if "step 10" in line:
-            break
-    run.send_signal(getattr(signal, name))
-    said = run.communicate(timeout=200)[0]
-    step, _ = json.loads((tmp_path / "run" / "sum.json").read_text())
-    assert f"stopped by {name} and saved at step {step}" in said and 10 < step < 40
-    requeue = json.loads((tmp_path / "run" / REQUEUE).read_text())
-    assert (requeue["signal"], requeue["step"]) == (name, step)
-    # 1, whatever its ranks ended with, and now and then an abort in torchrun's own exit: so job files look at the file
-    assert run.returncode != 0, said
-    assert living() == 0
-    again = start(*flags, "--step-s=0")
-    said = again.communicate(timeout=200)[0]
-    assert f"from step {step}" in said and f"done, sum {3 * 40 * 41 // 2}" in said
-    assert again.returncode == 0 and not (tmp_path / "run" / REQUEUE).exists()
-    assert living() == 0
 
 
 RUN = ["--train.steps", "100000", "--model.n-layer", "1", "--model.n-embd", "16", "--log.no-plots", "--log.no-progress"]
@@ -207,25 +164,24 @@ EVERY_STEP = ["--checkpoint.every", "1", "--log.every", "1", "--log.sample", "0"
 
 
 @pytest.mark.parametrize(
-    ("line", "to", "flags"),
+    ("number", "line", "to", "flags"),
     [
-        ("2 ranks, launcher torchrun", "launch.py", []),  # they have met, and there is no model yet
-        ("2 ranks, launcher torchrun", "torchrun", []),
-        ("val_loss", "launch.py", ["--log.sample", "10000000"]),  # now it writes its sample, for an hour
-        ("val_loss", "launch.py", [*EVERY_STEP, "--log.eval-batches", "1"]),  # or steps, and saves each
+        (signal.SIGTERM, "2 ranks, launcher torchrun", "torchrun", []),  # they have met, and there is no model yet
+        (signal.SIGINT, "2 ranks, launcher torchrun", "launch.py", []),  # Ctrl-C: nobody asks to go on
+        (signal.SIGTERM, "val_loss", "launch.py", ["--log.sample", "10000000"]),  # it writes its sample, for an hour
     ],
 )
-def test_a_run_that_is_asked_to_leave_at_any_moment_saves_and_asks_to_go_on(launched, tmp_path, line, to, flags):
-    status, said = launched(signal.SIGTERM, line, to, flags)
-    assert status == 0 and said.endswith("launch.py: stopped cleanly on SIGTERM\n")
-    assert "stopped by SIGTERM and saved at step" in said
-    assert json.loads((tmp_path / "run" / REQUEUE).read_text())["signal"] == "SIGTERM"
-
-
-def test_ctrl_c_as_soon_as_the_ranks_have_met_saves_too_but_nobody_asks_to_go_on(launched, tmp_path):
-    status, said = launched(signal.SIGINT, "2 ranks, launcher torchrun")
-    assert status == 0 and "stopped by SIGINT and saved at step" in said
-    assert not (tmp_path / "run" / REQUEUE).exists()
+def test_a_run_that_is_asked_to_leave_at_any_moment_saves_and_asks_to_go_on(
+    launched, tmp_path, number, line, to, flags
+):
+    status, said = launched(number, line, to, flags)
+    name, requeue = signal.Signals(number).name, tmp_path / "run" / REQUEUE
+    assert status == 0 and f"stopped by {name} and saved at step" in said
+    if number == signal.SIGINT:
+        assert not requeue.exists()
+    else:
+        assert said.endswith("launch.py: stopped cleanly on SIGTERM\n")
+        assert json.loads(requeue.read_text())["signal"] == "SIGTERM"
 
 
 HELD_SAVE = """
@@ -244,7 +200,7 @@ runpy.run_path(sys.argv[0].replace("held.py", "train.py"), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("how", [[], ["--checkpoint.asynchronous"]])
+@pytest.mark.parametrize("how", [pytest.param([], marks=pytest.mark.full), ["--checkpoint.asynchronous"]])
 def test_a_signal_that_comes_while_a_checkpoint_is_written_lets_it_be_written(launched, root, tmp_path, how):
     """Each rank is within its save until it has heard the signal."""
     (tmp_path / "held.py").write_text(HELD_SAVE)
@@ -289,7 +245,7 @@ entry.run_program("train.py", wait)
 """
 
 
-@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "SIGTERM"), ("SIGHUP", "SIGHUP"), ("SIGINT", "Ctrl-C")])
+@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "SIGTERM"), ("SIGINT", "Ctrl-C")])
 def test_a_rank_whose_others_do_not_come_ends_within_its_grace(name, said):
     run = subprocess.run(
         [sys.executable, "-c", WAITS, name], env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")}, text=True,

@@ -46,7 +46,7 @@ def flown(tmp_path_factory, forked_python):
 
     def clock():
         there = len(list(root.glob("outputs/preflight/runs/03_hangs/*/outputs/hangs-*"))) == HANG
-        return now() + TIMEOUT_S * (there and sum(len(result.outcomes) for result in judged) == 12)
+        return now() + TIMEOUT_S * (there and sum(len(result.outcomes) for result in judged) >= 9)
 
     def command(run, timeout_s, inner=runs.Run.command):  # a fork neither stops with its launcher nor prints its stack
         words = inner(run, timeout_s)
@@ -57,6 +57,7 @@ def flown(tmp_path_factory, forked_python):
         patch.setattr(preflight, "cores_here", lambda: 64)
         patch.setattr(preflight, "available_memory_bytes", lambda: 2**40)
         patch.setattr(preflight, "judge", keep)
+        patch.setattr(processes, "SAMPLE_S", 4)  # twelve looks at all processes at once are a load of their own
         patch.setattr(processes, "time", SimpleNamespace(monotonic=clock, time=time.time, sleep=time.sleep))
         patch.setattr(runs.Run, "command", command)
         patch.setattr(sys, "executable", forked_python)
@@ -66,40 +67,22 @@ def flown(tmp_path_factory, forked_python):
     return root, status, outcomes, {r.lesson.name: r for r in judged}
 
 
-@pytest.fixture(scope="module")
-def report(flown):
-    return (flown[0] / "outputs" / "preflight" / "report.html").read_text()
-
-
 WAYS = ("notebook", "torchrun", "mpiexec")
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_good_lesson_is_ready_with_its_time_and_memory(flown, way):
-    outcome = flown[2]["01_good", way]
-    assert not outcome.error
-    assert outcome.ended.seconds > 0
-    assert 2**20 < outcome.ended.peak_bytes < 2**31
-
-
-@pytest.mark.parametrize("way", ("torchrun", "mpiexec"))
-def test_the_first_error_is_rank_1s_although_rank_0_lost_its_connection(flown, way):
-    error = flown[2]["02_raises", way].error
-    assert (error.rank, error.says.split(" (")[0]) == (1, "ValueError: rank 1 has 3 numbers, the others 4")
-    assert "02_raises.py, line" in error.says
-    assert error.detail.startswith("Traceback")
-
-
-def test_a_notebooks_error_is_named_with_its_cell(flown):
-    assert str(flown[2]["02_raises", "notebook"].error) == "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)"
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_lesson_that_hangs_is_ended_at_its_time_out_and_says_where_it_was(flown, way):
-    outcome = flown[2]["03_hangs", way]
-    assert outcome.ended.timed_out and outcome.ended.seconds >= TIMEOUT_S
+def test_what_is_well_what_raises_and_what_hangs_are_told_apart(flown, way):
+    """Of ranks the first error is rank 1's, although rank 0 lost its connection."""
+    good, raises, hangs = (flown[2][name, way] for name in ("01_good", "02_raises", "03_hangs"))
+    assert not good.error and good.ended.seconds > 0 and 2**20 < good.ended.peak_bytes < 2**31
+    if way == "notebook":
+        assert str(raises.error) == "ValueError: rank 1 has 3 numbers, the others 4 (cell 3)"
+    else:
+        assert raises.error.says.startswith("ValueError: rank 1 has 3 numbers, the others 4 (02_raises.py, line")
+        assert raises.error.rank == 1 and raises.error.detail.startswith("Traceback")
+    assert hangs.ended.timed_out and hangs.ended.seconds >= TIMEOUT_S
     where = "in cell 3" if way == "notebook" else "rank 1 in 03_hangs.py, line"
-    assert f"did not end within {TIMEOUT_S} s" in outcome.error.says and where in outcome.error.says
+    assert f"did not end within {TIMEOUT_S} s" in hangs.error.says and where in hangs.error.says
 
 
 def of_course(course):
@@ -114,75 +97,89 @@ def of_course(course):
     return found
 
 
-def test_nothing_of_the_hung_lessons_is_left_not_even_what_detached_itself(flown):
-    assert of_course(flown[0]) == []
-
-
-def test_the_others_go_on_and_the_exit_status_says_that_not_all_is_well(flown):
-    _, status, outcomes, _ = flown
-    assert status == 1 and len(outcomes) == 15
+def test_the_others_go_on_nothing_is_left_and_what_differs_between_launchers_is_named(flown):
+    course, status, outcomes, results = flown
+    assert of_course(course) == [], "not even what detached itself"
+    assert status == 1 and len(outcomes) == 12
     assert {name for (name, _), outcome in outcomes.items() if outcome.error} == {"02_raises", "03_hangs"}
-
-
-def test_a_lesson_whose_metrics_differ_between_launchers_is_named_with_the_numbers(flown):
-    results = flown[3]
     assert results["04_differs"].differences == [
         "mpiexec on 2 ranks against notebook on 2 ranks: exact answer: 42 and 43"
     ]
     assert results["01_good"].differences == [] and results["01_good"].compared == 3
 
 
-def test_the_report_is_one_page_that_loads_nothing_and_links_to_the_executed_notebooks(flown, report):
+def test_the_report_is_one_page_that_loads_nothing_and_junit_counts_each_run_and_each_comparison(flown):
+    folder = flown[0] / "outputs" / "preflight"
+    report = (folder / "report.html").read_text()
     assert not re.search(r"<(script|link|img)|=.https?://|@import|url\(", report)
     links = re.findall(r'href="([^"]+)"', report)
-    folder = flown[0] / "outputs" / "preflight"
     assert "runs/01_good/notebook-2/01_good.ipynb" in links
     assert all((folder / link).is_file() for link in links)
-
-
-def test_the_report_says_what_broke_first_and_where_it_ran(report):
-    assert "Not ready: 6 of 15 runs failed, 1 lesson with metrics that differ" in report
-    assert re.search(r"rank 1: ValueError: rank 1 has 3 numbers, the others 4", report)
-    for fact in ("shakespeare", f"torch {importlib.metadata.version('torch')}", "mpiexec", "light dark"):
+    assert "Not ready: 6 of 12 runs failed, 1 lesson with metrics that differ" in report
+    torch = f"torch {importlib.metadata.version('torch')}"
+    for fact in ("rank 1: ValueError: rank 1 has 3 numbers, the others 4", "shakespeare", torch, "mpiexec"):
         assert fact in report
-
-
-def test_junit_counts_each_run_and_each_comparison(flown):
-    suite = ET.parse(flown[0] / "outputs" / "preflight" / "junit.xml").getroot()[0]
-    assert (suite.get("tests"), suite.get("failures")) == ("23", "7")  # 15 runs, 3 comparisons, 5 pairs
-    failed = {
-        (case.get("classname"), case.get("name")) for case in suite.iter("testcase") if case.find("failure") is not None
-    }
+    suite = ET.parse(folder / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("18", "7")  # 12 runs, 2 comparisons, 4 pairs
+    failed = [case for case in suite.iter("testcase") if case.find("failure") is not None]
+    failed = {(case.get("classname"), case.get("name")) for case in failed}
     assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
 
 
-def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(
-    tmp_path, forked_python, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "executable", forked_python)
+@pytest.fixture
+def fly(tmp_path, monkeypatch):
+    """fly(*words, after=N) -> (status, names of the lessons that ran) of a preflight of two lessons without processes.
+
+    After N runs Ctrl-C comes. `fly.before` holds the report as it was before each run.
+    """
+    for name in ("01_good", "02_also"):
+        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
+    report = tmp_path / "outputs" / "preflight" / "report.html"
+    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-    fake_course.write_lesson(tmp_path, "01_good", "write_metrics(42, 4.174, 'offline')\n")
+
+    def flight(*words, after=None, corpus=None):
+        made, flight.before = [], []
+
+        def carry_out(run, timeout_s, stop):
+            if len(made) == after:
+                raise KeyboardInterrupt
+            made.append(run.lesson.name)
+            flight.before.append(report.read_text() if report.exists() else "")
+            metrics = {"lesson": run.lesson.name, "corpus": corpus, "parameters": {}, "device": "cpu", "exact": {},
+                       "close": {}, "world_size": 4}  # fmt: skip
+            outcome = runs.Outcome(run, processes.Ended(0, 1.0, 0), None, metrics)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            outcome.keep()
+            return outcome
+
+        monkeypatch.setattr(runs.Run, "carry_out", carry_out)
+        return preflight.main(["--notebooks", *words], root=tmp_path), made
+
+    return flight
+
+
+def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(fly, tmp_path, capsys):
     output = tmp_path / "elsewhere"
-    assert preflight.main(["--lesson", "1", "--notebooks", "--output", str(output)], root=tmp_path) == 0
+    assert fly("--lesson", "1", "--output", str(output), corpus={"name": "offline"}) == (0, ["01_good"])
     printed = capsys.readouterr().out
     assert "warning: The offline corpus" in printed and "Ready, with 1 warning" in printed
     assert "[ 1/1] 01_good notebook: ok" in printed  # plain lines where there is no terminal
     assert "The offline corpus" in (output / "report.html").read_text()
 
 
-def test_a_notebook_that_is_not_its_scripts_other_half_is_not_ready(tmp_path):
+def test_a_notebook_that_is_not_its_scripts_other_half_or_is_missing_is_not_ready(tmp_path):
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     (lesson,) = find_lessons(tmp_path)
     lesson.script.write_text(lesson.script.read_text() + "\n# %%\nprint('a cell that the notebook lacks')\n")
     outcome = runs.Outcome(runs.Run(lesson, "notebook", None, tmp_path), processes.Ended(0, 1.0, 0), None)
     (result,) = preflight.judge([outcome])
     assert result.complaints == [result.stale] != [""]
-    page = report_page(tmp_path, [result])
+    page = preflight.page(tmp_path, [result], {"when": "now", "host": "here"}, [], 1.0)
     assert "1 lesson with a stale half" in page and "make sync LESSON=01" in page
-
-
-def report_page(folder, results):
-    return preflight.page(folder, results, {"when": "now", "host": "here"}, [], 1.0)
+    lesson.notebook.unlink()
+    outcome = runs.Run(lesson, "notebook", None, tmp_path / "run").carry_out(10)
+    assert outcome.error.says == "notebooks/01_good.ipynb is missing; `make sync` writes it from its pair"
 
 
 def is_papermill_or_kernel(process):
@@ -265,58 +262,15 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
     assert "4 runs of 9 went well before: kept" in capsys.readouterr().out
 
 
-def test_a_preflight_that_began_anew_keeps_no_runs_of_the_one_before_it(tmp_path, monkeypatch, capsys):
+def test_the_report_is_written_after_each_run_and_a_flight_that_began_anew_keeps_no_earlier_runs(fly, tmp_path, capsys):
     """Flight 1 was whole, flight 2 was interrupted after one run: flight 3 has one run to keep, not two."""
-    for name in ("01_good", "02_also"):
-        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
-    made, stop_after = [], [None]
-    metrics = {"corpus": None, "parameters": {}, "device": "cpu", "exact": {}, "close": {}, "world_size": 4}
-
-    def fly(run, timeout_s, stop):
-        if len(made) == stop_after[0]:
-            raise KeyboardInterrupt
-        made.append(run.lesson.name)
-        outcome = runs.Outcome(run, processes.Ended(0, 1.0, 0), None, metrics | {"lesson": run.lesson.name})
-        run.folder.mkdir(parents=True, exist_ok=True)
-        outcome.keep()
-        return outcome
-
-    monkeypatch.setattr(runs.Run, "carry_out", fly)
-    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-    assert preflight.main(["--notebooks"], root=tmp_path) == 0
-    made.clear()
-    stop_after[0] = 1
-    assert preflight.main(["--notebooks"], root=tmp_path) == 130
-    stop_after[0] = None
+    assert fly() == (0, ["01_good", "02_also"])
+    assert ["Not ready: 1 run not ended" in text for text in fly.before] == [False, True]
+    assert "Ready" in (tmp_path / "outputs" / "preflight" / "report.html").read_text()
+    assert fly(after=1) == (130, ["01_good"])
     capsys.readouterr()
-    assert preflight.main(["--notebooks", "--resume"], root=tmp_path) == 0
-    assert made == ["01_good", "02_also"] and "1 run of 2 went well before: kept" in capsys.readouterr().out
-
-
-def test_the_report_is_written_after_each_run_and_says_how_many_are_still_to_come(tmp_path, monkeypatch):
-    """Power fails, the wall time ends with SIGKILL: what was found so far is there."""
-    for name in ("01_good", "02_also"):
-        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
-    said, report = [], tmp_path / "outputs" / "preflight" / "report.html"
-
-    def fly(run, timeout_s, stop):
-        said.append("Not ready: 1 run not ended" in report.read_text() if report.exists() else None)
-        nothing = {
-            "lesson": run.lesson.name,
-            "corpus": None,
-            "parameters": {},
-            "device": "cpu",
-            "exact": {},
-            "close": {},
-        }
-        return runs.Outcome(run, processes.Ended(0, 1.0, 0), None, nothing | {"world_size": 4})
-
-    monkeypatch.setattr(runs.Run, "carry_out", fly)
-    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-    assert preflight.main(["--notebooks"], root=tmp_path) == 0
-    assert said == [None, True] and "Ready" in report.read_text()
+    assert fly("--resume") == (0, ["02_also"])
+    assert "1 run of 2 went well before: kept" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ in a job of several nodes
@@ -338,29 +292,18 @@ def on_two_nodes(tmp_path, monkeypatch):
     return {(run.way, run.n_ranks): run for run in preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[2, 3])}
 
 
-def test_scripts_run_on_all_nodes_of_a_job_where_their_ranks_split_evenly(on_two_nodes):
+def test_scripts_run_on_all_nodes_of_a_job_where_their_ranks_split_evenly(on_two_nodes, tmp_path, monkeypatch):
     torchrun, alone = on_two_nodes["torchrun", 2].command(), on_two_nodes["torchrun", 3].command()
     assert {"--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=x1:20077"} < set(torchrun)
     assert "--standalone" in alone and "--nnodes=2" not in alone
     assert on_two_nodes["mpiexec", 2].command()[:5] == ["mpiexec", "-n", "2", "-ppn", "1"]
     again = "python scripts/launch.py --starter torchrun --nproc 1 scripts/01_good.py --"
     assert on_two_nodes["torchrun", 2].again() == again
-
-
-def test_mpi_is_not_held_to_loopback_in_a_job_of_several_nodes(on_two_nodes, monkeypatch):
+    assert preflight.gather_metadata(tmp_path)["job"] == "77 of pbs on x1, x2"
     monkeypatch.setattr(runs, "loopback_mpi", lambda: {"FI_TCP_IFACE": "lo"})
     assert "FI_TCP_IFACE" not in on_two_nodes["mpiexec", 2].environ({})
     monkeypatch.delenv("PBS_NODEFILE")
     assert on_two_nodes["mpiexec", 2].environ({})["FI_TCP_IFACE"] == "lo"
-
-
-def test_a_run_on_several_nodes_runs_alone(on_two_nodes):
-    one, other = on_two_nodes["torchrun", 2], on_two_nodes["mpiexec", 2]
-    assert preflight.at_once(one, [], 64, 2**40) and not preflight.at_once(one, [other], 64, 2**40)
-
-
-def test_the_report_names_the_job_and_its_nodes(on_two_nodes, tmp_path):
-    assert preflight.gather_metadata(tmp_path)["job"] == "77 of pbs on x1, x2"
 
 
 def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
@@ -396,19 +339,20 @@ def test_no_limit_within_a_run_is_shorter_than_the_time_out_that_was_asked_for(t
 # ------------------------------------------------------------------ what is refused
 
 
-def test_a_login_node_is_refused_with_the_cure(tmp_path, monkeypatch, capsys):
+def test_a_login_node_an_unknown_lesson_and_a_number_of_ranks_that_is_none_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "1")
     assert preflight.main([], root=tmp_path) == 2
     said = capsys.readouterr().err
     assert "login node" in said and "compute node" in said and "MANYHANDS_LOGIN_NODE=0" in said
     assert not (tmp_path / "outputs").exists()
-
-
-def test_an_unknown_lesson_is_refused_with_those_that_exist(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     assert preflight.main(["--lesson", "7"], root=tmp_path) == 2
     assert "there is no lesson '7'; the lessons are: 01_good" in capsys.readouterr().err
+    for words in ("x", "0", "1.5"):
+        with pytest.raises(SystemExit, match="2"):
+            preflight.main(["--ranks", words], root=tmp_path)
+        assert f"argument --ranks: '{words}' is not a whole number above 0" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ the plan
@@ -422,44 +366,36 @@ def test_notebooks_come_first_then_scripts_under_both_launchers_with_2_and_4_ran
     assert planned == [("01", "notebook"), ("02", "notebook")] + [(n, way) for n in ("01", "02") for way in scripts]
 
 
-def test_ranks_short_and_device_reach_notebooks_and_scripts(tmp_path, monkeypatch):
+def test_ranks_short_and_device_reach_notebooks_and_scripts_also_by_what_a_report_gives_to_try_again(
+    tmp_path, monkeypatch
+):
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    monkeypatch.setitem(SHORT, "01_good", {"length": 2})
-    notebook, torchrun, mpiexec = preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True)
-    assert json.loads(notebook.command()[-1]) == {"length": 2, "n_ranks": 8}
-    assert torchrun.command()[-1] == "--length=2" and "8" in torchrun.command()
+    monkeypatch.setitem(SHORT, "01_good", {"length": "--steps 4 --repeats 1"})
+    notebook, *scripts = planned = preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True)
+    assert json.loads(notebook.command()[-1]) == {"length": "--steps 4 --repeats 1", "n_ranks": 8}
+    words = shlex.split(notebook.again())
+    again = preflight.parser().parse_args(words[2:])
+    assert words[:2] == ["python", "scripts/preflight.py"] and again.short and again.notebooks
+    assert (again.lesson, again.ranks, again.device) == (["01"], [8], "cpu")
+    for script in scripts:
+        assert script.command()[-1] == "--length=--steps 4 --repeats 1" and "8" in script.command()
+        words = shlex.split(script.again())
+        assert words[0] == "CUDA_VISIBLE_DEVICES=" and "8" in words and words[-1] == "--length=--steps 4 --repeats 1"
     hidden = {"MANYHANDS_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
-    for run in (notebook, torchrun, mpiexec):
+    for run in planned:
         assert run.environ({"MANYHANDS_DEVICE": "cuda"}).items() >= hidden.items()
     [on_gpus] = preflight.plan(find_lessons(tmp_path), tmp_path, device="cuda", notebooks_only=True)
     assert on_gpus.environ({})["MANYHANDS_DEVICE"] == "cuda"
     assert "MANYHANDS_DEVICE" not in preflight.plan(find_lessons(tmp_path), tmp_path)[0].environ({})
 
 
-def test_what_a_report_gives_to_try_again_is_the_same_run_with_all_its_flags(tmp_path, monkeypatch):
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    monkeypatch.setitem(SHORT, "01_good", {"length": "--steps 4 --repeats 1"})
-    runs_ = preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[8], device="cpu", short=True)
-    notebook, *scripts = [shlex.split(run.again()) for run in runs_]
-    again = preflight.parser().parse_args(notebook[2:])
-    assert notebook[:2] == ["python", "scripts/preflight.py"]
-    assert (again.lesson, again.ranks, again.device) == (["01"], [8], "cpu")
-    assert again.short and again.notebooks
-    for words in scripts:
-        assert words[0] == "CUDA_VISIBLE_DEVICES=" and "8" in words
-        assert words[-1] == "--length=--steps 4 --repeats 1"
-
-
 def test_a_short_parameter_that_the_lesson_does_not_have_is_refused(tmp_path, monkeypatch):
+    for lesson in find_lessons():
+        assert lesson.short.keys() <= {parameter.name for parameter in read(lesson.script)}, lesson.name
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
     monkeypatch.setitem(SHORT, "01_good", {"lenght": 2})
     with pytest.raises(ValueError, match="lenght, which 01_good does not have"):
         preflight.plan(find_lessons(tmp_path), tmp_path, short=True)
-
-
-def test_the_short_parameters_of_this_course_exist_in_its_lessons():
-    for lesson in find_lessons():
-        assert lesson.short.keys() <= {parameter.name for parameter in read(lesson.script)}, lesson.name
 
 
 @pytest.mark.parametrize("cores, gib, together", [(2, 24, 1), (8, 24, 2), (8, 5, 1), (64, 24, 4)])
@@ -473,31 +409,16 @@ def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores
     assert len(running) == together
 
 
-def test_a_laptops_aims_do_not_hold_for_gpus(tmp_path):
-    run = runs.Run(Lesson("01_good", tmp_path), "notebook", None, tmp_path)
+def test_a_laptops_aims_do_not_hold_for_gpus_and_a_run_on_another_device_is_an_error(tmp_path):
+    run = runs.Run(Lesson("01_good", tmp_path), "mpiexec", 2, tmp_path, device="cuda")
     long = processes.Ended(0, 900.0, 2**40)
-    assert "900 s where 90 s are the aim" in runs.Outcome(run, long, None, {"device": "cpu"}).slow
-    assert runs.Outcome(run, long, None, {"device": "cuda"}).slow == ""
-
-
-def test_a_run_that_ignored_the_device_asked_for_is_an_error(tmp_path):
-    run = runs.Run(Lesson("01_good", tmp_path), "torchrun", 2, tmp_path, device="cuda")
+    notebook = runs.Run(Lesson("01_good", tmp_path), "notebook", None, tmp_path)
+    assert "900 s where 90 s are the aim" in runs.Outcome(notebook, long, None, {"device": "cpu"}).slow
+    assert runs.Outcome(notebook, long, None, {"device": "cuda"}).slow == ""
     error = run.first_error(processes.Ended(0, 1.0, 0), 60, {"device": "cpu"}, {})
     assert error.says.startswith("ran on cpu although cuda was asked for")
-
-
-def test_a_missing_half_of_a_pair_is_an_error_that_names_the_cure(tmp_path):
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    (tmp_path / "notebooks" / "01_good.ipynb").unlink()
-    (lesson,) = find_lessons(tmp_path)
-    outcome = runs.Run(lesson, "notebook", None, tmp_path / "run").carry_out(10)
-    assert outcome.error.says == "notebooks/01_good.ipynb is missing; `make sync` writes it from its pair"
-
-
-def test_the_variables_of_a_launcher_around_preflight_do_not_reach_its_runs(tmp_path):
-    run = runs.Run(Lesson("01_good", tmp_path), "mpiexec", 2, tmp_path)
-    environ = run.environ({"PMI_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "HOME": "/h"})
-    assert environ.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set() and environ["HOME"] == "/h"
+    around = run.environ({"PMI_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "HOME": "/h"})
+    assert around.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set() and around["HOME"] == "/h"
 
 
 # ------------------------------------------------------------------ processes and errors
@@ -517,6 +438,8 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     pid = int((tmp_path / "log").read_text())
     assert ended.status == 0 and len(ended.left_behind) == 1 and f"pid {pid} (python -c" in ended.left_behind[0]
     assert not alive(pid)
+    ended = processes.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
+    assert ended.status is None and "no-such-program did not start" in ended.error
 
 
 def test_a_process_that_was_met_before_it_had_its_environment_belongs_to_the_run(monkeypatch):
@@ -535,49 +458,28 @@ def test_a_process_that_was_met_before_it_had_its_environment_belongs_to_the_run
     assert [process.pid for process in found] == [child.pid]
 
 
-def test_memory_counts_all_processes_of_a_run(tmp_path, monkeypatch):
-    """The inner process stays until there is a sample of both."""
-    outer = "import subprocess, sys; x = bytearray(60 << 20); subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-    inner = """
-import os, sys, time
-y = bytearray(60 << 20)
-open(sys.argv[1], "w").close()
-while not os.path.exists(sys.argv[2]):
-    time.sleep(0.01)
-"""
-    grown, sampled, memory_bytes = tmp_path / "grown", tmp_path / "sampled", processes.Family.memory_bytes
-
-    def of_both(family):
-        both = grown.exists()
-        total = memory_bytes(family)
-        if both:
-            sampled.touch()
-        return total
-
-    monkeypatch.setattr(processes.Family, "memory_bytes", of_both)
-    command = [sys.executable, "-c", outer, inner, grown, sampled]
-    ended = processes.supervise(command, log=tmp_path / "log", timeout_s=120)
-    assert ended.status == 0 and 120 < ended.peak_bytes / 2**20 < 160
+def test_memory_counts_all_processes_of_a_run():
+    grows = "x = bytearray(60 << 20); print(flush=True); input()"
+    environ, pipes = os.environ | {processes.MARK: "grows"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    both = [subprocess.Popen([sys.executable, "-c", grows], env=environ, **pipes) for _ in range(2)]
+    for one in both:
+        one.stdout.readline()
+    memory = processes.Family("grows").memory_bytes()
+    for one in both:
+        one.communicate(b"\n", timeout=60)
+    assert 120 < memory / 2**20 < 160
 
 
-def test_a_command_that_does_not_exist_is_an_error_not_a_crash(tmp_path):
-    ended = processes.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
-    assert ended.status is None and "no-such-program did not start" in ended.error
-
-
-def test_a_lost_connection_is_not_the_first_error_even_if_it_is_printed_first():
-    lost = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer [127.0.0.1]:4242\n"
-    cause = 'Traceback (most recent call last):\n  File "/x/02_collectives.py", line 8, in ring\nValueError: 3 is odd\n'
-    error = runs.first_error_in({0: lost, 1: cause}, 1)
-    assert str(error) == "rank 1: ValueError: 3 is odd (02_collectives.py, line 8)"
-    assert runs.first_error_in({0: lost}, 1).rank == 0  # nothing better is known
-
-
-def test_a_refusal_without_a_traceback_is_the_last_line_of_the_rank_not_of_the_launcher():
+def test_a_refusal_without_a_traceback_is_the_last_line_of_the_rank_not_of_the_launcher(tmp_path):
     refusal = "02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1"
     launcher = "E1121 06:09:12.052000 14400 torch/distributed/elastic/api.py:1002] failed (exitcode: 2)\n"
     assert str(runs.first_error_in({0: f"{refusal}\n", None: launcher}, 2)) == f"rank 0: {refusal}"
     assert runs.first_error_in({0: "", None: f"{launcher}=====\n"}, 9).says == "ended with status 9 and printed nothing"
+    # a notebook's rank is named by its cell
+    output = {"output_type": "error", "ename": "CellFailed", "evalue": "rank 2: ValueError: 3 is odd", "traceback": []}
+    cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
+    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
+    assert str(runs.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
 
 
 def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(tmp_path):
@@ -596,34 +498,6 @@ def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(
     }  # fmt: skip
     assert list(texts)[-1] is None
     assert "[0] [rank0]: KeyError: 'a'\n" in log.read_text()
-
-
-def test_the_error_of_a_notebooks_rank_carries_its_number(tmp_path):
-    output = {"output_type": "error", "ename": "CellFailed", "evalue": "rank 2: ValueError: 3 is odd", "traceback": []}
-    cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
-    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
-    assert str(runs.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
-
-
-def test_where_ranks_were_names_the_lessons_line():
-    of_0 = """\
-Fatal Python error: Aborted
-Thread 0x01 (most recent call first):
-  File "/lib/threading.py", line 9 in wait
-Current thread 0x00 (most recent call first):
-  File "/lib/torch/distributed/distributed_c10d.py", line 3007 in all_reduce
-  File "/course/scripts/02_collectives.py", line 41 in <module>
-"""
-    of_1 = 'Current thread 0x00 (most recent call first):\n  File "/scripts/02_collectives.py", line 39 in my_turn\n'
-    where = "rank 0 in 02_collectives.py, line 41; rank 1 in 02_collectives.py, line 39"
-    assert runs.where_ranks_were({1: of_1, 0: of_0, None: "ended"}) == where
-
-
-@pytest.mark.parametrize("words", ["x", "0", "1.5"])
-def test_what_is_no_number_of_ranks_is_refused(words, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        preflight.main(["--ranks", words], root=tmp_path)
-    assert f"argument --ranks: '{words}' is not a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
