@@ -7,6 +7,9 @@ class TestAnswers(AnswersOfRanks):
 Most wrong answers are the lesson's own with a slip, ("the lesson's text", "what stands there instead", sentence):
 
 REJECTED = {"bits_per_byte": [("/ math.log(2)", "* math.log(2)", "divide by ln 2, do not multiply")]}
+
+`make test` judges the first FEW wrong answers of each check, `make test-full` all of them; only what is asked for is
+judged: `pytest tests/test_checks_x.py -k NAME` is quick.
 """
 
 import functools
@@ -14,9 +17,12 @@ import importlib
 import inspect
 import os
 import sys
+from collections import Counter
 
 import pytest
 from definitions import taken_from
+
+FEW = 4  # wrong answers of each check that are judged without `full`
 
 
 def exercises_of(checks):
@@ -81,6 +87,12 @@ def is_edit(answer):
     return isinstance(answer, tuple) and all(isinstance(part, str) for part in answer)
 
 
+def asked(request, cls):
+    """The wrong answers that this run of pytest looks at."""
+    items = [item for item in request.session.items if getattr(item, "cls", None) is cls]
+    return [item.callspec.params["wrong"] for item in items if "wrong" in item.fixturenames]
+
+
 class FromLesson:
     """The lesson's own functions, taken out of it when one of them is called: `ours.culprit(records, members)`.
 
@@ -101,12 +113,12 @@ class Answers:
     right: {check: [answers in other styles]}. An answer is a function, or edits of the lesson's own: old, new, ...
     solutions: {check: name or names in the lesson}, where it is not the check's own; `around`, `given`: further
         names and {global: value} that they use.
-    elsewhere: checks that other tests look at. worlds: the numbers of ranks by which solutions are judged.
+    elsewhere: checks that other tests look at. worlds: further numbers of ranks by which solutions are judged.
     in_a_folder: checks that are given a folder of all ranks.
     """
 
     lesson = checks = None
-    rejected, right, solutions, around, given, elsewhere, worlds = {}, {}, {}, (), {}, (), (1, 2)
+    rejected, right, solutions, around, given, elsewhere, worlds = {}, {}, {}, (), {}, (), (2,)
     in_a_folder = ()
 
     @classmethod
@@ -128,15 +140,14 @@ class Answers:
         return {check: cls.solutions.get(check, check) for check in sorted(exercises_of(cls.checks) - {*cls.elsewhere})}
 
     @classmethod
-    def judge(cls, ranks=None):
-        """Every wrong answer, then every right one, in the same processes: none poisons the next."""
-        answers = {case: answer for case, (answer, _) in cls.wrong_answers().items()}
+    def judge(cls, wrong, ranks=None):
+        """The wrong answers, then every right one, in the same processes: none poisons the next."""
+        answers = {case: answer for case, (answer, _) in cls.wrong_answers().items() if case in wrong}
         answers |= {(check, i): answer for check, right in cls.right.items() for i, answer in enumerate(right)}
         for check, named in cls.named_solutions().items():
             answers[check, "stub"] = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
-        own, verdicts = {}, {}
-        if any(map(is_edit, answers.values())):
-            own = own_answers(cls.lesson, cls.named_solutions(), cls.around, ranks, **cls.given)
+        own, verdicts = own_answers(cls.lesson, cls.named_solutions(), cls.around, ranks, **cls.given), {}
+        answers |= {(check, "solution"): answer for check, answer in own.items()}
         for (check, name), answer in answers.items():
             answer = edited(own[check], *answer) if is_edit(answer) else answer
             verdicts[check, name] = getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
@@ -144,15 +155,20 @@ class Answers:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def verdicts(cls):
-        return cls.judge()
+    def verdicts(cls, request):
+        return cls.judge(asked(request, cls))
 
     def pytest_generate_tests(self, metafunc):
+        counted, wrong = Counter(), []
+        for case in self.wrong_answers():
+            counted[case[0]] += 1
+            wrong.append(pytest.param(case, marks=[pytest.mark.full] if counted[case[0]] > FEW else []))
         cases = {
-            "wrong": list(self.wrong_answers()),
+            "wrong": wrong,
             "right": [(check, i) for check, answers in self.right.items() for i in range(len(answers))],
             "check": sorted(self.rejected),
-            "world": self.worlds,
+            # where the check communicates nothing, one process says enough
+            "world": [pytest.param(n, marks=[] if hasattr(self, "world") else [pytest.mark.full]) for n in self.worlds],
         }
         for name in cases.keys() & set(metafunc.fixturenames):
             metafunc.parametrize(
@@ -167,14 +183,14 @@ class Answers:
     def test_a_right_answer_in_another_style_is_accepted(self, verdicts, right):
         assert verdicts[right] == "correct"
 
-    def test_what_is_not_attempted_is_no_fault(self, verdicts, check):
-        assert verdicts[check, "stub"] == "not attempted"
+    def test_the_solution_is_accepted_and_what_is_not_attempted_is_no_fault(self, verdicts, check):
+        assert (verdicts[check, "solution"], verdicts[check, "stub"]) == ("correct", "not attempted")
 
     def test_every_check_has_four_wrong_answers_or_more_and_a_right_one(self):
         assert exercises_of(self.checks) - {*self.elsewhere} == set(self.rejected) == set(self.right)
         assert all(len(answers) >= 4 for answers in self.rejected.values()) and all(self.right.values())
 
-    def test_the_lessons_solutions_are_accepted(self, pool, world, tmp_path):
+    def test_the_lessons_solutions_are_accepted_on_other_numbers_of_ranks(self, pool, world, tmp_path):
         solutions = self.named_solutions()
         of_lesson = self.checks.__name__, self.lesson, solutions, self.around, self.in_a_folder
         judge, environ = functools.partial(judge_solutions, **self.given), {"MANYHANDS_OUTPUTS": str(tmp_path)}
@@ -185,17 +201,17 @@ class Answers:
 class AnswersOfRanks(Answers):
     """The same, judged by `world` ranks of the pool."""
 
-    world, worlds = 3, (1, 2, 3)  # three: not a power of two, nothing splits evenly
+    world, worlds = 3, (1, 2)  # three: not a power of two, nothing splits evenly
 
     @pytest.fixture(scope="class")
     @classmethod
-    def verdicts(cls, pool, tmp_path_factory):
+    def verdicts(cls, pool, request, tmp_path_factory):
         environ = {"MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs"))}
-        there = cls.world, _judge_there, cls.__module__, cls.__name__
+        there = cls.world, _judge_there, cls.__module__, cls.__name__, asked(request, cls)
         return heard_alike(pool.run(*there, timeout_s=280, environ=environ))
 
 
-def _judge_there(ranks, module, name):
+def _judge_there(ranks, module, name, wrong):
     """The same class, as the process of a rank imports it."""
     importlib.import_module(module)
-    return getattr(sys.modules[module], name).judge(ranks)
+    return getattr(sys.modules[module], name).judge(wrong, ranks)

@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -310,8 +310,15 @@ def assert_same_learning(expected, results):
             assert apart <= BUDGET_FP64, f"rank {rank}: {name} is {apart} away"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
+# each method and each strategy in `make test`; every pair of them in `make test-full`
+ALWAYS = [("sft", "tp 2"), ("sft", "ddp 2"), ("dpo", "zero1 2"), ("dpo", "flat 4, accumulating"),
+          ("grpo", "fsdp 2, accumulating")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [pytest.param(*pair, marks=[pytest.mark.full] * (pair not in ALWAYS)) for pair in product(METHODS, LAYOUTS)],
+)
 def test_any_number_of_ranks_under_any_strategy_learns_the_same(pool, alone, method, layout, tmp_path):
     n, parallel, train = LAYOUTS[layout]
     wanted = wanted_of(method, {"parallel": parallel, "train": train})
@@ -391,10 +398,9 @@ def look_at_who_draws(ranks, outputs, method):
 def test_each_rank_draws_its_share_of_the_answers_and_no_other(pool, method, answers, tmp_path):
     alone = pool.run(1, look_at_who_draws, tmp_path, method)[0]
     assert len(alone) == answers and len(set(alone)) > 1
-    for n in (2, 4):
-        shares = pool.run(n, look_at_who_draws, tmp_path, method)
-        assert [len(share) for share in shares] == [answers // n] * n
-        assert [word for share in shares for word in share] == alone
+    shares = pool.run(4, look_at_who_draws, tmp_path, method)
+    assert [len(share) for share in shares] == [answers // 4] * 4
+    assert [word for share in shares for word in share] == alone
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -407,7 +413,7 @@ def cut_to(result, step, folder):
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "dpo")), "grpo"])
 def test_a_run_that_was_cut_short_goes_on_to_the_same_bits(pool, method, tmp_path):
     plain = {"train": {"precision": "fp32"}, "optimizer": {"name": "adamw", "lr": 1e-2, "clip": 1.0}}
     keep = {"checkpoint": {"every": 1, "keep": 9}}

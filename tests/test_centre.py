@@ -25,17 +25,13 @@ JACAMARS_OWN = {"-N", "-j", "-k", "--job-name", "--output"}  # it names its job,
 AGAIN = {"-r", "--requeue", "--open-mode", "--signal"}  # a job that comes back: Jacamar has ended it by then
 
 
-@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
-def test_gitlab_and_github_know_every_key(path):
-    kind = ["gitlab-ci", "--data-transform", "gitlab-ci"] if path == CENTRE else ["github-workflows"]
+@pytest.mark.parametrize("path", [*PIPELINES, "whole"], ids=lambda path: getattr(path, "name", path))
+def test_gitlab_and_github_know_every_key(path, tmp_path):
+    kind = ["github-workflows"] if path in WORKFLOWS else ["gitlab-ci", "--data-transform", "gitlab-ci"]
+    if path == "whole":  # each job with what it extends
+        whole = {name: {key: value for key, value in job.items() if key != "extends"} for name, job in JOBS.items()}
+        (path := tmp_path / "whole.yml").write_text(yaml.safe_dump({"stages": GITLAB["stages"], **whole}))
     done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{kind[0]}", *kind[1:], str(path)])
-    assert done.exit_code == 0, done.output
-
-
-def test_gitlab_knows_every_key_of_a_job_with_what_it_extends(tmp_path):
-    whole = {name: {key: value for key, value in job.items() if key != "extends"} for name, job in JOBS.items()}
-    (file := tmp_path / "whole.yml").write_text(yaml.safe_dump({"stages": GITLAB["stages"], **whole}))
-    done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.gitlab-ci", str(file)])
     assert done.exit_code == 0, done.output
 
 
@@ -95,26 +91,21 @@ def test_what_a_pipeline_runs_exists(where, command):
     assert [name for name in files if re.search(r"^\w*/|^\.ci/", name) and not (ROOT / name).exists()] == []
 
 
-def test_every_job_of_a_pipeline_has_an_end_and_none_runs_beside_another_on_gpus():
+def test_every_job_has_an_end_and_what_costs_gpus_is_alone_starts_by_hand_or_by_a_schedule_and_downloads_nothing():
     assert all(job["timeout"] and job["resource_group"] for job in JOBS.values())
     assert all(int(job["timeout-minutes"]) for flow in GITHUB.values() for job in flow["jobs"].values())
     assert GITHUB["gpu"]["concurrency"]["group"]
-
-
-def test_what_costs_gpus_starts_by_hand_or_by_a_schedule_and_gets_no_secret():
     assert set(GITHUB["gpu"]["on"]) == {"workflow_dispatch", "schedule"}
     started = {rule["if"] for rule in GITLAB["workflow"]["rules"]}
     assert set(re.findall('"(.+?)"', " ".join(started))) == {"web", "schedule"}
     assert all(flow["permissions"] == {"contents": "read"} for flow in GITHUB.values())
     assert "secrets." not in "".join(path.read_text() for path in PIPELINES)
-
-
-def test_the_batch_job_builds_and_downloads_nothing():
     assert JOBS["preflight"]["needs"] == ["environment"] and "batch" in JOBS["preflight"]["tags"]
     assert not re.search("make|pip|uv|curl|prepare_data", " ".join(JOBS["preflight"]["script"]))
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_the_artifacts_are_what_preflight_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
     fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
@@ -133,17 +124,18 @@ def test_the_artifacts_are_what_preflight_leaves(tmp_path, monkeypatch):
 @pytest.mark.ranks
 @pytest.mark.parametrize("site", ["perlmutter", "polaris"])
 def test_the_batch_job_starts_the_preflight_in_its_own_folder_wherever_jacamar_submitted_it(site, tmp_path):
-    course, seen = tmp_path / "course", tmp_path / "seen"
+    course, seen, binaries = (tmp_path / name for name in ("course", "seen", "bin"))
     shutil.copytree(ROOT / "jobs", course / "jobs")
-    (course / "scripts").mkdir()
-    (course / "scripts" / "preflight.py").touch()
+    for file, text in (
+        (course / "scripts" / "preflight.py", ""),
+        (binaries / "activate", f'PATH="{binaries}:$PATH"\n'),
+        (binaries / "python", f'#!/bin/sh\necho "$PWD" "$@" "$MANYHANDS_DEVICE" >>"{seen}"\n'),
+    ):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
     stamp.stamp(site, account="Hands", folder=course / "jobs")
-    binaries = tmp_path / "env" / "bin"
-    binaries.mkdir(parents=True)
-    (binaries / "activate").write_text(f'PATH="{binaries}:$PATH"\n')
-    (binaries / "python").write_text(f'#!/bin/sh\necho "$PWD" "$@" "$MANYHANDS_DEVICE" >>"{seen}"\n')
-    (binaries / "python").chmod(0o755)
-    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SITE": site, "PREFIX": str(tmp_path / "env")}
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SITE": site, "PREFIX": str(tmp_path)}
     environ |= {"PREFLIGHT_ARGS": "--lesson 03", "SLURM_SUBMIT_DIR": "/", "PBS_O_WORKDIR": "/"}
     script = "\n".join(["set -e", *JOBS["preflight"]["script"]])
     subprocess.run(["bash", "-c", script], cwd=course, env=environ | {"JOB": SITES[site]["JOB"]}, check=True)

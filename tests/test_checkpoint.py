@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import threading
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,7 +121,7 @@ def _read_each_way(ranks, folder):
     return wrong
 
 
-@pytest.mark.parametrize("m", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, pytest.param(2, marks=pytest.mark.full), 4])
 def test_m_ranks_read_bit_for_bit_what_1_2_or_4_ranks_wrote_in_any_way(pool, m, written):
     assert len(list(written.iterdir())) == 9
     assert pool.run(m, _read_each_way, written) == [[]] * m
@@ -234,50 +236,42 @@ def two_steps(pool, tmp_path_factory):
     return folder
 
 
-def _flip_a_byte(path):
-    file = path / "shard-00002-model-00001-of-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+SHARD_1, SHARD_2 = (f"shard-0000{n}-{OF_ONE}" for n in (1, 2))
 
 
-def _cut(path):
-    file = path / "shard-00001-model-00001-of-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
+def _flipped(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-def _lose_a_file(path):
-    (path / "shard-00002-model-00001-of-00001.safetensors").unlink()
+def _damage(path, name, change):
+    """Change a file's bytes; remove it if `change` is None; put an earlier step in its place if `name` is None."""
+    if name is None:
+        shutil.rmtree(path)
+        shutil.copytree(path.parent / "step-00000010", path)
+        return
+    content = (path / name).read_bytes()
+    (path / name).unlink()
+    if change:
+        (path / name).write_bytes(change(content))
 
 
-def _lose_the_manifest(path):
-    (path / "manifest.json").unlink()
-
-
-def _edit_the_manifest(path):
-    file = path / "manifest.json"
-    file.write_text(file.read_text().replace('"world_size": 2', '"world_size": 1'))
-
-
-def _cut_the_manifest(path):
-    file = path / "manifest.json"
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def _rename_a_step(path):
-    shutil.rmtree(path)
-    shutil.copytree(path.parent / "step-00000010", path)
-
-
+NOT_THERE = "cannot be read (No such file or directory)"
 DAMAGES = {
-    _flip_a_byte: "shard-00002-model-00001-of-00001.safetensors has changed since it was written (other sha256)",
-    _cut: r"shard-00001-model-00001-of-00001.safetensors has \d+ bytes, but was written with \d+: it is cut or changed",
-    _lose_a_file: "shard-00002-model-00001-of-00001.safetensors cannot be read (No such file or directory)",
-    _lose_the_manifest: "manifest.json cannot be read (No such file or directory); .*step-00000020 is not a complete",
-    _edit_the_manifest: "manifest.json cannot be used",
-    _cut_the_manifest: "manifest.json cannot be used",
-    _rename_a_step: "manifest.json is of step 10, but its folder says step 20",
-}
+    "a flipped byte": (SHARD_2, _flipped, f"{SHARD_2} has changed since it was written (other sha256)"),
+    "a cut file": (
+        SHARD_1, lambda content: content[:-1],
+        rf"{SHARD_1} has \d+ bytes, but was written with \d+: it is cut or changed",
+    ),
+    "a lost file": (SHARD_2, None, f"{SHARD_2} {NOT_THERE}"),
+    "no manifest": ("manifest.json", None, f"manifest.json {NOT_THERE}; .*step-00000020 is not a complete"),
+    "an edited manifest": (
+        "manifest.json", lambda content: content.replace(b'"world_size": 2', b'"world_size": 1'),
+        "manifest.json cannot be used",
+    ),
+    "a cut manifest": ("manifest.json", lambda content: content[:100], "manifest.json cannot be used"),
+    "another step": (None, None, "manifest.json is of step 10, but its folder says step 20"),
+}  # fmt: skip
 
 
 def _newest(ranks, folders):
@@ -297,12 +291,12 @@ def _newest(ranks, folders):
 
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previous_one_is_used(two_steps, tmp_path):
     folders = []
-    for damage in DAMAGES:
-        folders.append(tmp_path / damage.__name__)
+    for damage, (name, change, _) in DAMAGES.items():
+        folders.append(tmp_path / damage)
         shutil.copytree(two_steps, folders[-1])
-        damage(folders[-1] / "step-00000020")
+        _damage(folders[-1] / "step-00000020", name, change)
     rank_0, rank_1 = run_on_ranks(2, _newest, folders)
-    for (damage, sentence), first, second in zip(DAMAGES.items(), rank_0, rank_1, strict=True):
+    for (damage, (_, _, sentence)), first, second in zip(DAMAGES.items(), rank_0, rank_1, strict=True):
         sentence = re.compile(sentence.replace("(", r"\(").replace(")", r"\)"))
         newest, told, refused, untouched = first
         assert newest == second[0] == "step-00000010", damage
@@ -311,7 +305,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previou
         assert refused == second[2] and sentence.search(refused), refused
         assert untouched and second[3]
         with pytest.raises(CheckpointError, match=sentence):
-            manifest.verify(tmp_path / damage.__name__ / "step-00000020")
+            manifest.verify(tmp_path / damage / "step-00000020")
 
 
 def test_a_shard_that_an_older_copy_has_left_is_refused(two_steps, tmp_path):
@@ -416,10 +410,10 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, t
 
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
-    partial = manifest.make_partial(folder, 20, set())
-    shutil.copytree(folder / "step-00000020", partial, dirs_exist_ok=True)
-    files = manifest.read_manifest(partial).files
-    (partial / "manifest.json").unlink()
+    unfinished = manifest.make_partial(folder, 20, set())
+    shutil.copytree(folder / "step-00000020", unfinished, dirs_exist_ok=True)
+    files = manifest.read_manifest(unfinished).files
+    (unfinished / "manifest.json").unlink()
     left = [renames]
     rename = Path.rename
 
@@ -431,7 +425,7 @@ def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, t
 
     monkeypatch.setattr(Path, "rename", renamed_until_killed)
     try:
-        manifest.complete(partial, 20, None, about_of(2, 20) | {"new": True}, files, keep=9)
+        manifest.complete(unfinished, 20, None, about_of(2, 20) | {"new": True}, files, keep=9)
         assert renames == 2
     except Killed:
         assert renames < 2
@@ -456,28 +450,29 @@ def _broken_then_later(ranks, folder):
 
 def test_a_later_step_is_put_aside_if_it_was_found_broken_and_else_it_is_another_runs(two_steps, tmp_path):
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
-    _flip_a_byte(tmp_path / "step-00000020")
+    _damage(tmp_path / "step-00000020", SHARD_2, _flipped)
     told = "holds step 15 of another run, later than this run's step 12; name another folder"
     assert all(told in sentence for sentence in run_on_ranks(2, _broken_then_later, tmp_path))
     assert names_in(tmp_path) == ["step-00000010", "step-00000015", "step-00000020.broken"]
+
+
+def _refuse(number, *_, **__):
+    raise OSError(number, os.strerror(number))
 
 
 def _one_rank_fails(ranks, folder):
     saved(ranks, folder, 1)
     checkpoints, sentences = Checkpoints(folder, ranks), []
     tensors = held(ranks, "plain", whole)
-
-    def refuse(*_, **__):
-        raise OSError(errno.EIO, "Input/output error")
-
-    for module, name in (
-        (safetensors.torch, "save"),  # while DCP writes
-        (checkpoint_module, "describe_file"),  # while it is hashed
-        (manifest, "write_manifest"),  # at the very end, on rank 0 only
+    for module, name, number in (
+        (safetensors.torch, "save", errno.EIO),  # while DCP writes
+        (checkpoint_module, "describe_file", errno.EIO),  # while it is hashed
+        (manifest, "write_manifest", errno.EIO),  # at the very end, on rank 0 only
+        (safetensors.torch, "save", errno.ENOSPC),
     ):
         right = getattr(module, name)
         if ranks.rank == 1 or name == "write_manifest":
-            setattr(module, name, refuse)
+            setattr(module, name, partial(_refuse, number))
         sentences.append(error_of(lambda: checkpoints.save(2, tensors, about(ranks, 2))))
         setattr(module, name, right)
     return sentences, checkpoints.newest().name
@@ -491,6 +486,7 @@ def test_a_rank_that_fails_fails_the_save_on_all_and_the_older_one_stays(tmp_pat
     assert sentences[0].endswith("could not be saved in " + str(tmp_path) + ": rank 1: Input/output error")
     assert sentences[1] == "rank 1: Input/output error"
     assert sentences[2] == "rank 0: Input/output error"
+    assert re.match(rf"{tmp_path} is full: step 2 needs more, and [\d.]+ MB are free; free some, keep", sentences[3])
 
 
 def _save_beside_another_run(ranks, folder):

@@ -47,7 +47,6 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
         ("p.grad is off", "p.grad is off."),
         ("add_up: 4 calls", "add_up: 4 calls."),
         ("for 7 it is off", "For 7 it is off."),
-        ("dy was changed", "dy was changed."),
         ("step-0006 was there", "step-0006 was there."),
         ("steps are missing", "Steps are missing."),
         ("steps = 20 in the notebook", "steps = 20 in the notebook."),
@@ -102,7 +101,6 @@ def right_once():
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        (lambda x: x + x, "correct"),
         (by_the_first(lambda x, kept: tuple(x.tolist())), "correct"),
         (
             by_the_first(lambda x, kept: x.shape),
@@ -183,10 +181,10 @@ def test_a_check_draws_what_it_asks_from_its_seed_and_its_turn():
 # ---- answers of the wrong type ----
 
 STRANGE = {
-    "None": None, "text": "0.5", "nan": math.nan, "a boolean": True, "a complex number": 1j, "a list": [1.5, "x"],
-    "a matrix": torch.ones(2, 3), "a dictionary": {"a": 1}, "a class": dict,
+    "None": None, "text": "0.5", "nan": math.nan, "a list": [1.5, "x"], "a matrix": torch.ones(2, 3),
+    "a dictionary": {"a": 1},
 }  # fmt: skip
-HANDED_IN = ("None", "text", "a list", "a class")  # instead of a function
+HANDED_IN = ("None", "text")  # instead of a function
 LESSONS = [
     module
     for module in sorted(f"manyhands.checks.{found.name}" for found in pkgutil.iter_modules(checks.__path__))
@@ -232,7 +230,6 @@ def complaint(expect, *args, **kwargs):
 @pytest.mark.parametrize(
     ("found", "wanted", "texts"),
     [
-        (3, 4, ("3", "4")),
         (1234567, 1234568.0, ("1,234,567", "1,234,568")),
         (4.12312, 4.12313, ("4.12312", "4.12313")),
         (0.5, 4, ("0.5", "4")),

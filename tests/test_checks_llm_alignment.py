@@ -168,4 +168,4 @@ RIGHT = {
 
 class TestAnswers(AnswersOfRanks):
     lesson, checks, rejected, right = "13_llm_alignment", checks, WRONG, RIGHT
-    solutions, worlds = {"shares": ("own_share", "whole")}, (1, 2, 4)
+    solutions, worlds = {"shares": ("own_share", "whole")}, (1, 4)

@@ -62,20 +62,9 @@ def receives_into_too_little(x, rank, n):
 # ---- collectives that do not match ----
 
 
-def all_gathers_unequal(x, rank, n):
-    mine = longer_on_the_last(x, rank, n)
-    dist.all_gather([torch.empty_like(mine) for _ in range(n)], mine)
-
-
 def exchanges_unequal(x, rank, n):
     mine = torch.cat([longer_on_the_last(x, rank, n)] * n)
     dist.all_to_all_single(torch.empty_like(mine), mine)
-
-
-def only_those_who_have_something(x, rank, n):
-    if x.any():
-        dist.all_reduce(x)
-    return x
 
 
 def swallows_what_it_is_told(x, rank, n):
@@ -87,11 +76,8 @@ def swallows_what_it_is_told(x, rank, n):
 # ---- errors: whose they are, and what they say ----
 
 
-def raises(error):
-    def answer(x, rank, n):
-        raise error
-
-    return answer
+def raises_like_a_lost_message(x, rank, n):
+    raise RuntimeError("Timed out while I waited for the coffee")
 
 
 def on_rank_1(act):
@@ -105,17 +91,14 @@ def ends_the_group(x, rank, n):
     return x
 
 
-def loops():
-    while True:
-        pass
-
-
 def loops_on():
     """It catches what stops it, a few times."""
     for _ in range(3):
         with contextlib.suppress(BaseException):
-            loops()
-    loops()
+            while True:
+                time.sleep(0.001)
+    while True:
+        time.sleep(0.001)
 
 
 def comes_later(seconds):
@@ -162,30 +145,19 @@ SLIPS = {
     "too little room": (receives_into_too_little, "sends 16 bytes to rank"),
     "sends to itself": (lambda x, rank, n: dist.isend(x, rank).wait(),
         "Rank 0 sends to itself; a message must go to another rank."),
-    "all-gather": (all_gathers_unequal, "Ranks 0-3 call all_gather with 8, 8, 8 and 16 bytes."),
     "all-to-all": (exchanges_unequal, "In all_to_all_single rank 0 sends 8 bytes to rank 3, which receives into 16."),
     "another dtype": (lambda x, rank, n: right(x.int() if rank == n - 1 else x),
         "Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."),
-    "only some": (only_those_who_have_something,
+    "only some": (lambda x, rank, n: right(x) if x.any() else x,
         "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."),
     "another call": (lambda x, rank, n: dist.reduce(x, 0) if rank == 1 else right(x),
         "Rank 0 calls all_reduce while rank 1 calls reduce."),
-    "each its own root": (lambda x, rank, n: dist.broadcast(x, rank),
-        "Ranks 0-3 call broadcast with different roots: 0, 1, 2 and 3."),
     "swallowed": (swallows_what_it_is_told, "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes."),
-    "no return": (lambda x, rank, n: right(x) is None or None,
-        "Rank 0: Your function returned None: is a `return` missing? If not, the check cannot go on "
-        "with what your code left behind (AttributeError"),
-    "text": (lambda x, rank, n: str(right(x)),
-        "Rank 0: Your function returned the text 'tensor([6., 6.])', which the check cannot use "
-        "(AttributeError: 'str' object has no attribute 'tolist')."),
-    "an error like a lost message": (raises(RuntimeError("Timed out while I waited for the coffee")),
+    "an error like a lost message": (raises_like_a_lost_message,
         "Rank 0: Your code raised RuntimeError: Timed out while I waited for the coffee (line N: "),
     "no numbers on meta": (lambda x, rank, n: torch.ones(2, device="meta").cpu(),
         "Rank 0: Your code raised NotImplementedError: Cannot copy out of meta tensor"),
-    "sys.exit": (on_rank_1(sys.exit), "Rank 1: Your code ended the program (SystemExit): return instead."),
     "os._exit": (on_rank_1(lambda: os._exit(3)), "Rank 1: Your code ended the program (SystemExit): return instead."),
-    "a loop without an end": (on_rank_1(loops), "Rank 1: Your code had not ended after"),
     "a loop that is hard to end": (on_rank_1(loops_on), "Rank 1: Your code had not ended after"),
     "a thread that comes later": (on_rank_1(lambda: comes_later(30.0)), "Rank 1: Your code left a thread running (Thr"),
     "a process that goes on": (on_rank_1(lambda: subprocess.Popen(["sleep", "60"])),
@@ -195,15 +167,12 @@ SLIPS = {
         "Your code destroyed the process group, which later cells need: do not destroy it."),
     "a message that never comes": (waits_for_a_message_on_rank_1,
         "Rank 1 waited 4 s for a message that never arrived (line N: dist.recv(x, 2)): every send needs"),
-    "one stays away": (lambda x, rank, n: x if rank == 1 else right(x),
-        "Ranks 0, 2-3 call all_reduce when rank 1 has no call left to make"),
     "wrong on the last rank": (lambda x, rank, n: right(x) + (rank == n - 1),
         "Rank 3: The sum is [7.0, 7.0], not [6.0, 6.0]."),
     "not waited for": (begins_but_does_not_wait,
         "Rank 0: You started all_reduce with async_op=True and did not wait for it: call wait() on its handle."),
     "a message left behind": (leaves_a_message_behind, "Rank 0: The sum is [0.0, 0.0], not [6.0, 6.0]."),
     "fails in a hook": (fails_in_a_hook, "Rank 0: Your code raised TypeError: "),
-    "not yet": (raises(NotImplementedError("tomorrow")), "not attempted"),
 }  # fmt: skip
 
 
@@ -316,22 +285,14 @@ def test_a_slip_is_named_and_kills_no_rank(verdicts, slip):
     assert later == "correct", f"after it a right answer is told: {later}"
 
 
-def comes_late(ranks):
-    if ranks.rank == 0:
-        time.sleep(7)  # as if it drew a figure: longer than the others wait within a check
-    return the_sum(right, ranks)
-
-
-def test_a_rank_that_comes_late_to_a_check_does_not_use_up_the_patience_of_the_others(pool):
-    assert pool.run(2, comes_late) == ["correct"] * 2
-
-
 def judge_right(ranks):
+    """On three ranks rank 0 comes later than the others wait within a check, as if it drew a figure."""
+    time.sleep(7 * (ranks.rank == 0 and ranks.world_size == 3))
     return [the_sum(told(answer), ranks) for answer in RIGHT]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_calls_that_match_are_let_through_in_any_order(pool, n):
+@pytest.mark.parametrize("n", [1, 3])
+def test_calls_that_match_are_let_through_in_any_order_also_by_a_rank_that_comes_late(pool, n):
     assert heard_alike(pool.run(n, judge_right)) == ["correct"] * len(RIGHT)
 
 
@@ -362,7 +323,6 @@ def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
         ),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append' (line "),
         ((lambda x: "6", appends), "Your function returned the text '6', which the check cannot use (TypeError"),
-        ((lambda x: 2 * x, lambda numbers: numbers[99]), "Your code raised IndexError: list index out of range (line "),
         ((lambda x: 2 * x, len), "3 and 3 numbers are 9."),
         ((len, appends), "Your code raised TypeError: object of type 'int' has no len()."),
         ((lambda x: sys.exit(2), appends), "Your code ended the program (SystemExit): return instead."),

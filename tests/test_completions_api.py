@@ -100,13 +100,6 @@ def test_echo_repeats_the_prompt_before_each_answer(live, client):
     assert "".join(chunk.choices[0].text for chunk in streamed) == echoed[0].text
 
 
-def test_more_texts_than_the_server_holds_are_refused_for_good_and_too_many_now_for_now():
-    with Live(running=2, queue=1) as small:
-        status, body = answer(small, TEXT, {"prompt": ["A"] * 4, "max_tokens": 1})
-        assert (status, body["error"]["code"]) == (400, "too_many_texts") and "this server holds 3" in str(body)
-        assert answer(small, TEXT, {"prompt": ["A"] * 3, "max_tokens": 1})[0] == 200
-
-
 def test_others_are_answered_while_many_prompts_are_read(live, monkeypatch):
     order, words, read = [], live.service.words, live.service.words.encode
     monkeypatch.setattr(words, "encode", lambda text: (order.append("read"), read(text))[1])
@@ -201,9 +194,7 @@ def test_no_text_is_changed_by_what_its_neighbours_ask_for(live):
         {"logit_bias": {str(VOCAB.index("E")): 50}}, {"presence_penalty": 2, "frequency_penalty": -1}, {"logprobs": 5},
         {"n": 3}, {"temperature": 0}, {"temperature": 1e-320}, {"top_k": 1}, {"top_p": 0.1}, {"echo": True}, {},
     ]  # fmt: skip
-    bodies = [
-        {"prompt": "WHO IS"[: 2 + i % 5], "max_tokens": 20, "seed": i} | wish for i, wish in enumerate(wishes * 2)
-    ]
+    bodies = [{"prompt": "WHO IS"[: 2 + i % 5], "max_tokens": 20, "seed": i} | wish for i, wish in enumerate(wishes)]
 
     async def together():
         return await asyncio.gather(*(ask(live, TEXT, body, timeout_s=100) for body in bodies))
@@ -247,9 +238,9 @@ def default():
         yield live
 
 
-def test_twenty_turns_with_the_default_models_context_are_all_answered_by_leaving_out_the_oldest(default):
+def test_ten_turns_with_the_default_models_context_are_all_answered_by_leaving_out_the_oldest(default):
     client, messages, dropped = Client(default.address, TOKEN), [], []
-    for turn in range(20):
+    for turn in range(10):
         asked = {"role": "user", "content": f"SORT {LETTERS[5 + turn % 20]}BA"}
         said = "".join(client.chat([*messages, asked], seed=turn))
         dropped.append(client.dropped_messages)
@@ -257,7 +248,7 @@ def test_twenty_turns_with_the_default_models_context_are_all_answered_by_leavin
         assert said == "".join(client.chat(kept, seed=turn)) and client.dropped_messages == 0
         assert len(said) >= default.service.context // 2, "half of the context is the reply's"
         messages += [asked, {"role": "assistant", "content": said[:4]}]
-    assert dropped[:2] == [0, 0] and dropped == sorted(dropped) and dropped[-1] == 38 - 2 * 1
+    assert dropped[:2] == [0, 0] and dropped == sorted(dropped) and dropped[-1] == 18 - 2 * 1
     body = {"messages": [*messages, USER], "max_tokens": 4}
     status, whole = answer(default, CHAT, body)
     assert status == 200 and whole["usage"]["prompt_tokens"] <= default.service.context - 4
@@ -293,7 +284,7 @@ def test_a_base_models_oldest_lines_are_left_out_too():
     assert tokenizer.decode(ids) == "\n".join([*lines, "User: HO", "Assistant:"])
 
 
-def test_the_chat_of_a_notebook_says_that_the_oldest_are_left_out_and_that_a_reply_broke_off(
+def test_the_chat_of_a_notebook_keeps_the_conversation_and_says_what_was_refused_left_out_or_broke_off(
     default, monkeypatch, capsys
 ):
     import IPython.display
@@ -303,9 +294,16 @@ def test_the_chat_of_a_notebook_says_that_the_oldest_are_left_out_and_that_a_rep
     client = Client(default.address, TOKEN)
     client.show_chat()
     field, _ = shown[0].children
-    for _ in range(3):
+    field.value = "HO"
+    assert capsys.readouterr().out.startswith("you: HO\nmodel: ") and field.value == ""
+    field.value = "az"
+    refusal = "['a' is not among the vocabulary's 37 tokens; leave it out (status 400)]\n"
+    assert capsys.readouterr().out.endswith(refusal)
+    field.value = "HELLO AGAIN"  # the refused message is forgotten: two of the user's in a row are no conversation
+    assert "status" not in capsys.readouterr().out
+    for _ in range(2):
         field.value = "HELLO AGAIN"
-    assert "[the oldest 2 messages were left out: they do not fit into the model's context]" in capsys.readouterr().out
+    assert "messages were left out: they do not fit into the model's context]" in capsys.readouterr().out
     event = schema.event({"choices": [{"delta": {"content": "HO"}}]})
     monkeypatch.setattr(client, "open", lambda *_: contextlib.closing(io.BytesIO(event)))
     field.value = "HELLO"
@@ -319,23 +317,20 @@ def test_the_chat_of_a_notebook_says_that_the_oldest_are_left_out_and_that_a_rep
     ("path", "more", "param"),
     [
         (TEXT, {"A" * 1000: 1}, "A" * 80),
-        (TEXT, {"tempature": 0.5}, "tempature"), (TEXT, {"min_p": 0.1}, "min_p"), (TEXT, {"best_of": 3}, "best_of"),
-        (TEXT, {"repetition_penalty": 1.1}, "repetition_penalty"), (TEXT, {"stop_token_ids": [1]}, "stop_token_ids"),
-        (TEXT, {"best_of": True}, "best_of"), (TEXT, {"n": True}, "n"), (TEXT, {"n": 65}, "n"), (TEXT, {"n": 0}, "n"),
-        (TEXT, {"suffix": "END"}, "suffix"), (TEXT, {"guided_json": {}}, "guided_json"),
+        (TEXT, {"min_p": 0.1}, "min_p"), (TEXT, {"best_of": 3}, "best_of"), (TEXT, {"best_of": True}, "best_of"),
+        (TEXT, {"n": True}, "n"), (TEXT, {"n": 65}, "n"), (TEXT, {"n": 0}, "n"), (TEXT, {"suffix": "END"}, "suffix"),
         (TEXT, {"top_p": 0}, "top_p"), (TEXT, {"top_p": "1"}, "top_p"), (TEXT, {"top_k": 0}, "top_k"),
-        (TEXT, {"temperature": True}, "temperature"), (TEXT, {"stream": 1}, "stream"), (TEXT, {"echo": "no"}, "echo"),
-        (TEXT, {"seed": 1.5}, "seed"), (TEXT, {"seed": 2**63}, "seed"), (TEXT, {"model": ["x"]}, "model"),
+        (TEXT, {"temperature": True}, "temperature"), (TEXT, {"temperature": -1}, "temperature"),
+        (TEXT, {"stream": 1}, "stream"), (TEXT, {"echo": "no"}, "echo"), (TEXT, {"model": ["x"]}, "model"),
+        (TEXT, {"seed": 1.5}, "seed"), (TEXT, {"seed": 2**63}, "seed"),
         (TEXT, {"presence_penalty": 2.1}, "presence_penalty"), (TEXT, {"frequency_penalty": "a"}, "frequency_penalty"),
-        (TEXT, {"logit_bias": {"E": 1}}, "logit_bias"), (TEXT, {"logit_bias": {"37": 1}}, "logit_bias"),
         (TEXT, {"logit_bias": {"01": 1, "1": 2}}, "logit_bias"), (TEXT, {"logit_bias": {"1": 101}}, "logit_bias.1"),
-        (TEXT, {"logit_bias": {"-1": 1}}, "logit_bias"), (TEXT, {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-        (TEXT, {"logit_bias": {"²": 1}}, "logit_bias"), (TEXT, {"logprobs": True}, "logprobs"),
-        (TEXT, {"logprobs": 21}, "logprobs"), (TEXT, {"echo": True, "logprobs": 1}, "echo"),
+        *[(TEXT, {"logit_bias": {key: 1}}, "logit_bias") for key in ("E", "37", "-1", "9" * 5000, "²")],
+        (TEXT, {"logprobs": True}, "logprobs"), (TEXT, {"logprobs": 21}, "logprobs"),
+        (TEXT, {"echo": True, "logprobs": 1}, "echo"),
         (TEXT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        (TEXT, {"prompt": []}, "prompt"), (TEXT, {"prompt": [[]]}, "prompt"), (TEXT, {"prompt": [1, "A"]}, "prompt"),
-        (TEXT, {"prompt": [True]}, "prompt"), (TEXT, {"prompt": [37]}, "prompt"), (TEXT, {"prompt": [-1]}, "prompt"),
-        (TEXT, {"prompt": ["A"] * 65}, "prompt"), (TEXT, {"prompt": ["A"] * 9, "n": 9}, "prompt"),
+        *[(TEXT, {"prompt": it}, "prompt") for it in ([], [[]], [1, "A"], [True], [37], [-1], ["A"] * 65)],
+        (TEXT, {"prompt": ["A"] * 9, "n": 9}, "prompt"),
         (TEXT, {"stream_options": {"include_use": True}}, "stream_options.include_use"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"), (CHAT, {"tools": [{}]}, "tools"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"), (CHAT, {"echo": True}, "echo"),
@@ -403,7 +398,7 @@ def check_error(body):
     assert error["type"] == "invalid_request_error" and len(error["param"] or "") <= 80
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chat=st.booleans(), more=st.lists(fields, max_size=5), alone=st.none() | any_json)
 def test_any_request_is_answered_or_refused_in_a_sentence_and_nothing_strange_is_accepted(live, chat, more, alone):
     path, base = (CHAT, {"messages": [USER]}) if chat else (TEXT, {"prompt": "HO"})
@@ -431,7 +426,7 @@ def test_any_request_is_answered_or_refused_in_a_sentence_and_nothing_strange_is
     assert not chat or not asked.get("top_logprobs") or asked.get("logprobs")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.binary(max_size=60)
     | st.integers(1, 20_000).map(lambda n: b"[" * n)

@@ -34,7 +34,7 @@ from manyhands.data.documents import (
 from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import memory_map
-from manyhands.data.tokenizer import KEPT_LENGTH, SEPARATOR, characters_of, tokenizer_from, train_bpe
+from manyhands.data.tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
 from rank_pool import run_on_ranks
 from test_manifests import json_of, signed
 
@@ -281,15 +281,6 @@ def test_the_merges_are_the_golden_ones():
     assert tokenizer.encode("that cat").tolist() == [258, 257, 221, 67, 257]
 
 
-def test_what_is_remembered_of_pieces_is_bounded_and_changes_no_ids(bpe, monkeypatch):
-    copy = tokenizer_from(bpe.content)
-    monkeypatch.setattr("manyhands.data.tokenizer.KEPT_PIECES", 50)
-    for seed in range(5):
-        text = essay(seed) + " " + "ab" * 300
-        assert copy.encode(text).tolist() == bpe.encode(text).tolist() == copy.encode(text).tolist()
-        assert 0 < len(copy.known) <= 50 and max(map(len, copy.known)) <= KEPT_LENGTH
-
-
 def test_what_is_no_tokenizer_is_refused():
     for content in ({"model": 3}, [], {}):
         with pytest.raises(DataError, match="this is not a byte-level BPE of prepare_data.py's .*; use another$"):
@@ -326,7 +317,7 @@ def prepared(pool, files, tmp_path_factory):
     return folder, pool.run(1, prepare, files, folder)[0]
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("n_ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_any_number_of_ranks_writes_the_same_bytes_and_merges(pool, files, prepared, tmp_path, n_ranks):
     reports = pool.run(n_ranks, prepare, files, tmp_path / "mine")
     assert reports == [prepared[1]] * n_ranks

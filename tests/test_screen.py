@@ -39,21 +39,6 @@ def test_a_text_is_one_write_with_the_rank_in_each_line_of_a_script(
     assert writes == [shown]
 
 
-def test_a_reader_that_went_away_is_no_error():
-    code = "from manyhands import say\nfor i in range(100_000): say(i)"
-    reader, writer = os.pipe()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    os.read(reader, 2)
-    os.close(reader)
-    try:
-        complaint = process.communicate(timeout=240)[1]
-    finally:
-        process.kill()
-    assert process.returncode == 0
-    assert complaint == ""
-
-
 @pytest.fixture
 def figure():
     from matplotlib.figure import Figure
@@ -85,47 +70,24 @@ def test_a_figure_of_a_notebook_is_displayed_with_its_text(monkeypatch, figure):
     assert options["metadata"]["image/png"]["alt"] == "a rising line"
 
 
-def test_a_text_plot_is_plain_characters_of_the_given_size():
-    text = text_plot([8000 / (1 + i) for i in range(100)], "loss", width=60, height=9)
-    lines = text.split("\n")
-    assert len(lines) == 9 and max(map(len, lines)) <= 60
-    assert "loss" in lines[0] and "\x1b" not in text and "•" in lines[2]
-    assert "•" not in lines[2][30:], "it falls from the left"
-
-
-@pytest.mark.parametrize("height", [9, 10, 11, 12, 13, 15])
-def test_a_level_of_a_text_plot_stands_at_its_row_and_its_steps_are_whole(height):
-    lines = text_plot([800 - 8 * i for i in range(101)], "loss", height=height).split("\n")
+@pytest.mark.parametrize("height", [9, 12])
+def test_a_text_plot_is_plain_characters_of_the_given_size_with_levels_at_their_rows(height):
+    lines = text_plot([800 - 8 * i for i in range(101)], "loss", width=60, height=height).split("\n")
+    assert len(lines) == height and max(map(len, lines)) <= 60
+    assert "loss" in lines[0] and "\x1b" not in "".join(lines) and "•" in lines[2]
     rows, steps = lines[2 : height - 2], lines[-1].split()
     levels = [(row, float(line.split("┤")[0])) for row, line in enumerate(rows) if "┤" in line]
     assert len(levels) > 1 and steps == ["0", "25", "50", "75", "100"]
     for row, value in levels:
         assert value == pytest.approx(800 * (1 - row / (len(rows) - 1)), abs=0.5)
+    assert "•" in text_plot([5, 5, 5], "as it was", height=height)
 
 
-def test_a_text_plot_of_equal_values_is_drawn():
-    assert "•" in text_plot([5, 5, 5], "as it was", height=9)
-
-
-SAYS = """
-import sys
-from manyhands.launch.program import write
-write("\u2713 caf\u00e9\\n")
-write("on\\n")
-sys.stderr.write("lived")
-"""
+SAYS = "from manyhands.launch.program import write; write('\u2713 caf\u00e9\\non\\n')"
 
 
 @pytest.mark.parametrize(("encoding", "seen"), [("ascii", b"? caf?\non\n"), ("latin-1", b"? caf\xe9\non\n")])
 def test_a_stream_that_lacks_a_character_shows_a_question_mark(encoding, seen):
     environ = {**os.environ, "PYTHONIOENCODING": encoding}
     ended = subprocess.run([sys.executable, "-c", SAYS], env=environ, capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, seen, b"lived")
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_under_the_log_ends_no_run():
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run([sys.executable, "-c", SAYS], env=environ, stdout=full, stderr=subprocess.PIPE)
-    assert (ended.returncode, ended.stderr) == (0, b"lived")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, seen, b"")

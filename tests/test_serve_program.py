@@ -138,10 +138,8 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once_and_a_second_ctr
     ("flags", "environ", "sentence"),
     [
         (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
-        ([""], {}, ". holds no checkpoint; name the folder"),
         (["MODEL", "--step", "newest", "--port", "99999"], {}, "port=99999 is too large; use less than 65536"),
         (["MODEL", "--watch-s", "0"], {}, "watch_s=0.0 is too small; use at least 1"),
-        (["MODEL", "--drain-s", "-1"], {}, "drain_s=-1 is too small; use at least 0"),
         (["MODEL", "--cap.running", "0"], {}, "cap.running=0 is too small; use at least 1"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
         (["MODEL", "--host", "203.0.113.7"], {}, "cannot listen on 203.0.113.7:8000"),
@@ -187,10 +185,10 @@ def test_the_shipped_model_is_served_on_a_machine_that_has_trained_nothing(root,
     process, address_file = start(root, (None, exported[1]), tmp_path, "--port", "0")
     try:
         client = Client.from_file(address_file)
-        text = client.complete("ROMEO:", max_tokens=200, seed=1)
+        text = client.complete("ROMEO:", max_tokens=40, seed=1)
         chat = "".join(client.chat([{"role": "user", "content": "my lord"}], max_tokens=20, seed=1))
         log = (tmp_path / "log").read_text()
-        assert len(text) == 200 and len(chat) == 20, (text, chat)
+        assert len(text) == 40 and len(chat) == 20, (text, chat)
         assert "assets/models/plays.safetensors: step 13000" in log and "4,044,353 parameters, context 256" in log
     finally:
         process.kill()
@@ -214,18 +212,7 @@ def test_whoever_finds_the_address_file_finds_all_of_it_and_nobody_else_can_read
     assert modes == {0o600} and json.loads(path.read_text())["token"] == "t" * 20
 
 
-def test_the_address_file_of_an_earlier_server_is_replaced_and_private(tmp_path):
-    path = tmp_path / "serve" / "serving-8000.json"
-    path.parent.mkdir()
-    path.write_text("{}")
-    path.chmod(0o644)
-    write_address(path, "http://127.0.0.1:8000", "t" * 20)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid(), "host": socket.gethostname()}
-    assert json.loads(path.read_text()) == expected
-
-
-def test_what_a_killed_server_has_left_with_its_token_goes_when_the_next_one_starts(tmp_path):
+def test_address_files_of_earlier_servers_are_replaced_or_removed_when_the_next_one_starts(tmp_path):
     killed = subprocess.Popen(["sleep", "100"])
     killed.kill()
     killed.wait()
@@ -234,7 +221,13 @@ def test_what_a_killed_server_has_left_with_its_token_goes_when_the_next_one_sta
     for name, about in {"dead": mine, **kept}.items():
         (tmp_path / f"serving-{name}.json").write_text(json.dumps(about))
     (tmp_path / "serving-cut.json").write_text('{"addr')
-    write_address(tmp_path / "serving-8000.json", "http://127.0.0.1:8000", "t" * 20)
+    path = tmp_path / "serving-8000.json"
+    path.write_text("{}")
+    path.chmod(0o644)
+    write_address(path, "http://127.0.0.1:8000", "t" * 20)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    expected = {"address": "http://127.0.0.1:8000", "token": "t" * 20, "pid": os.getpid(), "host": socket.gethostname()}
+    assert json.loads(path.read_text()) == expected
     left = {path.stem.removeprefix("serving-") for path in tmp_path.iterdir()}
     assert left == {*kept, "cut", "8000"}
 

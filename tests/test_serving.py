@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -33,7 +34,7 @@ from manyhands.checkpoint.export import newest_in
 from manyhands.data.tokenizer import SEPARATOR, train_bpe
 from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
-from manyhands.serve import gate, load_test
+from manyhands.serve import load_test
 from manyhands.serve.client import Client, ServerSaid
 from manyhands.serve.engine import generate
 from manyhands.serve.http import watch
@@ -88,7 +89,7 @@ def refused(answer):
 
 
 def test_the_official_client_gets_the_models_own_text_whole_and_as_a_stream(live, client):
-    seed = seed_of(live.model, "WHO IS", 30)
+    seed = seed_of(live.model, "WHO IS", 15)
     expected = written(live.model, "WHO IS", 40, seed)
     asked = {"model": "manyhands", "prompt": "WHO IS", "max_tokens": 40, "seed": seed}
     whole = client.completions.create(**asked)
@@ -135,7 +136,7 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
 
 
 def test_stop_strings_and_usage_in_a_stream(live, client):
-    seed = seed_of(live.model, "O", 20)
+    seed = seed_of(live.model, "O", 12)
     whole = written(live.model, "O", 60, seed)
     stop = whole[9:12]
     cut = whole[: whole.index(stop)]
@@ -160,24 +161,6 @@ def test_the_client_of_the_standard_library_says_the_same(live, client):
     assert TOKEN not in repr(ours)
 
 
-def test_the_chat_of_a_notebook_keeps_the_conversation(live, monkeypatch, capsys):
-    import IPython.display
-
-    shown = []
-    monkeypatch.setattr(IPython.display, "display", shown.append)
-    Client(live.address, TOKEN).show_chat()
-    field, _ = shown[0].children
-    field.value = "HO"
-    said = capsys.readouterr().out
-    assert said.startswith("you: HO\nmodel: ") and field.value == ""
-    field.value = "az"
-    assert capsys.readouterr().out.endswith(
-        "['a' is not among the vocabulary's 37 tokens; leave it out (status 400)]\n"
-    )
-    field.value = "AND"  # the refused message is forgotten: two of the user's in a row are no conversation
-    assert "status" not in capsys.readouterr().out
-
-
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
     words = Vocabulary(metadata_of(vocab=sorted({*"\n UserAitan:BE HO"})))
     messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
@@ -186,10 +169,15 @@ def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_nex
     assert (stop_ids, words.chat_stops()) == (set(), ("\nUser:",))
 
 
-def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
+@functools.cache
+def of_own_text():
+    """(tokenizer, vocabulary) of a model of one's own text."""
     tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
-    metadata = metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}}
-    words = Vocabulary(metadata)
+    return tokenizer, Vocabulary(metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}})
+
+
+def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a_text():
+    tokenizer, words = of_own_text()
     text = f"Rosalind ☃ {SEPARATOR} é"
     ids = words.encode(text)
     assert tokenizer.separator not in ids and words.known(text) == text
@@ -199,8 +187,6 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     asked, stop_ids, _ = words.encode_chat([{"role": "user", "content": "☃"}])
     assert stop_ids == {tokenizer.separator} and tokenizer.decode(asked) == "User: ☃\nAssistant:"
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
-    verdict = gate.judge(make_model(), metadata, make_model(), metadata_of(), None, 0.1)
-    assert not verdict.passed and "its vocabulary differs" in verdict.sentence
 
 
 def test_a_text_that_cannot_fit_is_refused_by_its_characters_and_never_encoded(live):
@@ -213,8 +199,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_characters_and_never_encoded(l
         words.tokenizer.encode = encode
     sentence = "45,000 characters do not fit into the model's context of 96; no text of more than 96 does"
     assert found == (400, sentence, "context_length_exceeded", "prompt")
-    tokenizer = train_bpe(["O Rosalind, Rosalind, all is well: sieh, ein Kätzchen! " * 20], 300)
-    words = Vocabulary(metadata_of() | {"corpus": {"name": "mine", "vocabulary": tokenizer.content}})
+    tokenizer, words = of_own_text()
     longest = max(len(token) for token in tokenizer.vocab if token != SEPARATOR)
     assert 5 < longest == words.most_characters / CONFIG.block_size, "a text of nothing but the longest token fits"
     with pytest.raises(ValueError, match=f"no text of more than {96 * longest} does"):
@@ -255,11 +240,8 @@ ONLY_TEXT = "messages.0.content: only text is understood"
         (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt and 1 more do not fit"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
         (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
-        (TEXT, {"prompt": "HO", "temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
         (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is not a field of this request; leave it out"),
-        (TEXT, {"prompt": "HO", "best_of": 5}, 400, "best_of is not supported with this value"),
-        (TEXT, {"prompt": "HO", "model": "x"}, 404, "unknown model; use manyhands"),
         (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
         (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
@@ -273,43 +255,26 @@ def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(liv
     assert live.idle()
 
 
-def test_a_body_that_lies_about_its_length_or_does_not_come_is_ended(live):
-    async def too_slow(impatient):
-        reader, writer = await begin(impatient, TEXT, b"{", length=100)
-        try:
-            return await asyncio.wait_for(reader.read(), 20)
-        finally:
-            writer.close()
-
-    async def too_much():
-        async def pieces():
-            for _ in range(30):  # said in small pieces, its length unsaid
-                yield b"a" * 4096
-
-        async with httpx.AsyncClient(base_url=live.address, trust_env=False) as client:
-            return await client.post(TEXT, content=pieces(), headers=token_header())
-
-    with Live(body_s=2) as impatient:
-        slow = asyncio.run(too_slow(impatient))
-    many = asyncio.run(too_much())
-    assert slow.startswith(b"HTTP/1.1 408 ") and b"did not arrive within 2 s" in slow
-    assert many.status_code == 413
-
-
-def test_thirty_megabytes_and_many_long_prompts_at_once_get_a_status_and_no_reset():
+def test_bodies_too_long_at_once_get_a_status_and_no_reset():
+    """Also one that comes in pieces, its length unsaid."""
     with Live(running=8, queue=300) as live:
 
         async def post(c, size, headers):
             content = b'{"prompt": "' + b"A" * size + b'"}'
             return (await c.post(TEXT, content=content, headers=headers)).status_code
 
+        async def pieces():
+            for _ in range(300):
+                yield b"a" * 4096
+
         async def all_at_once():
             async with httpx.AsyncClient(base_url=live.address, trust_env=False, timeout=100) as c:
-                long = [post(c, 990_000, token_header()) for _ in range(64)]
-                large = [post(c, 30_000_000, token_header(t)) for t in (TOKEN, TOKEN, "wrong" * 5)]
-                return await asyncio.gather(*long), await asyncio.gather(*large)
+                long = [post(c, 990_000, token_header()) for _ in range(16)]
+                large = [post(c, 30_000_000, token_header(t)) for t in (TOKEN, "wrong" * 5)]
+                unsaid = await c.post(TEXT, content=pieces(), headers=token_header())
+                return await asyncio.gather(*long), [*await asyncio.gather(*large), unsaid.status_code]
 
-        assert asyncio.run(all_at_once()) == ([400] * 64, [413, 413, 401])
+        assert asyncio.run(all_at_once()) == ([400] * 16, [413, 401, 413])
 
 
 def test_of_any_number_of_unknown_fields_one_is_told():
@@ -325,7 +290,7 @@ def test_of_any_number_of_unknown_fields_one_is_told():
 def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(monkeypatch):
     monkeypatch.setattr("manyhands.serve.http.HEAD_S", 1)
     with Live(running=8, queue=300, body_s=3) as live:
-        asked = mixed_requests(30, seed=6)
+        asked = mixed_requests(10, seed=6)
 
         async def slow(reader, writer):  # a head that never ends
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\nGET / HTTP/1.1\r\n")  # one answer, then slowly
@@ -338,12 +303,12 @@ def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(mo
             halves = [await begin(live, TEXT, b"{", length=100) for _ in range(8)]
             while len(live.server.server_state.tasks) < 8:
                 await asyncio.sleep(0.01)
-            sockets = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(200)]
+            sockets = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(60)]
             slowly = [asyncio.ensure_future(slow(*socket)) for socket in sockets[::2]]
             good = await asyncio.gather(*(complete(live, *request) for request in asked))
             ended = await asyncio.gather(*(reader.read() for reader, _ in sockets[1::2]), return_exceptions=True)
             await asyncio.gather(*slowly, return_exceptions=True)
-            assert len(ended) == 100, "each idle socket was closed"
+            assert len(ended) == 30, "each idle socket was closed"
             return good, await asyncio.gather(*(reader.read() for reader, _ in halves))
 
         good, halves = asyncio.run(asyncio.wait_for(all_at_once(), 60))
@@ -357,12 +322,8 @@ def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(mo
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere"),
-        ("POST", TEXT), ("POST", CHAT), ("POST", "/admin/checkpoint"),
-    ],
-)  # fmt: skip
+    ("method", "path"), [("GET", "/metrics"), ("GET", "/nowhere"), ("POST", TEXT), ("POST", "/admin/checkpoint")]
+)
 def test_without_the_token_nothing_is_told_and_nothing_read(live, method, path):
     wrong = [
         {"token": None},
@@ -373,7 +334,7 @@ def test_without_the_token_nothing_is_told_and_nothing_read(live, method, path):
     ]
     for how in wrong:
         assert one(live, path, b"{not even JSON", method=method, **how)[0] == 401, how
-        assert one(live, f"{path}?token={TOKEN}", b"{}", method=method, **how)[0] == 401, "never from a query"
+    assert one(live, f"{path}?token={TOKEN}", b"{}", method=method, token=None)[0] == 401, "never from a query"
     key = {"token": None, "headers": {"X-Api-Key": TOKEN}}
     assert one(live, path, b"{}", method=method, **key)[0] != 401
 
@@ -399,9 +360,9 @@ def mixed_requests(n, seed=0):
     return found
 
 
-def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_right(live):
+def test_eighty_streams_among_wrong_and_leaving_clients_are_all_answered_right(live):
     """None wrong, none dropped, and nothing is held afterwards."""
-    asked = mixed_requests(200)
+    asked = mixed_requests(80)
     bytes_before = live.service.engine.cache.num_bytes()
     tensors = [id(store) for store in live.service.engine.cache.layers]
 
@@ -418,14 +379,13 @@ def test_two_hundred_streams_among_wrong_and_leaving_clients_are_all_answered_ri
 
     async def all_at_once():
         good = [complete(live, *request, stream=True) for request in asked]
-        found = await asyncio.gather(*good, *(nuisance(i) for i in range(60)))
-        return found[:200], found[200:]
+        found = await asyncio.gather(*good, *(nuisance(i) for i in range(24)))
+        return found[:80], found[80:]
 
     good, bad = asyncio.run(all_at_once())
-    assert [status for status, _ in good] == [200] * 200
-    for request, (_, body) in zip(asked, good, strict=True):
-        assert text_of(body) == written(live.model, *request)
-    assert [found[0] for found in bad if found is not None] == [400, 400, 401] * 15
+    for request, (status, body) in zip(asked, good, strict=True):
+        assert (status, text_of(body)) == (200, written(live.model, *request))
+    assert [found[0] for found in bad if found is not None] == [400, 400, 401] * 6
     live.wait_until(live.idle)
     assert live.service.engine.cache.num_bytes() == bytes_before
     assert tensors == [id(store) for store in live.service.engine.cache.layers], "nothing was allocated anew"
@@ -442,7 +402,7 @@ def test_greedy_answers_under_load_are_equal_beside_requests_whose_numbers_are_n
         with torch.no_grad():  # one symbol's row, which no held-out text and no answer of the others needs
             model.tokens.weight[VOCAB.index("Q")] = math.nan
             model.head.bias[VOCAB.index("Q")] = -50.0
-        asked = [(prompt.replace("Q", "O"), n) for prompt, n, _ in mixed_requests(60, seed=5)]
+        asked = [(prompt.replace("Q", "O"), n) for prompt, n, _ in mixed_requests(24, seed=5)]
 
         async def all_at_once():
             good = [complete(live, prompt, n, stream=i % 2 == 0, temperature=0) for i, (prompt, n) in enumerate(asked)]
@@ -521,8 +481,11 @@ def test_tokens_that_are_drawn_soon_after_each_other_go_out_together_and_the_fir
         assert len(steps) == 30
 
 
-def test_a_full_queue_is_said_with_429_and_the_others_are_served():
+def test_a_full_queue_is_said_with_429_and_more_texts_than_it_ever_holds_with_400():
     with Live(running=2, queue=3) as live:
+        many = refused(one(live, TEXT, {"prompt": ["A"] * 6, "max_tokens": 1}))
+        assert many[::2] == (400, "too_many_texts") and "this server holds 5" in many[1]
+        assert one(live, TEXT, {"prompt": ["A"] * 5, "max_tokens": 1})[0] == 200
         go = hold_engine(live)
 
         async def ask_eight():
@@ -613,11 +576,11 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
     other = make_model(7)
     loads = {"newest": (other, metadata_of(20)), "30": (make_model(8), metadata_of(30))}
     with Live(loads=loads, running=8, queue=200, body_s=100) as live:
-        asked, steps, step = mixed_requests(60, seed=4), [], live.service.engine.step
+        asked, steps, step = mixed_requests(30, seed=4), [], live.service.engine.step
 
         def held_in_the_middle():  # the engine writes on only when the swap waits for it
             steps.append(None)
-            if len(steps) == 40:
+            if len(steps) == 20:
                 live.wait_until(lambda: live.service.engine.scheduler.hold_new)
             return step()
 
@@ -625,7 +588,7 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
 
         async def all_and_a_swap():
             tasks = [asyncio.ensure_future(complete(live, *request)) for request in asked]
-            while len(steps) < 40:
+            while len(steps) < 20:
                 await asyncio.sleep(0.002)
             verdict = await ask(live, "/admin/checkpoint", {"step": "newest"})
             return await asyncio.gather(*tasks), verdict
@@ -685,31 +648,6 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         )  # fmt: skip
 
 
-def test_a_watched_folder_is_considered_once_per_new_step_and_a_bad_one_does_not_end_the_watch(tmp_path, caplog):
-    seen = []
-
-    class Service:
-        async def consider(self, step):
-            seen.append(step)
-            if len(seen) == 1:
-                raise OSError("half a file")
-
-    async def grow():
-        (tmp_path / "step-00000010").mkdir()
-        task = asyncio.ensure_future(watch(Service(), tmp_path, 0.01))
-        await asyncio.sleep(0.1)
-        assert seen == [], "what is there at the start serves already"
-        for n in (1, 2):
-            (tmp_path / f"step-000000{n + 1}0").mkdir()
-            while len(seen) < n:
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(grow(), 30))
-    assert seen == ["newest", "newest"] and "half a file" in caplog.text
-
-
 def test_a_file_that_is_written_again_is_something_newer(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"a")
@@ -718,17 +656,21 @@ def test_a_file_that_is_written_again_is_something_newer(tmp_path):
     assert newest_in(file) != before and newest_in(tmp_path / "nowhere") == []
 
 
-def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_it_is_whole(tmp_path):
+def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_it_is_whole(tmp_path, caplog):
     """Half of it lies still for a while: it is looked at in vain, and again when the rest has come."""
     seen = []
 
     class Service:
         async def consider(self, step):
-            seen.append(sorted(file.name for file in tmp_path.glob("*/*")))
+            seen.append(sorted(file.name for file in tmp_path.glob("*10/*")))
+            if len(seen) == 1:
+                raise OSError("half a file")
 
     async def copy():
+        (tmp_path / "step-00000005").mkdir()
         task = asyncio.ensure_future(watch(Service(), tmp_path, 0.01))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
+        assert seen == [], "what is there at the start serves already"
         (tmp_path / "step-00000010").mkdir()
         for n, name in enumerate(("rank-0.safetensors", "manifest.json"), 1):
             (tmp_path / "step-00000010" / name).write_text("{}")
@@ -744,6 +686,7 @@ def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_i
         task.cancel()
 
     asyncio.run(asyncio.wait_for(copy(), 30))
+    assert "half a file" in caplog.text
 
 
 # ---------------------------------------------------------------- what is measured, what is logged

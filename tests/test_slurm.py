@@ -24,7 +24,6 @@ from slurm_nodes import ENDED, slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
-LESSONS = ["02_collectives"]  # the job file runs the start of lesson 03, below
 RANKS, NODES = 4, 2
 
 
@@ -38,7 +37,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def course(tmp_path_factory):
-    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands", only=("02", "03"))
+    return copy_course(tmp_path_factory.mktemp("slurm") / "many-hands", only=("03",))
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +62,6 @@ def metrics(environ, lesson):
         return json.load(file)
 
 
-@pytest.fixture(scope="session")
-def under_torchrun(short_run):
-    """under_torchrun(lesson) -> the metrics of its short run on four ranks under torchrun."""
-    return lambda name: short_run(find_lessons(only=[name])[0], "torchrun", RANKS)
-
-
 def assert_same_numbers(found, expected, launcher):
     assert (found["launcher"], found["world_size"]) == (launcher, RANKS)
     assert compare(found, expected) == []
@@ -91,10 +84,11 @@ def of_short_course(short_course, tmp_path_factory):
 
 
 @pytest.mark.ranks
-def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, environ, of_short_course):
+@pytest.mark.parametrize("mpi", [[], ["--mpi=pmi2"]], ids=["without pmi", "pmi2"])
+def test_srun_gives_the_numbers_of_torchrun(slurm, short_course, environ, of_short_course, mpi):
     lesson = "03_data_parallel"
     done = slurm.run(
-        "srun", f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
+        "srun", *mpi, f"--nodes={NODES}", f"--ntasks={RANKS}", "--kill-on-bad-exit=1", sys.executable,
         f"scripts/{lesson}.py", *flags(lesson), environ=environ, cwd=short_course, timeout_s=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -102,30 +96,23 @@ def test_srun_without_pmi_gives_the_numbers_of_torchrun(slurm, short_course, env
     assert_same_numbers(metrics(environ, lesson), of_short_course, "srun")
 
 
-@pytest.mark.lesson
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_srun_with_pmi2_inside_sbatch_gives_the_numbers_of_torchrun(
-    slurm, course, environ, under_torchrun, tmp_path, lesson
-):
-    step = f"srun --mpi=pmi2 --ntasks={RANKS} {sys.executable} scripts/{lesson}.py {' '.join(flags(lesson))}"
-    sbatch = ["sbatch", f"--nodes={NODES}", f"--output={tmp_path}/out", f"--wrap={step}"]
-    job = slurm.submit(*sbatch, environ=environ, cwd=course)
-    state = slurm.wait(job, timeout_s=PATIENCE_S)
-    assert state == "COMPLETED", (tmp_path / "out").read_text()
-    found = metrics(environ, lesson)
-    assert_same_numbers(found, under_torchrun(lesson), "srun")
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("srun_flags", ["", "--mpi=pmi2"])  # by pmi2 torchrun inherits another launcher's variables
-def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course, srun_flags):
+@pytest.mark.parametrize(
+    ("passed", "launcher"),
+    [
+        ({}, "torchrun"),
+        ({"SRUN_FLAGS": "--mpi=pmi2"}, "torchrun"),  # torchrun inherits another launcher's variables
+        ({"STARTER": "srun"}, "srun"),  # as on Frontier
+    ],
+)
+def test_sbatch_runs_the_job_file_on_two_nodes(slurm, short_course, environ, of_short_course, passed, launcher):
     command = ["sbatch", "jobs/ddp_shakespeare.slurm", *flags("03_data_parallel")]
-    job = slurm.submit(*command, environ=environ | {"SRUN_FLAGS": srun_flags}, cwd=short_course)
+    job = slurm.submit(*command, environ=environ | passed, cwd=short_course)
     state = slurm.wait(job, timeout_s=PATIENCE_S)
     output = (short_course / f"ddp_shakespeare.o{job}").read_text()
     assert state == "COMPLETED", output
     assert "node1: ranks 0-1" in output and "node2: ranks 2-3" in output
-    assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, "torchrun")
+    assert_same_numbers(metrics(environ, "03_data_parallel"), of_short_course, launcher)
     assert not [name for name in os.listdir(environ["MANYHANDS_OUTPUTS"]) if name.startswith("PMI")]
 
 
@@ -146,8 +133,9 @@ def test_preflight_submits_one_small_job_and_cancels_it_at_its_limit(slurm, shor
 
 
 @pytest.mark.lesson
-def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(under_torchrun):
-    content, found = (recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"], under_torchrun("03_data_parallel"))
+def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(short_run):
+    content = recorded_runs.numbers("04_ddp_shakespeare.json")["metrics"]
+    found = short_run(find_lessons(only=["03_data_parallel"])[0], "torchrun", RANKS)
     if found["corpus"]["sha256"] != content["corpus"]["sha256"]:
         pytest.skip("recorded on Shakespeare, which is not here: name its file in MANYHANDS_SHAKESPEARE")
     again = "record it again: python tests/record_first_job.py run"
@@ -188,32 +176,6 @@ def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path)
     assert sorted(done.stdout.splitlines())[-RANKS:] == [
         f"[rank {r}] rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)
     ]
-
-
-ON_TWO_NODES = [f"rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)]
-
-
-def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
-    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below is Slurm, so srun starts torchrun."""
-    passed = {**environ, "LESSON_ARGS": "--steps=6 --repeats=1"}
-    job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=short_course)
-    state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = "".join(path.read_text() for path in short_course.glob(f"ddp_shakespeare*{job}"))
-    assert state == "COMPLETED", output
-    assert "4 ranks, launcher torchrun" in output
-    assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
-    given = metrics(environ, "03_data_parallel")["parameters"]
-    assert given["steps"] == 6
-
-
-def test_slurm_itself_starts_each_rank_where_the_job_file_is_told_so(slurm, short_course, environ):
-    """STARTER=srun, as on Frontier."""
-    job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm", environ={**environ, "STARTER": "srun"}, cwd=short_course)
-    state = slurm.wait(job, timeout_s=PATIENCE_S)
-    output = (short_course / f"ddp_shakespeare.o{job}").read_text()
-    assert state == "COMPLETED", output
-    assert "4 ranks, launcher srun" in output
-    assert [line in output for line in ON_TWO_NODES] == [True] * RANKS
 
 
 @pytest.fixture(scope="session")

@@ -60,8 +60,10 @@ CASES = {
 
 # what another case here, or a product of `test_tensor_and_pipeline`, shows as well: `make test-full` has it
 MORE = (
-    "fsdp full block_and_size", "fsdp grad_op size:3000", "fsdp none accumulating", "fsdp x tensor",
-    "ddp x tensor accumulating", "ddp checkpointing selective", "fsdp checkpointing block",
+    "ddp flat", "fsdp full block_and_size", "fsdp full block_group:3", "fsdp full size:3000",
+    "fsdp none block_and_size", "fsdp grad_op accumulating", "fsdp hybrid accumulating", "fsdp none accumulating",
+    "fsdp x tensor", "ddp x tensor accumulating", "ddp checkpointing block", "ddp checkpointing selective",
+    "fsdp checkpointing block",
 )  # fmt: skip
 
 
@@ -70,17 +72,19 @@ def test_four_ranks_take_the_steps_of_one_process(pool, references, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case])), references[CONFIG])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", *(pytest.param(name, marks=pytest.mark.full) for name in ("ddp", "zero1"))]
+)
 def test_a_world_of_one_takes_the_same_path(pool, references, strategy):
     assert_equal(pool.run(1, steps_of, options_of(strategy=strategy, micro_batch=2)), references[CONFIG])
 
 
 @pytest.mark.parametrize(
     "case",
-    ["flat", "block"]
+    ["block"]
     + [
         pytest.param(case, marks=pytest.mark.full)
-        for case in ("buckets", "size:3000", "block_and_size", "block_group:3")
+        for case in ("flat", "buckets", "size:3000", "block_and_size", "block_group:3")
     ],
 )
 def test_tied_weights_stay_one_weight(pool, references, case):
@@ -155,14 +159,16 @@ def low_precision_step(ranks, options, loss_scale):
     return inside, held, parallel.mean_loss(loss), norms, scaled, gradients, logits.dtype
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+LOW = {"bf16": (torch.bfloat16, 1.0, 1e-2), "fp16": (torch.float16, 2.0**16, 1e-3)}
+
+
 @pytest.mark.parametrize(
-    ("precision", "dtype", "loss_scale", "budget"),
-    [("bf16", torch.bfloat16, 1.0, 1e-2), ("fp16", torch.float16, 2.0**16, 1e-3)],
+    ("strategy", "precision"),
+    [("ddp", "fp16"), ("fsdp", "bf16")]
+    + [pytest.param(*pair, marks=pytest.mark.full) for pair in (("ddp", "bf16"), ("fsdp", "fp16"))],
 )
-def test_low_precision_is_the_one_asked_for_and_weights_stay_float32(
-    pool, references, strategy, precision, dtype, loss_scale, budget
-):
+def test_low_precision_is_the_one_asked_for_and_weights_stay_float32(pool, references, strategy, precision):
+    dtype, loss_scale, budget = LOW[precision]
     options = options_of(precision, strategy=strategy)
     expected = references[CONFIG]["steps"][0]
     for result in pool.run(2, low_precision_step, options, loss_scale):
@@ -218,10 +224,16 @@ def calls_of_clipping(ranks, options):
     ("case", "sent"),
     [
         (dict(strategy="ddp"), []),
-        *((dict(strategy="fsdp", sharding=kind), [("all_reduce", 8)] * (kind != "none")) for kind in SHARDINGS),
+        *(
+            pytest.param(
+                dict(strategy="fsdp", sharding=kind), [("all_reduce", 8)] * (kind != "none"),
+                marks=[pytest.mark.full] * (kind in ("grad_op", "none")),
+            )
+            for kind in SHARDINGS
+        ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_norm_is_one_float64_where_gradients_are_sharded_and_known_elsewhere(pool, case, sent):
     assert pool.run(4, calls_of_clipping, options_of("fp32", **case))[0] == sent
 
@@ -352,7 +364,9 @@ def texts_of_growing_length(ranks, options, config, device):
     return shapes, logits, texts
 
 
-@pytest.mark.parametrize("case", [dict(strategy="ddp"), dict(strategy="pp")], ids=str)
+@pytest.mark.parametrize(
+    "case", [dict(strategy="ddp"), pytest.param(dict(strategy="pp"), marks=pytest.mark.full)], ids=str
+)
 def test_texts_that_grow_are_read_in_few_shapes_on_a_gpu_and_stay_the_same(pool, case):
     config = replace(CONFIG, block_size=80, n_layer=2, n_embd=16, separator=0)
     options, n_ranks = options_of(**case), 2 if case["strategy"] == "pp" else 1
@@ -384,7 +398,7 @@ def compiled_steps(ranks, options, config, backend):
 @pytest.mark.parametrize(
     ("n_layer", "case"),
     [
-        (2, dict(strategy="ddp", all_reduce="buckets")),
+        pytest.param(2, dict(strategy="ddp", all_reduce="buckets"), marks=pytest.mark.full),
         (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2)),
     ],
 )

@@ -30,25 +30,30 @@ SAY = "import os, sys; print('ran with', *sys.argv[1:], flush=True)\n"
 
 @pytest.fixture
 def course(root, tmp_path):
-    """The job files, a table of three rows, and a trainer that says with what it was started."""
+    """The job files, a table of three rows, a trainer that says with what it was started, and two stand-ins.
+
+    Instead of launch.py, which would take seconds, `python` runs its program once. `qstat` answers about an array as
+    PBS Pro does (written down: no PBS runs in these tests).
+    """
     folder = tmp_path / "course"
     shutil.copytree(root / "jobs", folder / "jobs")
     (folder / "jobs" / "sweep.tsv").write_text(TABLE)
     (folder / "scripts").mkdir()
     (folder / "scripts" / "train.py").write_text(SAY)
+    (folder / "bin").mkdir()
+    for name, text in (
+        ("python", f'while [[ $1 != -- ]]; do shift; done\nshift\nexec {sys.executable} scripts/train.py "$@"'),
+        ("qstat", 'echo "Job Id: $2"; echo "    array_indices_submitted = $FAKE_ARRAY"'),
+    ):
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
     return folder
 
 
 def run(course, name, *arguments, **environ):
-    """The job file under bash; launch.py, which would take seconds, is a shell script that runs its program once."""
-    fake = course / "bin" / "python"
-    fake.parent.mkdir(exist_ok=True)
-    fake.write_text(
-        f'#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec {sys.executable} scripts/train.py "$@"\n'
-    )
-    fake.chmod(0o755)
+    """The job file under bash."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
-    clean |= {"VENV": "", "MANYHANDS_OUTPUTS": "out", "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    clean |= {"VENV": "", "MANYHANDS_OUTPUTS": "out", "PATH": f"{course / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", f"jobs/{name}", *arguments], cwd=course, env=clean | {k: str(v) for k, v in environ.items()},
         capture_output=True, text=True, check=False, timeout=200,
@@ -65,27 +70,39 @@ def task(name, i, count, first=1):
     }  # fmt: skip
 
 
-@pytest.fixture
-def with_qstat(course):
-    """A qstat that answers about an array as PBS Pro does (written down: no PBS runs in these tests)."""
-    (course / "bin").mkdir()
-    qstat = course / "bin" / "qstat"
-    qstat.write_text('#!/bin/bash\necho "Job Id: $2"; echo "    array_indices_submitted = $FAKE_ARRAY"\n')
-    qstat.chmod(0o755)
-    return course
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("i", [1, 3])
+def test_task_i_takes_row_i(course, name, i):
+    done = run(course, name, "--train.steps", "20", **task(name, i, 3))
+    assert done.returncode == 0, done.stderr
+    assert f"row {i} of 3: {ROWS[i - 1]}\n" in done.stdout and done.stdout.count("ran with") == 1
+    flags = f"--checkpoint.folder out/sweep-77/row-{i} --checkpoint.resume auto {ROWS[i - 1]} --train.steps 20"
+    assert f"ran with {flags}" in done.stdout
+    alone = run(course, name, PART="yes", **task(name, i, 1, i))  # a part of the table, where that is asked for
+    assert alone.returncode == 0 and ROWS[i - 1] in alone.stdout
+
+
+SHORT = TABLE.replace("2e-3\t24", "2e-3")
+REFUSED = {  # the task, of how many, the first one, whether a part is asked for, the table, what is said
+    "a task too many": (1, 4, 1, "", TABLE, "jobs/sweep.tsv has 3 rows, but this array has {array}1-3"),
+    "from 0 on": (0, 3, 0, "", TABLE, "jobs/sweep.tsv has 3 rows, but this array has {array}1-3"),
+    "row 0": (0, 1, 0, "yes", TABLE, "this is task 0: task 1 takes row 1, 3 the last"),
+    "row 4": (4, 1, 4, "yes", TABLE, "this is task 4: task 1 takes row 1, 3 the last"),
+    "a value too few": (2, 3, 1, "", SHORT, "its row 2 holds 1 values for 2 names"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("i", [1, 3])
-def test_task_i_takes_row_i(with_qstat, name, i):
-    done = run(with_qstat, name, "--train.steps", "20", **task(name, i, 3))
-    assert done.returncode == 0, done.stderr
-    assert f"row {i} of 3: {ROWS[i - 1]}\n" in done.stdout
-    assert (
-        f"ran with --checkpoint.folder out/sweep-77/row-{i} --checkpoint.resume auto {ROWS[i - 1]} --train.steps 20"
-        in (done.stdout)
-    )
-    assert done.stdout.count("ran with") == 1
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_the_table_is_refused_with_the_numbers(course, name, case):
+    i, count, first, part, table, sentence = REFUSED[case]
+    (course / "jobs" / "sweep.tsv").write_text(table)
+    done = run(course, name, PART=part, **task(name, i, count, first))
+    assert done.returncode == 2 and "ran with" not in done.stdout
+    for words in sentence.split("{array}"):
+        assert words in done.stderr
+    if "{array}" in sentence:
+        assert f"{first}{' to ' if name.endswith('slurm') else '-'}{first + count - 1}" in done.stderr
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -96,47 +113,10 @@ def test_without_a_scheduler_each_row_runs_once_and_the_header_does_not(course, 
     assert ran == ROWS
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(("count", "first"), [(4, 1), (3, 0)])
-def test_an_array_that_does_not_fit_the_table_is_refused_with_the_numbers(with_qstat, name, count, first):
-    done = run(with_qstat, name, **task(name, first, count, first))
-    assert done.returncode == 2 and "ran with" not in done.stdout
-    assert "jobs/sweep.tsv has 3 rows, but this array has" in done.stderr and "1-3" in done.stderr
-    assert (
-        f"{first} to {first + count - 1}" if name.endswith("slurm") else f"{first}-{first + count - 1}"
-    ) in done.stderr
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_part_of_the_table_runs_if_it_is_asked_for_by_name(with_qstat, name):
-    done = run(with_qstat, name, PART="yes", **task(name, 3, 1, 3))
-    assert done.returncode == 0 and ROWS[2] in done.stdout
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("i", [0, 4])
-def test_a_task_beyond_either_end_is_refused(with_qstat, name, i):
-    done = run(with_qstat, name, PART="yes", **task(name, i, 1, i))
-    assert done.returncode == 2 and f"this is task {i}: task 1 takes row 1, 3 the last" in done.stderr
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_row_with_a_value_too_few_is_refused_with_its_number(with_qstat, name):
-    (with_qstat / "jobs" / "sweep.tsv").write_text(TABLE.replace("2e-3\t24", "2e-3"))
-    done = run(with_qstat, name, **task(name, 2, 3))
-    assert done.returncode == 2 and "its row 2 holds 1 values for 2 names" in done.stderr
-
-
-def test_a_table_written_on_windows_or_without_a_last_newline_is_the_same_table(course):
-    (course / "jobs" / "sweep.tsv").write_bytes(TABLE.rstrip().replace("\n", "\r\n").encode())
-    done = run(course, "sweep.slurm", **task("sweep.slurm", 3, 3))
-    assert done.returncode == 0 and f"row 3 of 3: {ROWS[2]}\n" in done.stdout
-
-
-def test_values_meet_no_shell(course):
-    (course / "jobs" / "sweep.tsv").write_text("log.prompt\n$(touch${IFS}gone);*\n")
+def test_values_meet_no_shell_and_a_table_may_be_written_on_windows_without_a_last_newline(course):
+    (course / "jobs" / "sweep.tsv").write_bytes(b"log.prompt\r\n$(touch${IFS}gone);*")
     done = run(course, "sweep.slurm", **task("sweep.slurm", 1, 1))
-    assert "--log.prompt $(touch${IFS}gone);*" in done.stdout and not (course / "gone").exists()
+    assert "--log.prompt $(touch${IFS}gone);*\n" in done.stdout and not (course / "gone").exists()
 
 
 def test_the_check_of_job_files_counts_the_rows(course):
@@ -145,6 +125,9 @@ def test_the_check_of_job_files_counts_the_rows(course):
         assert said == [f"sweep.tsv has 3 rows, the array is 1-6: write {option}"]
     (course / "jobs" / "sweep.tsv").write_text("a\n" + "1\n" * 6)
     assert stamp.table_complaints(course / "jobs" / FILES[0], "pbs") == []
+    throttled = course / "jobs" / FILES[1]
+    throttled.write_text(throttled.read_text().replace("--array=1-6", "--array=1-6%2"))
+    assert stamp.table_complaints(throttled, "slurm") == []
 
 
 def test_each_row_of_the_table_as_committed_is_one_that_the_trainer_takes(root):

@@ -15,7 +15,6 @@ from manyhands.gpt.model import GPT
 from manyhands.measure import wire
 from one_process import CONFIG, EXACT, assert_equal, batches, build, one_process, options_of, share, steps_of
 
-DEEP = replace(CONFIG, n_layer=8)
 TIED = replace(CONFIG, n_layer=2, tie=True, qkv_bias=True)
 UNEVEN = replace(CONFIG, n_layer=7)
 SHALLOW = replace(CONFIG, n_layer=2)  # enough where no stage is cut in two
@@ -55,13 +54,20 @@ TENSOR = {
 }
 
 
-@pytest.mark.parametrize("case", TENSOR)
+# what the others combine, or differs in one flag: `make test-full` has it
+ONE_FLAG = (
+    "four ranks", "sequence parallel", "loss parallel", "sequence and loss parallel, four ranks",
+    "checkpointing what is cheap",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case in ONE_FLAG)) for case in TENSOR])
 def test_tensor_ranks_train_like_one_process(pool, reference, case):
     n, options = TENSOR[case]
     assert_trains_like_one_process(pool, reference, n, SHALLOW, strategy="tp", **options)
 
 
-@pytest.mark.parametrize("loss_parallel", [False, True])
+@pytest.mark.parametrize("loss_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tied_weights_stay_one_weight_on_tensor_ranks(pool, reference, loss_parallel):
     options = {"strategy": "tp", "sequence_parallel": True, "loss_parallel": loss_parallel}
     assert_trains_like_one_process(pool, reference, 2, config=TIED, **options)
@@ -71,14 +77,19 @@ SCHEDULES = {
     "GPipe": (2, CONFIG),
     "1F1B": (4, UNEVEN),
     "LoopedBFS": (2, CONFIG),
-    "Interleaved1F1B": (4, DEEP),
+    "Interleaved1F1B": (2, CONFIG),
     "InterleavedZeroBubble": (2, CONFIG),
-    "ZBVZeroBubble": (4, DEEP),
+    "ZBVZeroBubble": (2, CONFIG),
     "DualPipeV": (2, CONFIG),
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+RARE = ("LoopedBFS", "InterleavedZeroBubble")
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[pytest.mark.full] * (name in RARE)) for name in SCHEDULES]
+)
 def test_a_pipeline_trains_like_one_process_under_every_schedule(pool, reference, schedule):
     n, config = SCHEDULES[schedule]
     assert_trains_like_one_process(pool, reference, n, config, strategy="pp", schedule=schedule)
@@ -111,9 +122,8 @@ PRODUCTS = {
 }
 
 
-# in `make test` each pair of axes once, two of them within the product of three; the others in `make test-full`
-ALWAYS = ("2 replicas x 2 tensor, all split", "2 replicas x 2 stages", "2 shards x 2 stages, interleaved",
-          "2 x 2 x 2 with shards, zero bubble")  # fmt: skip
+# in `make test` one product of two axes and one of three; the others in `make test-full`
+ALWAYS = ("2 shards x 2 stages, interleaved", "2 x 2 x 2 with replicas")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,7 @@ def losses_in_bf16(ranks, options):
     [
         (2, dict(strategy="tp", sequence_parallel=True, loss_parallel=True)),
         (2, dict(strategy="pp", schedule="ZBVZeroBubble")),
-        (4, dict(strategy="fsdp", pipeline=2)),
+        pytest.param(4, dict(strategy="fsdp", pipeline=2), marks=pytest.mark.full),
         pytest.param(4, dict(strategy="fsdp", tensor=2), marks=pytest.mark.full),
     ],
 )
@@ -233,7 +243,9 @@ def who_has_a_loss(ranks, options):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "last"), [("1F1B", 1), ("Interleaved1F1B", 1), ("ZBVZeroBubble", 0), ("DualPipeV", 0)]
+    ("schedule", "last"),
+    [("1F1B", 1), ("ZBVZeroBubble", 0)]
+    + [pytest.param(*row, marks=pytest.mark.full) for row in (("Interleaved1F1B", 1), ("DualPipeV", 0))],
 )
 def test_a_rank_without_the_last_stage_has_loss_zero(pool, schedule, last):
     # torchtitan#547: -1, or nothing, was read there
@@ -268,7 +280,7 @@ def state_around_evaluation(ranks, options):
 @pytest.mark.parametrize(
     ("n", "options"),
     [
-        (2, dict(strategy="pp", schedule="DualPipeV")),
+        pytest.param(2, dict(strategy="pp", schedule="DualPipeV"), marks=pytest.mark.full),
         (4, dict(strategy="fsdp", pipeline=2)),
         (2, dict(strategy="tp", sequence_parallel=True, loss_parallel=True)),
     ],
@@ -308,6 +320,7 @@ def test_dropout_masks_agree_on_what_tensor_ranks_share_and_differ_on_the_rest(p
     assert torch.equal(loss, loss_1) and torch.equal(state, state_1)
 
 
+@pytest.mark.full
 def test_a_recomputed_forward_draws_the_same_dropout(pool):
     options = dict(strategy="tp", sequence_parallel=True)
     for kept, again in zip(

@@ -30,7 +30,6 @@ ALL = 3 * 40 * 41 // 2  # what 40 steps of two ranks of fake_train add up to
 def course(tmp_path_factory):
     """The course, with fake_train in the trainer's place."""
     copy = copy_course(tmp_path_factory.mktemp("course") / "many-hands", only=())
-    shutil.copy(copy / "scripts" / "train.py", copy / "scripts" / "real_train.py")
     shutil.copy(os.path.join(os.path.dirname(__file__), "fake_train.py"), copy / "scripts" / "train.py")
     launch = copy / "scripts" / "launch.py"  # fake_train takes flags that the trainer would refuse
     launch.write_text(launch.read_text().replace(", refuse_flags=read_options", ""))
@@ -39,14 +38,10 @@ def course(tmp_path_factory):
 
 def start_job(course, name, *arguments, **environ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PBS_"))}
-    clean |= {
-        "VENV": str(Path(sys.executable).parents[1]),
-        "NPROC_PER_NODE": "2",
-        **{k: str(v) for k, v in environ.items()},
-    }
+    clean |= {"VENV": str(Path(sys.executable).parents[1]), "NPROC_PER_NODE": "2"}
     return subprocess.Popen(
-        ["bash", f"jobs/{name}", *arguments], cwd=course, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
+        ["bash", f"jobs/{name}", *arguments], cwd=course, env=clean | {k: str(v) for k, v in environ.items()},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
@@ -155,9 +150,8 @@ def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
 
 @pytest.fixture(scope="module")
 def slurm():
-    with slurm_of_this_machine(
-        settings={"KillWait": "120"}
-    ) as nodes:  # from SIGTERM to SIGKILL: all that a job has to save
+    # from SIGTERM to SIGKILL: all that a job has to save
+    with slurm_of_this_machine(settings={"KillWait": "120"}) as nodes:
         yield nodes
 
 
@@ -174,7 +168,7 @@ class Submitted:
     """A job on the two nodes, and its output."""
 
     def __init__(self, slurm, course, environ, *command):
-        self.slurm, self.course, self.environ = slurm, course, environ
+        self.slurm, self.course = slurm, course
         self.number = slurm.submit(*command, environ=environ, cwd=course)
         self.run = os.path.join(environ["MANYHANDS_OUTPUTS"], f"train-{self.number}")
 
@@ -182,23 +176,11 @@ class Submitted:
     def output(self):
         return "".join(path.read_text() for path in self.course.glob(f"*{self.number}"))
 
-    def until(self, text, timeout_s=PATIENCE_S):
-        deadline = time.monotonic() + timeout_s
-        while text not in self.output:
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.2)
+    def until(self, text):
+        wait_until(lambda: text in self.output, lambda: self.output)
 
-    def until_step(self, step, timeout_s=PATIENCE_S):
-        """Until the real trainer has written its numbers of this step."""
-        deadline = time.monotonic() + timeout_s
-        while not any(
-            json.loads(line).get("step", 0) >= step
-            for path in self.outputs.glob("train/2*/steps.jsonl")
-            for line in path.read_text().splitlines(keepends=True)
-            if line.endswith("\n")
-        ):
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
+    def wait_for(self, *states):
+        wait_until(lambda: self.slurm.state(self.number) in states, lambda: self.output)
 
     def signal_the_script(self):
         """As --signal=B:USR1@120 does two minutes before the end."""
@@ -213,46 +195,43 @@ class Submitted:
         self.wait_for("PENDING")
         self.slurm.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
 
-    def wait_for(self, *states):
-        deadline = time.monotonic() + PATIENCE_S
-        while self.slurm.state(self.number) not in states:
-            assert time.monotonic() < deadline, (self.slurm.state(self.number), self.output)
-            time.sleep(0.2)
-
     def requeue_file(self):
         return os.path.join(self.run, "requeue.json")
+
+
+def wait_until(true, said):
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.2)
 
 
 UNTIL_TOLD = [LINGER, "--train.steps=40"]
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("starter", ["torchrun", "srun"])
-def test_a_preempted_job_saves_goes_back_into_the_queue_and_ends_with_the_whole_sum(slurm, course, environ, starter):
+@pytest.mark.parametrize(
+    ("starter", "signal_name"),
+    [("torchrun", "SIGUSR1"), ("srun", "SIGUSR1"), ("torchrun", "SIGTERM")],  # the last when Slurm itself requeues it
+)
+def test_a_preempted_job_saves_goes_back_into_the_queue_once_and_ends_with_the_whole_sum(
+    slurm, course, environ, starter, signal_name
+):
     job = Submitted(slurm, course, {**environ, "STARTER": starter}, "sbatch", "jobs/train.slurm", *UNTIL_TOLD)
     job.until("step 10")
-    job.signal_the_script()
+    if signal_name == "SIGUSR1":
+        job.signal_the_script()
+    else:
+        assert slurm.run("scontrol", "requeue", job.number).returncode == 0
     job.start_again_now()
     assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
     said = job.output
     assert f"launcher {starter}" in said and "node2: rank 1" in said
-    assert said.count("stopped by SIGUSR1 and saved at step") == 1
-    assert f"saved in {job.run}: job {job.number} goes back into the queue" in said
-    assert said.count("from step 0") == 1 and said.endswith(f"done, sum {ALL}\n") or f"done, sum {ALL}" in said
-    assert not os.path.exists(job.requeue_file())
-    assert "Restarts=1" in slurm.run("scontrol", "show", "job", job.number).stdout
-
-
-@pytest.mark.slurm
-def test_a_job_that_slurm_itself_requeues_saves_first_and_is_requeued_once(slurm, course, environ):
-    job = Submitted(slurm, course, environ, "sbatch", "jobs/train.slurm", *UNTIL_TOLD)
-    job.until("step 10")
-    assert slurm.run("scontrol", "requeue", job.number).returncode == 0
-    job.start_again_now()
-    assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
-    said = job.output
-    assert "stopped by SIGTERM and saved at step" in said and f"done, sum {ALL}" in said
-    assert said.count("from step 0\n") == 1
+    assert f"stopped by {signal_name} and saved at step" in said
+    if signal_name == "SIGUSR1":
+        assert f"saved in {job.run}: job {job.number} goes back into the queue" in said
+        assert not os.path.exists(job.requeue_file())
+    assert said.count("from step 0\n") == 1 and f"done, sum {ALL}" in said
     assert "Restarts=1" in slurm.run("scontrol", "show", "job", job.number).stdout
 
 
@@ -284,69 +263,3 @@ def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_nam
     again = Submitted(slurm, course, {**passed, "RUN": job.run, "TRAIN_ARGS": ""}, "qsub", "-V", "jobs/train.pbs")
     assert slurm.wait(again.number, PATIENCE_S) == "COMPLETED", again.output
     assert f"done, sum {ALL}" in again.output and "from step 0\n" not in again.output
-
-
-# so that it is still there when it is told to leave
-PATIENT = """\
-import os, runpy, time
-from manyhands.train.preemption import PreemptionHandler, defer_signals
-
-defer_signals()
-agreed = PreemptionHandler.agreed
-
-
-def waiting(self):
-    while self._turn == 9 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
-        time.sleep(0.05)
-    return agreed(self)
-
-
-PreemptionHandler.agreed = waiting
-runpy.run_path("scripts/real_train.py", run_name="__main__")
-"""
-STEPS = 24
-NANO = [
-    f"--train.steps={STEPS}", "--model.n-layer=2", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2",
-    "--log.every=5",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def real_course(course):
-    """The course with its own trainer, which with LINGER waits at step 10 of a job's first start."""
-    folder = course.with_name("real")
-    shutil.copytree(course, folder, ignore=shutil.ignore_patterns("notebooks", "assets"))
-    (folder / "scripts" / "train.py").write_text(PATIENT)
-    return folder
-
-
-def final_numbers(job):
-    (metrics,) = [
-        json.loads(path.read_text())
-        for path in job.outputs.glob("train/2*/metrics.json")
-        if str(STEPS) in json.loads(path.read_text())["exact"]["val_losses"]
-    ]
-    return metrics["exact"]["val_losses"][str(STEPS)], metrics["launcher"], metrics["world_size"]
-
-
-@pytest.mark.slurm
-def test_the_trainer_pre_empted_on_two_nodes_ends_with_the_loss_of_an_uninterrupted_run(
-    slurm, real_course, environ, tmp_path
-):
-    """To the bit: the same number of ranks, the same launcher."""
-    found = []
-    for preempted in (False, True):
-        outputs = tmp_path / f"outputs-{preempted}"
-        job = Submitted(
-            slurm, real_course, {**environ, "MANYHANDS_OUTPUTS": str(outputs)} | ({"LINGER": "1"} if preempted else {}),
-            "sbatch", "jobs/train.slurm", *NANO,
-        )  # fmt: skip
-        job.outputs = outputs
-        if preempted:
-            job.until_step(5)
-            job.signal_the_script()
-            job.start_again_now()
-        assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
-        assert ("resumed from" in job.output) == preempted
-        found.append(final_numbers(job))
-    assert found[0] == found[1] and found[0][1:] == ("torchrun", 2)

@@ -134,14 +134,12 @@ def assert_same_science(one_process, run):
         torch.testing.assert_close(run[0]["weights"][name], weight, rtol=0, atol=BUDGET_FP64)
 
 
-# each way to lay out a run saves or resumes once in `make test`; the others in `make test-full`
-ACROSS = {
-    "ddp-fsdp": (DDP, FSDP), "zero1-tp": (ZERO1, TP), "tp-pp": (TP, PP), "fsdp*tp-hybrid": (FSDP_TP, HYBRID),
-    "context-one": (CONTEXT, ONE),
-}  # fmt: skip
+# one among ranks that share the data and one with the model's own axes in `make test`; the others in `make test-full`
+ACROSS = {"zero1-fsdp": (ZERO1, FSDP), "pp-tp": (PP, TP)}
 MORE = {
-    "fsdp-one": (FSDP, ONE), "pp-zero1": (PP, ZERO1), "one-fsdp*tp": (ONE, FSDP_TP), "hybrid-ddp": (HYBRID, DDP),
-    "context-fsdp": (CONTEXT, FSDP), "one-context": (ONE, CONTEXT_4),
+    "fsdp-one": (FSDP, ONE), "ddp-zero1": (DDP, ZERO1), "one-fsdp*tp": (ONE, FSDP_TP), "hybrid-ddp": (HYBRID, DDP),
+    "fsdp*tp-hybrid": (FSDP_TP, HYBRID), "tp-pp": (TP, PP), "context-fsdp": (CONTEXT, FSDP),
+    "one-context": (ONE, CONTEXT_4),
 }  # fmt: skip
 
 
@@ -175,12 +173,15 @@ EXPERTS = {
     ("saves", "resumes"),
     [
         ("zero1", "ddp over 4"),
-        ("fsdp over 2", "fsdp"),
-        ("pp over 2", "fsdp*tp over 2"),
-        ("fsdp*tp over 2", "pp*tp"),
-        ("pp*tp", "pp over 2"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.full)
+            for pair in (
+                ("fsdp over 2", "fsdp"), ("pp over 2", "fsdp*tp over 2"), ("fsdp*tp over 2", "pp*tp"),
+                ("pp*tp", "pp over 2"),
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_mixture_goes_on_with_its_experts_over_another_number_of_ranks(pool, mixture, saves, resumes, tmp_path):
     saved = train(pool, EXPERTS[saves], tmp_path, MIXTURE)
     assert_same_science(mixture, saved)
@@ -195,9 +196,12 @@ def mixture(pool, tmp_path_factory):
     return train(pool, ONE, tmp_path_factory.mktemp("mixture"), MIXTURE)[0]
 
 
+# the others hold what dense models hold
 @pytest.mark.parametrize(
-    "layout", ["ddp over 2 of 4", "fsdp over 2", "pp over 2", "fsdp*tp over 2"]
-)  # the others hold what dense models hold
+    "layout",
+    ["fsdp over 2"]
+    + [pytest.param(name, marks=pytest.mark.full) for name in ("ddp over 2 of 4", "pp over 2", "fsdp*tp over 2")],
+)
 def test_a_mixture_resumed_on_its_own_layout_continues_bit_for_bit(pool, layout, tmp_path):
     whole = train(pool, EXPERTS[layout], tmp_path, MIXTURE)
     continued = train(pool, EXPERTS[layout], tmp_path, MIXTURE, interrupted_at_2(whole, tmp_path / "cut"))
@@ -207,7 +211,15 @@ def test_a_mixture_resumed_on_its_own_layout_continues_bit_for_bit(pool, layout,
     assert all(whole[0]["losses"][step] == continued[0]["losses"][step] for step in (3, 4))
 
 
-@pytest.mark.parametrize("layout", [DDP, ZERO1, FSDP, TP, PP], ids=["ddp", "zero1", "fsdp", "tp", "pp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            (2, layout), id=layout.strategy, marks=[pytest.mark.full] * (layout.strategy not in ("fsdp", "pp"))
+        )
+        for _, layout in (DDP, ZERO1, FSDP, TP, PP)
+    ],
+)
 def test_a_run_resumed_on_its_own_layout_continues_bit_for_bit_dropout_included(pool, layout, tmp_path):
     options = replace(SHORT, model=replace(BASE.model, dropout=0.2), train=replace(SHORT.train, precision="fp32"))
     whole = train(pool, layout, tmp_path, options)
@@ -239,21 +251,23 @@ def test_a_run_that_goes_on_with_other_options_says_so_and_counts_its_tokens_on(
     assert "step 7 is already past train.steps=5: nothing is left to train" in notes
 
 
-def test_another_model_or_text_is_refused_with_what_differs(pool, tmp_path):
-    train(pool, ONE, tmp_path, folder=tmp_path / "run")
-    wider = replace(BASE, model=replace(BASE.model, n_embd=32))
-    with pytest.raises(AssertionError, match=r"holds another model \(n_embd=16; here n_embd=32\)"):
-        train(pool, ONE, tmp_path, wider, folder=tmp_path / "run")
-
-
-def test_resume_never_keeps_off_a_folder_that_is_in_use_and_must_asks_for_a_checkpoint(pool, tmp_path):
-    train(pool, ONE, tmp_path, folder=tmp_path / "run")
-    never = replace(BASE, checkpoint=replace(BASE.checkpoint, resume="never"))
-    with pytest.raises(AssertionError, match="holds step-00000008 already"):
-        train(pool, ONE, tmp_path, never, folder=tmp_path / "run")
-    must = replace(BASE, checkpoint=replace(BASE.checkpoint, resume="must"))
-    with pytest.raises(AssertionError, match="holds no complete checkpoint"):
-        train(pool, ONE, tmp_path, must, folder=tmp_path / "empty")
+def test_a_folder_is_refused_that_holds_another_model_or_is_in_use_or_holds_only_what_is_damaged(pool, tmp_path):
+    train(pool, ONE, tmp_path, SHORT, folder=tmp_path / "run")
+    wider, tied = (replace(SHORT, model=replace(BASE.model, **change)) for change in ({"n_embd": 32}, {"tie": True}))
+    never, must = (replace(SHORT, checkpoint=replace(SHORT.checkpoint, resume=how)) for how in ("never", "must"))
+    for options, folder, sentence in (
+        (wider, "run", r"holds another model \(n_embd=16; here n_embd=32\)"),
+        (tied, "run", r"holds another model \(tie=False; here tie=True\)"),
+        (replace(SHORT, optimizer=OptimizerOptions(name="sgd")), "run", r"does not fit this run: optimizer\."),
+        (never, "run", "holds step-00000004 already.* name another folder"),
+        (must, "empty", "empty holds no complete checkpoint"),
+        (SHORT, "run", "only damaged checkpoints"),
+    ):
+        if options is SHORT:
+            for manifest in (tmp_path / "run").glob("*/manifest.json"):
+                manifest.unlink()
+        with pytest.raises(AssertionError, match=sentence):
+            train(pool, ONE, tmp_path, options, folder=tmp_path / folder)
 
 
 def refused_with_a_random_state_of_garbage(ranks, options, outputs):
@@ -279,14 +293,6 @@ def test_a_random_state_that_no_generator_takes_is_one_sentence_on_all_ranks(poo
     said = pool.run(2, refused_with_a_random_state_of_garbage, options, tmp_path)
     sentence = "step-00000004 cannot be resumed from: the state of its random numbers is damaged"
     assert said[0] == said[1] and sentence in said[0] and "remove this checkpoint" in said[0]
-
-
-def test_a_folder_of_broken_checkpoints_is_refused_rather_than_begun_again(pool, tmp_path):
-    short = replace(BASE, checkpoint=replace(BASE.checkpoint, every=0))
-    train(pool, ONE, tmp_path, short, folder=tmp_path / "run")
-    (tmp_path / "run" / "step-00000008" / "manifest.json").unlink()
-    with pytest.raises(AssertionError, match="only damaged checkpoints"):
-        train(pool, ONE, tmp_path, short, folder=tmp_path / "run")
 
 
 @dataclass
@@ -569,7 +575,7 @@ def test_one_of_several_ranks_ends_itself_without_the_interpreters_own_end(tmp_p
 
 
 def test_fp16_takes_steps_on_a_cpu_and_comes_close_to_fp32(pool, tmp_path):
-    for precision in ("fp32", "fp16", "bf16"):
+    for precision in ("fp32", "fp16"):
         options = replace(BASE, train=replace(BASE.train, precision=precision))
         results = train(pool, DDP, tmp_path / precision, options)
         losses = results[0]["losses"]

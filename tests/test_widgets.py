@@ -106,29 +106,26 @@ def texts(picture):
     return [text.get_text().strip() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text"))]
 
 
-@pytest.mark.parametrize("unit, figures", [("GB", ["107 GB", "14.9 GB"]), ("GiB", ["100 GiB", "13.9 GiB"])])
-def test_the_memory_figure_says_what_fits_in_the_unit_that_was_chosen(unit, figures):
-    found = texts(memory_picture("7B", "bf16 + fp32 master", ranks=64, sequences=0, device=27, unit=unit))
-    assert f"{figures[0]}  does not fit" in found and figures[1] in found
-    does_not_fit = sum("does not fit" in text for text in found)
-    assert does_not_fit == (1 if unit == "GiB" else 2), "27.9 GB are 26 GiB"
-
-
-def test_what_is_small_is_said_in_millions_and_one_rank_is_no_plural():
+def test_the_memory_figure_says_what_fits_in_the_unit_that_was_chosen():
+    for unit, whole, cut, too_large in (("GB", "107 GB", "14.9 GB", 2), ("GiB", "100 GiB", "13.9 GiB", 1)):
+        found = texts(memory_picture("7B", "bf16 + fp32 master", ranks=64, sequences=0, device=27, unit=unit))
+        assert f"{whole}  does not fit" in found and cut in found
+        assert sum("does not fit" in text for text in found) == too_large, "27.9 GB are 26 GiB"
     small = texts(memory_picture("ShakespeareGPT", "fp32", ranks=1, sequences=0, unit="GiB"))
     assert "0.817 million parameters, fp32" in small and "MiB on one rank" in small
     P = MODELS["ShakespeareGPT"].num_params()
     assert f"{16 * P / 2**20:.3g} MiB" in small and not any("does not fit" in text for text in small)
-    assert any(text.startswith("1,000,000 GB = 931,323 GiB") for text in texts(sizes_picture(1e6, 40)))
 
 
 def test_the_sizes_figure_counts_devices_by_both_units():
+    large = texts(sizes_picture(1e6, 40))
+    assert any(text.startswith("1,000,000 GB = 931,323 GiB") for text in large)
     found = texts(sizes_picture(914.04, 40))
     assert any("40,000,000,000 bytes each, 23 devices" in text for text in found)
     assert any("42,949,672,960 bytes each, 22 devices" in text for text in found)
     assert any("GiB is 7.4 % more than GB" in text for text in found)
     assert any("1 device" in text and "1 devices" not in text for text in texts(sizes_picture(10, 40)))
-    assert "25,000" in texts(sizes_picture(1e6, 40)), "too many boxes to draw"
+    assert "25,000" in large, "too many boxes to draw"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +163,6 @@ def test_the_zigzag_figure_says_how_long_the_ring_takes_and_why_positions_do_not
     assert {"0", "1", "2", "3"} <= set(in_order)
     with pytest.raises(ValueError, match="20 positions do not split into 8 equal chunks; use a multiple of 8"):
         zigzag_picture(4, 20)
-    assert "the ring takes 1.14 times a fair share" in texts(zigzag_picture(4, 20, "striped"))
     with pytest.raises(ValueError, match="layout 'mirror' is unknown; use one of in order, zig-zag, striped"):
         owners("mirror", 16, 4)
 
@@ -176,7 +172,6 @@ GRID = {"pipeline": 2, "data": 2, "tensor": 4}
 
 def test_the_partners_of_a_rank_are_those_of_the_lesson():
     assert partners(GRID, 5) == {"pipeline": [5, 13], "data": [1, 5], "tensor": [4, 5, 6, 7]}
-    assert partners(dict.fromkeys(GRID, 1), 0) == {"pipeline": [0], "data": [0], "tensor": [0]}
 
 
 def test_rings_send_on_stages_send_both_ways_and_one_rank_sends_nothing():
@@ -220,24 +215,21 @@ def test_numbers_that_make_no_grid_are_refused_in_the_picture(settings, sentence
     assert capsys.readouterr().out == f"[figure: {sentence}]\n"
 
 
-def test_the_planner_draws_the_recommended_plan_first_and_leaves_offloaded_state_out():
-    found = texts(planner_picture("olmo-7b", "h100", 64))
+def test_the_planner_draws_the_recommended_plan_first_with_whole_legends_and_leaves_offloaded_state_out():
+    figure, _ = picture = planner_picture("olmo-7b", "h100", 64)
+    found = texts(picture)
     assert "olmo-7b on 64 h100" in found and "predicted seconds per step" in found
     best = plan(Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)).best
     (first,) = {text for text in found if text.startswith("1 ")}
     assert best.name in first and first.split()[-2:] == [f"{best.step_s:.2f}", f"{best.mfu:.0%}"]
     assert any(text.split() == ["layout", "GB", "s/step", "MFU"] for text in found)
+    keys = [[text.get_text() for text in legend.get_texts()] for legend in figure.legends]
+    assert keys == [["weights", "optimizer", "gradients", "activations"], ["computing", "messages", "bubble"]]
+    figure.draw_without_rendering()
+    left, right = (legend.get_window_extent() for legend in figure.legends)
+    assert 0 <= left.x0 < left.x1 <= right.x0 < right.x1 <= figure.bbox.x1 and min(left.y0, right.y0) >= 0
     bytes_legend, _ = planner_picture("olmo-7b", "h100", 1)[0].legends
     assert "optimizer" not in [text.get_text() for text in bytes_legend.get_texts()]
-
-
-def test_the_planners_panels_have_four_keys_each_and_no_word_means_two_things():
-    keys = [
-        [text.get_text() for text in legend.get_texts()]
-        for legend in planner_picture("llama3-70b", "h100", 64)[0].legends
-    ]
-    assert keys[0] == ["weights", "optimizer", "gradients", "activations"]
-    assert keys[1] == ["computing", "messages", "bubble"]
 
 
 def test_where_nothing_fits_the_planner_says_on_how_many_gpus_something_would():
@@ -264,8 +256,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 SHOWS = [show_floats, show_memory, show_sizes, show_pipeline, show_zigzag, show_planner, show_rank_grid]
 
 
-@pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("show", SHOWS)
+@pytest.mark.parametrize(("show", "live"), [(show_sizes, False), *((show, True) for show in SHOWS)])
 def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_them(show, live, shown, monkeypatch):
     monkeypatch.setenv("MANYHANDS_LIVE", str(int(live)))
     show()
@@ -321,7 +312,7 @@ def test_a_picture_of_the_last_choice_is_marked_while_the_new_one_is_computed(mo
         states.extend(page.state.value for page in pages)
         if gpus == 16:
             raise KeyError("stopped")
-        return planner_picture(gpus=8)
+        return sizes_picture(10, 40)
 
     monkeypatch.setattr(display_module, "is_live", lambda: True)
     monkeypatch.setattr(display_module.Controls, "show", lambda page: pages.append(page))
@@ -335,22 +326,11 @@ def test_a_picture_of_the_last_choice_is_marked_while_the_new_one_is_computed(mo
     assert "drawing" not in pages[0].state.value
 
 
-@pytest.mark.parametrize("asked", [{}, {"model": "llama3-405b", "gpus": 1024}])
-def test_the_planners_legends_are_whole_and_do_not_overlap(asked):
-    figure, _ = planner_picture(**asked)
-    figure.draw_without_rendering()
-    left, right = (legend.get_window_extent() for legend in figure.legends)
-    assert left.x0 >= 0 and left.x1 <= right.x0 and right.x1 <= figure.bbox.x1
-    assert min(left.y0, right.y0) >= 0
-
-
-def test_without_ipywidgets_there_is_a_picture(shown, monkeypatch):
+def test_without_ipywidgets_there_is_a_picture_and_in_a_script_its_text(shown, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
     show_sizes()
     assert WIDGET not in shown[0][0]
-
-
-def test_in_a_script_the_text_is_printed(capsys):
+    monkeypatch.undo()
     show_sizes(100, 80)
     assert capsys.readouterr().out == (
         "[figure: 100 GB = 93.13 GiB: that takes 2 of 80 GB and 2 of 80 GiB; the devices have GiB]\n"
@@ -386,6 +366,6 @@ def test_what_is_no_number_is_said_and_changes_nothing(shown):
     assert controls.pattern.value == "0 10000000 1000000"
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, math.nan, -math.inf, 1e-45, 1e300])
+@pytest.mark.parametrize("value", [-0.0, math.nan, -math.inf, 1e300])
 def test_every_number_has_a_picture(value):
     assert isinstance(FloatControls(value).page.box, ipywidgets.VBox)

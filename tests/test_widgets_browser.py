@@ -68,18 +68,13 @@ class Widget:
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_a_widget_appears_with_its_picture_and_no_label_is_cut_off(notebook, name):
+def test_a_widget_has_its_picture_and_whole_labels_and_the_tab_key_reaches_every_named_control(notebook, name):
     widget = Widget(notebook, name)
     widget.picture.scroll_into_view_if_needed()
     assert widget.picture.evaluate("e => e.decode().then(() => e.naturalWidth)") > 800
     assert widget.picture.get_attribute("alt") in widget.output.aria_snapshot()
     for label in widget.output.locator("label, button").all():
         assert label.evaluate("e => e.scrollWidth <= e.clientWidth"), label.inner_text()
-
-
-@pytest.mark.parametrize("name", CONTROLS)
-def test_the_tab_key_reaches_every_control_and_each_has_a_name(notebook, name):
-    widget = Widget(notebook, name)
     controls = [widget.control(control) for _, control in CONTROLS[name]]
     assert [control.count() for control in controls] == [1] * len(controls)
     assert widget.output.locator(WHAT_TAKES_KEYS).count() == len(controls), "one of them has no name"
