@@ -74,6 +74,7 @@ def install(folder, home):
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_an_unpacked_bundle_installs_without_a_network_and_only_if_it_is_whole(course, index_only, tmp_path):
     said = bundle(tmp_path / "stick" / "many-hands.tar", course[0])
     assert "4 packages" in said and "tar xf many-hands.tar && cd many-hands && make lab" in said

@@ -98,7 +98,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SHORT = {"context 4", "context 2 x zero1 2", "context 2 x fsdp 2", "context 2 x tensor 2"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
 def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, references, case):
     n, parallel = CASES[case]
     assert_equal(pool.run(n, steps_of, options_of(**parallel)), references[CONFIG])
@@ -141,6 +144,7 @@ def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_
 
 
 @pytest.mark.ranks
+@pytest.mark.full
 def test_what_the_dry_run_prints_runs(root, tmp_path):
     words = (
         "--model.n-layer 2 --model.n-embd 32 --train.global-batch 4 --train.steps 2 --log.sample 3 --parallel.context 2"

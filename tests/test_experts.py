@@ -26,6 +26,11 @@ SWITCH = replace(MIXTURE, top_k=1)
 EIGHT = replace(SIGMOID, experts=8, top_k=3)
 
 
+def more_of(*cases):
+    """Cases that `make test-full` adds."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.full) for case in cases]
+
+
 def options_with(speed=0.05, loss=0.01, **parallel):
     """Those of a run whose biases and balancing loss show within two steps."""
     options = options_of(**parallel)
@@ -172,7 +177,10 @@ SCHEDULED = {
     for name, n, parallel in (("alone", 2, {}), ("experts over 2", 4, {"expert": 2}))
 }
 CASES |= SCHEDULED
-SHORT = CASES.keys() - SCHEDULED.keys() | {"Interleaved1F1B experts over 2", "ZBVZeroBubble experts over 2"}
+SHORT = {
+    "ddp", "zero1", "hybrid", "ddp, experts over 2 of 4", "fsdp, experts over 2", "pipeline", "tensor",
+    "pipeline of shards, experts over 2", "tensor of shards, experts over 2", "ZBVZeroBubble experts over 2",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
@@ -184,8 +192,8 @@ def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
 @pytest.mark.parametrize(
     "parallel",
     [
-        dict(context=2), dict(context=2, expert=2), dict(strategy="fsdp", context=2, tensor=2),
-        dict(strategy="fsdp", tensor=2, loss_parallel=True),
+        dict(context=2, expert=2), dict(strategy="fsdp", tensor=2, loss_parallel=True),
+        *more_of(dict(context=2), dict(strategy="fsdp", context=2, tensor=2)),
     ],
 )  # fmt: skip
 def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(pool, parallel):
@@ -239,9 +247,11 @@ def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
 @pytest.mark.parametrize(
     ("n", "parallel"),
     [
-        (2, dict(strategy="pp")), (4, dict(strategy="pp", replicate=2, expert=2)),
-        (4, dict(strategy="fsdp", pipeline=2, expert=2)), (2, dict(strategy="tp")), (4, dict(strategy="pp", tensor=2)),
-        (4, dict(strategy="fsdp", tensor=2, expert=2)), (4, dict(strategy="fsdp", tensor=2)),
+        (2, dict(strategy="pp")), (2, dict(strategy="tp")), (4, dict(strategy="fsdp", tensor=2, expert=2)),
+        *more_of(
+            (4, dict(strategy="pp", replicate=2, expert=2)), (4, dict(strategy="fsdp", pipeline=2, expert=2)),
+            (4, dict(strategy="pp", tensor=2)), (4, dict(strategy="fsdp", tensor=2)),
+        ),
     ],
 )  # fmt: skip
 def test_the_fullest_rank_of_a_pipeline_or_of_tensor_ranks_holds_what_the_formula_says(pool, n, parallel):
@@ -324,8 +334,9 @@ def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, wo
 @pytest.mark.parametrize(
     "more",
     [
-        "ddp", "fsdp --parallel.context 2 --optimizer.balance-loss 0", "fsdp --parallel.tensor 4 --model.vocab-size 68",
-        "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
+        "fsdp --parallel.context 2 --optimizer.balance-loss 0",
+        *more_of("ddp", "fsdp --parallel.tensor 4 --model.vocab-size 68",
+                 "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68"),
     ],
 )  # fmt: skip
 def test_a_rank_of_1024_holds_what_the_formula_says(more):

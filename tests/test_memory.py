@@ -99,7 +99,15 @@ ON_FOUR = [
 ]
 
 
-@pytest.mark.parametrize("world_size, all_flags", [(2, ON_TWO), (4, ON_FOUR)])
+@pytest.mark.parametrize(
+    "world_size, all_flags",
+    [
+        (2, ON_TWO[::3]),
+        (4, ON_FOUR[2:4]),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, ON_TWO), (4, ON_FOUR))),
+    ],
+    ids=["2", "4", "all on 2", "all on 4"],
+)
 def test_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool, world_size, all_flags):
     measured = pool.run(world_size, measure_all, all_flags, timeout_s=120)
     for i, flags in enumerate(all_flags):

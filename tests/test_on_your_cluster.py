@@ -83,7 +83,7 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("preset", ["olmo-1b", "olmo-7b"])
+@pytest.mark.parametrize("preset", ["olmo-1b", pytest.param("olmo-7b", marks=pytest.mark.full)])
 def test_the_presets_in_full_size_hold_what_the_dry_run_plans_on_8_64_and_1024_ranks(preset):
     worlds = (8, 64, 1024)
     sizes = []
