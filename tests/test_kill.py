@@ -1,5 +1,6 @@
-"""One run, killed with SIGKILL four times (`make test-full`: twenty): at random moments, and in the middle of saving. It
-ends as if nobody had.
+"""One run, killed with SIGKILL four times (`make test-full`: twenty): at random moments, and in the middle of saving.
+
+It ends as if nobody had killed it.
 
 Two ranks of the trainer train a small GPT with dropout (so that each rank's random numbers matter), whose experts they
 share out, and save every few steps. The parent kills one rank or both, looks at what lies in the folder, and starts

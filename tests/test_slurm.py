@@ -178,6 +178,18 @@ def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path)
     ]
 
 
+def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
+    """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below is Slurm, so srun starts torchrun."""
+    passed = {**environ, "LESSON_ARGS": "--steps=6 --repeats=1"}
+    job = slurm.submit("qsub", "-V", "jobs/ddp_shakespeare.pbs", environ=passed, cwd=short_course)
+    state = slurm.wait(job, timeout_s=PATIENCE_S)
+    output = "".join(path.read_text() for path in short_course.glob(f"ddp_shakespeare*{job}"))
+    assert state == "COMPLETED", output
+    assert "4 ranks, launcher torchrun" in output
+    assert [f"rank {r} of 4 on node{r // 2 + 1}" in output for r in range(RANKS)] == [True] * RANKS
+    assert metrics(environ, "03_data_parallel")["parameters"]["steps"] == 6
+
+
 @pytest.fixture(scope="session")
 def made_up(tmp_path_factory):
     return take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands", only=()))

@@ -256,7 +256,7 @@ def _context(options, config, degrees):
 
 def _experts(options, config, degrees):
     """A sentence for each thing that a mixture of experts does not go together with."""
-    parallel, experts = options.parallel, options.model.experts
+    parallel, experts = options.parallel, getattr(config, "experts", options.model.experts)  # a PlannedModel has none
     asked, spread = f"model.experts={experts}", f"parallel.expert={parallel.expert}"
     if parallel.expert > 1:
         if experts % parallel.expert or experts == 1:
