@@ -13,9 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import PRESETS, OptionError, from_file, from_preset, merged, model_config, read_options
+from manyhands.data import shakespeare
+from manyhands.data.corpus import Corpus
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.train import dry_run, start
 from manyhands.train.start import with_micro_batch
+
+
+@pytest.fixture(autouse=True)
+def _corpus(monkeypatch):
+    """A corpus of these tests, whichever this machine has."""
+    monkeypatch.setattr(dry_run, "at_hand", lambda: True)
+    text = "To be, or not to be: that's $5 & no less.\n" * 2000
+    monkeypatch.setattr(dry_run, "corpus_of", lambda options: Corpus.from_text("test", text))
 
 
 def described(flags, world_size=1):
@@ -203,6 +213,7 @@ def test_a_corpus_that_would_be_fetched_only_for_a_check_is_not_and_that_is_said
     monkeypatch.delenv("MANYHANDS_SHAKESPEARE", raising=False)
     monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
     monkeypatch.setenv("MANYHANDS_PLAYS", "")
+    monkeypatch.setattr(dry_run, "at_hand", shakespeare.at_hand)
     monkeypatch.setattr(dry_run, "corpus_of", lambda options: pytest.fail("it asks for the corpus"))
     assert "not checked: vocabulary and prompt" in comments(described("--preset gpt2"))
 

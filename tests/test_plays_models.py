@@ -13,6 +13,12 @@ from manyhands.gpt.model import GPT
 NAMES = ["plays", "plays-draft"]
 
 
+@pytest.fixture(autouse=True)
+def _plays_of_the_environment(monkeypatch):
+    """Whatever corpus is asked for: these models were made from the plays, which every set-up installs."""
+    monkeypatch.delenv("MANYHANDS_PLAYS", raising=False)
+
+
 @pytest.fixture(scope="module")
 def models(root):
     return {name: load_model(root / "assets" / "models" / f"{name}.safetensors") for name in NAMES}

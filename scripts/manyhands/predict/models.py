@@ -113,7 +113,7 @@ class PlannedModel:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether one weight has all experts of a layer, as in `train.py`: tensor ranks share out whole experts."""
+        """True if one weight has all experts of a layer, as in `train.py`: tensor ranks share out whole experts."""
         return self.n_expert > 1 and self.style == "gpt"
 
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
