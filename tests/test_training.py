@@ -159,7 +159,7 @@ def test_what_one_layout_saved_another_continues(pool, one_process, saves, resum
 
 
 MIXTURE = replace(
-    SHORT, model=replace(BASE.model, experts=4), optimizer=replace(BASE.optimizer, balance_speed=0.02)
+    SHORT, model=replace(BASE.model, experts=4), optimizer=replace(BASE.optimizer, balance_speed=1e-3)
 )  # fmt: skip
 EXPERTS = {
     "ddp over 2 of 4": (4, ParallelOptions(expert=2)), "fsdp over 2": (2, ParallelOptions(strategy="fsdp", expert=2)),
