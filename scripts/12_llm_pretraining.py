@@ -142,8 +142,7 @@ mine = pile[rank::world_size]
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
 #
-# On the web many pages are copies, with another header or a changed word. A model that reads a page many times learns
-# it by heart. So copies are removed before [**pre-training**](../assets/glossary.md#pre-training): training to predict
+# On the web many pages are copies. A model that reads a page many times learns it by heart. So copies are removed before [**pre-training**](../assets/glossary.md#pre-training): training to predict
 # the next token, on as much text as one can get.
 #
 # The folded tool finds copies among the documents of one rank. Here it runs on one rank with all documents, then on
@@ -198,8 +197,8 @@ compare("planted copies that 16 ranks find, each in its own documents", guess_fo
 # first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
 #
 # [**MinHash**](../assets/glossary.md#minhash) (Broder 1997) estimates J. Put all shingles in a random order. A and B
-# have the same first shingle exactly if the first shingle of A ∪ B is in both. This has probability J. Repeat this for
-# K random orders. The share of orders in which A and B have the same first shingle is the estimate.
+# have the same first shingle exactly if the first shingle of A ∪ B is in both, which has probability J. The estimate is
+# the share of K random orders in which A and B have the same first shingle.
 #
 # A hash makes a random order: each shingle has a number x; compute (a·x + b) mod PRIME. The shingle with the smallest
 # result is the first. Another a and b make another order. So a document becomes K = 128 numbers of 4 bytes, its
@@ -275,12 +274,11 @@ checks.minhash((signature, similarity), ranks)
 # %% [markdown]
 # ## One rank for each key (CORE, 11 min)
 #
-# The easy way is an all-gather of all signatures. Then every rank holds 512 bytes for every document, and makes all
-# the comparisons. More ranks do not help.
+# The easy way is an all-gather of all signatures. Then every rank makes all the comparisons, and more ranks do not help.
 #
 # Instead, give each band of each document a **key**: a hash of the band's number and content. Two documents with an
-# equal band have an equal key. *Send each key to one rank*, which the key determines. So equal keys arrive at the same
-# rank. This exchange is an all-to-all.
+# equal band have an equal key. *The key says to which rank it is sent*, in an all-to-all. So equal keys arrive at the
+# same rank.
 #
 # ![Two ranks: odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair
 # there](../assets/12_keys.svg)
@@ -350,9 +348,8 @@ checks.colliding(colliding, ranks)
 # </details>
 
 # %% [markdown]
-# The rest is given. `exchange_rows` sends tensor r of your list to rank r. `near_pairs` sends the signature of each
-# pair's first document to the rank of the second, and there estimates J. A document is dropped if J with an earlier
-# one reaches the limit. So its own rank decides, and no rank ever has all signatures.
+# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second, and there
+# estimates J. A document is dropped if J with an earlier one reaches the limit. No rank ever has all signatures.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -460,9 +457,8 @@ checks.one_merge((most_frequent, merge), ranks)
 # </details>
 
 # %% [markdown]
-# Pairs are counted only within words (with the space before them). So it is enough to know how often each *word*
-# occurs. Ranks all-gather these counts once, and add them up. Then all ranks have the same counts, and find the same
-# merges.
+# Pairs are counted only within words. So it is enough to know how often each *word* occurs. Ranks all-gather these counts
+# once, and add them up. Then all ranks find the same merges.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -664,10 +660,10 @@ if rank == 0:
 # ## How large, for how long? One point of a scaling law (CORE, 9 min)
 #
 # A budget is a number of FLOPs. A larger model learns more from each token, but for the same FLOPs it reads fewer
-# tokens. Which size is best? Find out with small budgets. For one budget train several sizes, each on as many tokens
-# as the budget allows. Their losses are an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022),
-# and its lowest point is the best size. If you draw the best sizes of several budgets with logarithms, they are on a
-# line: a [**scaling law**](../assets/glossary.md#scaling-law).
+# tokens. Which size is best? For one budget train several sizes, each on as many tokens as the budget allows. Their
+# losses are an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022), and its lowest point is the
+# best size. If you draw the best sizes of several budgets with logarithms, they are on a line: a [**scaling
+# law**](../assets/glossary.md#scaling-law).
 #
 # We recorded 3 budgets and 6 sizes with `python scripts/isoflop.py`. You train one of these models now, data parallel
 # on all ranks.
