@@ -810,7 +810,8 @@ def with_head_norm(model):
     """Normalize each head's output before the output projection, in place. Returns the model."""
     size = D // HEADS
     for block in model.blocks:
-        norm = block.attention.head_norm = nn.RMSNorm(size).to(block.attention.out.weight)
+        w = block.attention.out.weight
+        norm = block.attention.head_norm = nn.RMSNorm(size, device=w.device, dtype=w.dtype)
         block.attention.out.register_forward_pre_hook(
             lambda _, args, norm=norm: (norm(args[0].unflatten(-1, (-1, size))).flatten(-2),)
         )

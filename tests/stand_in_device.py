@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -64,6 +65,8 @@ def _storage(tensor):
     with torch._C.DisableTorchFunction():  # or the mode below would be asked what we ask here
         if tensor.layout != torch.strided or not _real_is_cpu.__get__(tensor):
             return None
+        while torch._C._functorch.is_batchedtensor(tensor):  # within vmap
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         return tensor.untyped_storage()
 
 
@@ -203,10 +206,22 @@ class StandIn:
         yield dist, "init_process_group", init_process_group
         yield dist, "new_group", new_group
         yield dist, "is_nccl_available", lambda: True
+        from manyhands.parallel import mesh_strategy  # late: of the course that the script is of
+
+        yield mesh_strategy, "may_record", lambda *_: False  # this torch has no CUDA graphs
+        yield flex_attention, "flex_attention", _dense_attention  # whose operator knows no modes
         for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
             yield dist, name, _averaging(getattr(dist, name))
         yield torch, "set_num_threads", lambda count: None  # one per rank: the CPU's cores have other work
         yield from ((torch.cuda, name, value) for name, value in _cuda().items())
+
+
+def _dense_attention(q_BHTE, k_BHTE, v_BHTE, block_mask):
+    """FlexAttention's result, by a mask of all pairs."""
+    *batch, T, _ = q_BHTE.shape
+    b, h, t, other = torch.meshgrid(*(torch.arange(n, device=q_BHTE.device) for n in (*batch, T, T)), indexing="ij")
+    allowed_BHTT = block_mask.mask_mod(b, h, t, other)
+    return torch.nn.functional.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_BHTT)
 
 
 def _averaging(collective):

@@ -205,6 +205,9 @@ def stopped():
 
 def main(arguments):
     """Connect to a stopped rank and carry lines both ways until one side ends. Returns the exit status."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     paths = stopped()
     if arguments:
         paths = [path for path in paths if arguments[0] in (path.stem, str(path))]
