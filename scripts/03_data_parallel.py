@@ -1506,6 +1506,11 @@ say(f"the same batch twice: {'the same loss' if once == again else 'another loss
 # of this lesson changes. **What to look for:** as many ranks as you asked for, each on its own GPU; in `metrics.json` the same
 # `first_losses` as on your laptop, to 1e-3, for the same `--global-batch`.
 
+# %% [markdown]
+# ## End
+#
+# The last cell writes the run's numbers and stops the ranks.
+
 # %%
 # %%ranks
 metrics.write()

@@ -1470,6 +1470,11 @@ if rank == 0:
     say(f"predicted {params:,.0f} parameters, loss {loss:.3f}")
     say(f"measured  {best.params:,.0f} parameters, loss {best.loss:.3f}")
 
+# %% [markdown]
+# ## End
+#
+# The last cell writes the run's numbers and stops the ranks.
+
 # %%
 # %%ranks
 metrics.write()

@@ -1489,6 +1489,11 @@ once(f"encode: {sum(letters[i] in MARKERS for i in safe)} markers; a search in t
 # The template adds two markers. A tokenizer that searches the finished text finds four: the user has ended their own message and
 # now speaks for the assistant. `encode` never looks for markers inside a message. A server must not either.
 
+# %% [markdown]
+# ## End
+#
+# The last cell writes the run's numbers and stops the ranks.
+
 # %%
 # %%ranks
 metrics.write()
