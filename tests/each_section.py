@@ -4,6 +4,7 @@ python tests/each_section.py scripts/03_data_parallel.py --steps 2
 python tests/each_section.py core scripts/03_data_parallel.py --steps 2     # all of CORE, and nothing else, to its end
 """
 
+import linecache
 import re
 import sys
 from pathlib import Path
@@ -62,8 +63,9 @@ def main():
 def run(cells, namespace, script, to_the_end=False):
     for cell in cells:
         if cell.cell_type == "code" and (to_the_end or not cell.source.rstrip().endswith("leave()")):
-            source = cell.source.replace("%%ranks", "#", 1)
-            exec(compile(source, str(script), "exec"), namespace)
+            source, name = cell.source.replace("%%ranks", "#", 1), f"{script}, a cell"
+            linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # checks read lines
+            exec(compile(source, name, "exec"), namespace)
 
 
 if __name__ == "__main__":
