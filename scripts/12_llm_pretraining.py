@@ -138,6 +138,8 @@ def everyone(value):
 
 pile, planted = planted_pile(random.Random(1))
 mine = pile[rank::world_size]
+PRIME = 2**31 - 1
+a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # of the hashes, the same on all ranks
 
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
@@ -204,12 +206,9 @@ compare("planted copies that 16 ranks find, each in its own documents", guess_fo
 # result is the first. Another a and b make another order. So a document becomes K = 128 numbers of 4 bytes, its
 # **signature**.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-PRIME = 2**31 - 1
-a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # the same on all ranks
-
-
 def shingle_hashes(text, k=3):
     """The numbers [S] of a text's shingles: k words in a row, in lower case."""
     words = re.findall(r"\w+", text.lower())
@@ -353,7 +352,7 @@ checks.colliding(colliding, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "PRIME", "shingle_hashes", "signature", "similarity", "parcels", "colliding")
+catch_up(globals(), "shingle_hashes", "signature", "similarity", "parcels", "colliding")
 a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
 
 # %%
@@ -929,7 +928,7 @@ card(
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "PRIME", "shingle_hashes", "signature", "similarity")
+catch_up(globals(), "shingle_hashes", "signature", "similarity")
 a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
 
 

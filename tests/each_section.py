@@ -7,6 +7,7 @@ python tests/each_section.py core scripts/03_data_parallel.py --steps 2     # al
 import linecache
 import re
 import sys
+import types
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -40,20 +41,30 @@ def core(script):
     return found
 
 
+def as_main(script):
+    """The names of a new module __main__, where torch.compile looks for those of a lesson's functions."""
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    return vars(module)
+
+
 def main():
     if sys.argv[1] == "core":
         script = Path(sys.argv[2]).resolve()
         sys.argv = [str(script), *sys.argv[3:]]
-        run(core(script), {"__file__": str(script), "__name__": "__main__"}, script, to_the_end=True)
+        run(core(script), as_main(script), script, to_the_end=True)
         return
     script = Path(sys.argv[1]).resolve()
     sys.argv = [str(script), *sys.argv[2:]]
     begin, *others = sections(script)
-    start = {"__file__": str(script), "__name__": "__main__"}
+    start = as_main(script)
     run(begin, start, script)
+    begun = dict(start)
     for section in others:
+        start.clear()  # the same dictionary: functions of the start cells look names up in it
+        start.update(begun)
         try:
-            run(section, dict(start), script)
+            run(section, start, script)
         except BaseException:
             print(f"does not run after the start cells alone: {section[0].source.splitlines()[0]}", flush=True)
             raise
