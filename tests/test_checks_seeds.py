@@ -52,4 +52,4 @@ def _some_wrong(table, check, solution):
 @pytest.mark.parametrize("table", list(tables()), ids=lambda table: f"{table.lesson}-{table.__name__}")
 def test_under_any_seed_solutions_are_right_and_wrong_answers_wrong(pool, table, tmp_path):
     environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    assert pool.run(1, judge, table.__module__, table.__name__, environ=environ) == [[]]
+    assert pool.run(1, judge, table.__module__, table.__name__, timeout_s=250, environ=environ) == [[]]
