@@ -844,7 +844,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from.
+# Next: [lesson 04](04_first_job.ipynb) runs this file as a job. Below is the lab, to pick from. Further reading is in the
+# [handbook](../assets/handbook/03_data_parallel.md#further-reading).
 
 # %% [markdown]
 # ## Lab: what a step sends, counted twice (MORE, 2 min)

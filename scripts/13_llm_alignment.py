@@ -896,7 +896,8 @@ card(
 )
 
 # %% [markdown]
-# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab: sections to choose from.
+# Next: [lesson 14](14_llm_serving.ipynb) serves a model. Below is the lab: sections to choose from. Further reading is
+# in the [handbook](../assets/handbook/13_llm_alignment.md#further-reading).
 
 # %% [markdown]
 # ## Four losses on two ranks (MORE, 3 min)
