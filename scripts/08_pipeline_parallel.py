@@ -277,8 +277,8 @@ for n in (1, 2, 4, 8, 16, 58):
         say(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
 
 # %% [markdown]
-# Less than 5 % takes 58 micro-batches. The price: at the end of the forwards each rank **holds** the activations of all m.
-# These micro-batches are [**in flight**](../assets/glossary.md#in-flight).
+# A bubble below 5 % takes 58 micro-batches. The price: at the end of the forwards each rank **holds** the activations of
+# all m. These micro-batches are [**in flight**](../assets/glossary.md#in-flight).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the bubble</summary>

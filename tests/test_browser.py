@@ -160,10 +160,10 @@ def test_what_shows_that_a_cell_runs_goes_when_it_ends(notebook, exercise):
 def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
     notebook.menu("Edit", "Clear Outputs of All Cells")
     notebook.run_many("Run All Cells", timeout_s=300)
-    greetings = notebook.cell("I am rank {rank} of {world_size}")
-    assert notebook.rows(greetings, "I am rank 1") == [
-        "rank 0", "I am rank 0 of 2; left of me is 1, right of me 1",
-        "rank 1", "I am rank 1 of 2; left of me is 0, right of me 0",
+    greetings = notebook.cell("after broadcast I hold {x.tolist()}")
+    assert notebook.rows(greetings, "after scatter [1]") == [
+        "rank 0", "after broadcast I hold [3], after scatter [0]: shape [1]",
+        "rank 1", "after broadcast I hold [3], after scatter [1]: shape [1]",
     ]  # fmt: skip
     for rank in (0, 1):
         label = greetings.locator(".jp-OutputArea-output").get_by_text(f"rank {rank}", exact=True)
