@@ -1681,10 +1681,10 @@ if rank == 0:
 #
 # ### Exercise 3: never build the whole model
 #
-# All models above were built whole on every rank, and then cut. With `init_device: cuda` in a 7 B configuration
-# every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own file says
-# [`meta`](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml).) Where they do not fit, it runs
-# out of memory before step 1, and no sharding helps. The cure is the [**meta
+# Your models above were built whole on every rank, and then cut. (`train.py` avoids that.) With `init_device: cuda`
+# in a 7 B configuration every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own
+# file says [`meta`](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml).) Where they do not
+# fit, it runs out of memory before step 1, and no sharding helps. The cure is the [**meta
 # device**](../assets/glossary.md#meta-device): tensors with shape and dtype, but without numbers.
 
 # %%

@@ -22,6 +22,7 @@ from manyhands.data.preparation import PrepareConfig, prepare_text
 
 pytestmark = pytest.mark.ranks
 
+HUGE = "--model.n-layer 9999 --model.n-embd 8192"
 TINY = [
     "--model.n-layer=2", "--model.n-head=2", "--model.n-embd=16", "--model.block-size=8", "--train.steps=2",
     "--log.eval-batches=1", "--log.sample=4", "--log.no-plots",
@@ -89,7 +90,8 @@ def refused(argv, environ, tmp_path, words, ranks=1):
     [
         ("--parallel.strategy pp --parallel.pipeline 2", ("pipeline 2 = 2 ranks, but 1 were started",), 1),
         ("--model.block-size 100000", ("block_size=100000 needs 100001 tokens", "smaller block_size"), 1),
-        ("--model.n-layer 9999 --model.n-embd 8192", ("8,053,", "GiB on each rank while it starts", "a smaller"), 1),
+        (f"{HUGE} --parallel.strategy ddp", ("8,053,", "take 30,", "GiB on each rank while it starts", "fsdp"), 2),
+        (f"{HUGE} --parallel.strategy fsdp", ("take 15,0", "GiB on each rank while it starts", "a smaller model"), 2),
         ("--train.compile", ("train.compile needs a C++ compiler", "no-compile"), 1),
         ("--preset gpt5", ("'gpt5' is unknown",), 2),
         ("--train.global-batch 25", ("global_batch=25 does not split over 2 data-parallel ranks", "multiple of 2"), 2),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,7 +33,7 @@ import torch
 import torch.distributed as dist
 number = torch.full((1,), {})
 dist.all_reduce(number)
-print("sum", float(float(number)))
+print("sum", float(number))
 """
 
 
@@ -86,7 +87,8 @@ def held(processes, hub):
     for process in processes:
         places = [one.path for one in process.open_files() + process.memory_maps()]
         places += [process.cwd()]
-        files |= {p for p in places if p.startswith(("/dev/shm", "/tmp")) and not p.startswith(str(hub.sw))}
+        shared = (str(hub.sw), sys.prefix)  # the software, which both may read
+        files |= {p for p in places if p.startswith(("/dev/shm", "/tmp")) and not p.startswith(shared)}
         for one in process.net_connections("tcp"):
             (listening if one.status == psutil.CONN_LISTEN else talking).add((one.raddr or one.laddr).port)
     return files, listening, talking

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from manyhands.checks.zero_fsdp import Peak
 from manyhands.gpt.model import GPT
 from manyhands.measure import wire
 from manyhands.parallel import mesh_strategy
+from manyhands.parallel.strategy import full_model
 from one_process import (
     CONFIG,
     EXACT,
@@ -92,6 +94,33 @@ def test_tied_weights_stay_one_weight(pool, references, case):
         dict(strategy="ddp", all_reduce=case) if case in ("buckets", "flat") else dict(strategy="fsdp", wrapping=case)
     )
     assert_equal(pool.run(4, steps_of, options_of(**parallel), TIED), references[TIED])
+
+
+# --- the start: under FSDP alone no rank ever has the whole model
+
+
+def held_at_the_start(ranks, options, config):
+    """Bytes that building takes at most, and those of this rank's rows, the whole model and its largest weight."""
+    with Peak() as held:
+        parallel = build(ranks, options, config)
+    state = torch.get_rng_state()
+    whole = dict(full_model(config, options).named_parameters())
+    assert torch.equal(state, torch.get_rng_state()), "the run goes on with other random numbers"
+    rows = {name: weight.to_local() for name, weight in parallel.modules[0].named_parameters()}
+    for name, own in rows.items():
+        expected = [*whole[name].chunk(ranks.world_size), *[whole[name][:0]] * 3][ranks.rank]
+        assert own.dtype == expected.dtype and torch.equal(own, expected), name
+    sizes = [weight.nbytes for weight in whole.values()]
+    return held.peak, sum(own.nbytes for own in rows.values()), sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize(
+    "how", [dict(wrapping="block_and_size", precision="fp32"), dict(offload=True, precision="bf16"), {}], ids=str
+)
+def test_fsdp_draws_the_weights_of_one_process_and_a_rank_holds_its_rows_and_one_weight(pool, how):
+    config = replace(CONFIG, n_layer=6, n_embd=36, vocab_size=66, experts=5, top_k=2)  # ranks with fewer rows, or none
+    for peak, rows, whole, largest in pool.run(4, held_at_the_start, options_of(strategy="fsdp", **how), config):
+        assert rows < 0.3 * whole and peak < rows + 3 * largest < whole
 
 
 # --- the vocabulary, padded as on a GPU

@@ -93,6 +93,12 @@ def logits_at_once(layout: Layout, options: Options) -> int | None:
     return None if whole or not options.train.chunk_loss else LOGITS_AT_ONCE
 
 
+def starts_in_shares(config: "GPTConfig", layout: Layout, options: Options) -> bool:
+    """Return whether a rank makes its shares alone, never the whole model: only FSDP cuts it, and no weight is tied."""
+    alone = layout.tensor == layout.pipeline == layout.expert == 1
+    return alone and not config.tie and layout.dp_mode(options) == "fsdp"
+
+
 def compiles(layout: Layout, options: Options) -> bool:
     """Return whether a run on GPUs that have a compiler beside them compiles its blocks and its loss."""
     train = options.train

@@ -75,10 +75,10 @@ class Experts(nn.Module):
         self.loss_weight = 0.0
 
     @torch.no_grad()
-    def init_weights(self, std, std_out):
-        """Draw the weights; `std_out` is for those that write to the stream."""
+    def init_weights(self, std, std_out, draw=nn.init.normal_):
+        """Draw the weights, as `GPT.init_weights` does; `std_out` is for those that write to the stream."""
         for weight, width in ((self.router, std), (self.up, std), (self.down, std_out)):
-            nn.init.normal_(weight, std=width)
+            draw(weight, std=width)
         self.bias.zero_()
 
     def route(self, x_BTD):

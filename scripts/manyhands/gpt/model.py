@@ -229,25 +229,25 @@ class GPT(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self):
-        """Draw all weights from torch's global generator (call it again after `to_empty` on a meta model)."""
+    def init_weights(self, draw=nn.init.normal_):
+        """Draw all weights from torch's global generator: draw(weight, std=...) fills one, always in the same order."""
         for module in self.modules():
             if isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+                draw(module.weight, std=0.02)
                 if getattr(module, "bias", None) is not None:
                     nn.init.zeros_(module.bias)
         # 2 N additions into one stream: their variances add up, so each starts smaller by sqrt(2 N)
         std_out = 0.02 / math.sqrt(2 * self.config.n_layer)
         for block in self.blocks:
-            nn.init.normal_(block.attention.out.weight, std=std_out)
+            draw(block.attention.out.weight, std=std_out)
             mlp = block.mlp
             if isinstance(mlp, Experts):
-                mlp.init_weights(0.02, std_out)
+                mlp.init_weights(0.02, std_out, draw)
                 mlp = mlp.shared
             if mlp is not None:
-                nn.init.normal_(mlp.down.weight, std=std_out)
+                draw(mlp.down.weight, std=std_out)
 
     def forward(self, ids_BT, targets_BT=None, positions_T=None, attention=None):
         """Logits [B, T, V], and the mean cross-entropy in nats, in float32 at least (None without targets).

@@ -21,6 +21,8 @@ more, the root:
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +30,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from manyhands.config import wrapping as wrapping_rule
 from manyhands.config.options import Options
+from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.ddp import NoParallel
 from manyhands.parallel.experts import spread_weights
+from manyhands.parallel.strategy import own_precision
 
 LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -95,6 +100,35 @@ def parameters_by_unit(model: nn.Module, wrapping: str) -> list[list[nn.Paramete
         taken.update(own)
         found.append(list(own))
     return found
+
+
+@contextmanager
+def drawn_in_shares(config: GPTConfig, options: Options, device: torch.device) -> Iterator[GPT]:
+    """A GPT without numbers, to be sharded in the block; at its end `device` holds this rank's rows of `full_model`'s.
+
+    A rank never has more than its shares and one layer in memory. It draws every weight, one after the other, as one
+    process would, and keeps its rows.
+    """
+    torch.manual_seed(options.train.seed)
+
+    def no_memory(parent, name, module):  # a layer's constructor draws numbers, which `init_weights` replaces
+        return None if module is None else module.to("meta")
+
+    hook = register_module_module_registration_hook(no_memory)
+    try:
+        model = GPT(config).to(own_precision(options))
+    finally:
+        hook.remove()
+    yield model
+    model.to_empty(device=device)
+    model.init_weights(draw_own_rows)
+
+
+def draw_own_rows(weight: DTensor, std: float) -> None:
+    """Draw the whole weight on the CPU, and keep this rank's rows: along the last axis of its mesh, `shard`."""
+    rows = torch.empty(weight.shape).normal_(std=std).chunk(weight.device_mesh.size(-1))
+    if (rank := weight.device_mesh.get_local_rank(-1)) < len(rows):
+        weight.to_local().copy_(rows[rank])
 
 
 def is_tied(model: Any) -> bool:

@@ -1,8 +1,9 @@
 """Replicas, shards, tensor ranks and pipeline stages of the GPT, and products of them, by torch: applied from outside.
 
-All ranks build the same full weights from the same seed on the CPU, so that every layout starts from one process's
+All ranks draw the same full weights from the same seed on the CPU, so that every layout starts from one process's
 numbers; each keeps its own share and moves only that to its device. A rank's share of a model of P parameters takes
-what `predict.memory` says, but while it starts it needs room for all 4 P bytes in the host's memory.
+what `predict.memory` says. While it starts it needs room for all 4 P bytes in the host's memory; where FSDP alone cuts
+the model, for one weight and its share (`fsdp.drawn_in_shares`).
 
 Order on a model, each around the ones before: tensor parallel, activation checkpointing, compilation, FSDP or DDP.
 Shapes: B sequences that all ranks hold alike, b of this data rank, T positions, V tokens in the vocabulary.
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
-from manyhands.config.layout import AXES, Layout, logits_at_once
+from manyhands.config.layout import AXES, Layout, logits_at_once, starts_in_shares
 from manyhands.config.options import Options
 from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
@@ -27,7 +28,15 @@ from manyhands.parallel.context import share_of_context
 from manyhands.parallel.cuda_graphs import Recorded, may_record
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.experts import expert_mesh, finish_expert_gradients, spread_experts, spread_weights
-from manyhands.parallel.fsdp import LOW_PRECISION, Sharded, full_tensor, keep_unsharded, reshard, shard
+from manyhands.parallel.fsdp import (
+    LOW_PRECISION,
+    Sharded,
+    drawn_in_shares,
+    full_tensor,
+    keep_unsharded,
+    reshard,
+    shard,
+)
 from manyhands.parallel.optimizer import clip_gradients, global_norm
 from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel, finish_gradients, sharded_loss
@@ -66,12 +75,19 @@ class MeshStrategy(Strategy):
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
         self._keeps_unsharded = False
-        model = start(config, options)
-        if layout.tensor == 1 and options.train.pad_vocab and pads_vocabulary(ranks.device, low):
-            model.head.multiple = VOCABULARY_MULTIPLE
-        model.head.at_once = logits_at_once(layout, options)
-        if low is torch.bfloat16 and options.train.low_stream:
-            model.stream = low
+        begun: contextlib.AbstractContextManager[Any]
+        if start is full_model and starts_in_shares(config, layout, options):
+            begun = drawn_in_shares(config, options, torch.device("cpu") if options.parallel.offload else ranks.device)
+        else:
+            begun = contextlib.nullcontext(start(config, options))
+        with begun as model:
+            if layout.tensor == 1 and options.train.pad_vocab and pads_vocabulary(ranks.device, low):
+                model.head.multiple = VOCABULARY_MULTIPLE
+            model.head.at_once = logits_at_once(layout, options)
+            if low is torch.bfloat16 and options.train.low_stream:
+                model.stream = low
+            if layout.pipeline == 1:
+                self._prepare(model)
         if layout.pipeline > 1:
             from manyhands.parallel.pipeline import Stages  # late: it brings the compiler, which takes seconds
 
@@ -79,7 +95,6 @@ class MeshStrategy(Strategy):
             self.stages = Stages(model, layout, options, self.mesh, ranks.device, self._prepare)
             self.modules = list(self.stages.own.values())
         else:
-            self._prepare(model)
             model.balance_loss = options.optimizer.balance_loss
             self.model, self.modules = model, [model]
             self.replicas = self.replicate(model)

@@ -35,12 +35,14 @@ LENGTH_MULTIPLE = 64  # on a GPU `logits` reads a multiple of this number of pos
 
 
 def full_model(config: GPTConfig, options: Options) -> GPT:
-    """The whole GPT on the CPU, from options.train.seed, the same on every rank: what each cuts its share from.
-
-    float64 for precision fp64, else float32.
-    """
+    """The whole GPT on the CPU, from options.train.seed, the same on every rank: what each cuts its share from."""
     torch.manual_seed(options.train.seed)
-    return GPT(config).to(torch.float64 if options.train.precision == "fp64" else torch.float32)
+    return GPT(config).to(own_precision(options))
+
+
+def own_precision(options: Options) -> torch.dtype:
+    """The weights' own precision, whatever is multiplied."""
+    return torch.float64 if options.train.precision == "fp64" else torch.float32
 
 
 def parallelize(

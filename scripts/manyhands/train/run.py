@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manyhands.checkpoint.checkpoints import Checkpoints
 from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.config.layout import resolve_layout
+from manyhands.config.layout import resolve_layout, starts_in_shares
 from manyhands.config.options import model_config, to_dict
 from manyhands.data.corpus import get_batch
 from manyhands.gpt.sampling import continued, drawing
@@ -320,7 +320,7 @@ def train(options):
             config = model_config(options, len(corpus.vocab), corpus.separator)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_text(options, config, corpus)
-            refuse_size(config, ranks)
+            refuse_size(config, ranks, layout.shard if starts_in_shares(config, layout, options) else 1)
             refuse_compile(options, ranks)
             options, sentence = decided(options, config, layout, ranks)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)

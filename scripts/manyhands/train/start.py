@@ -61,19 +61,21 @@ def prompt_ids(options, corpus):
         raise OptionError(f"log.prompt={options.log.prompt!r}: {error}") from None
 
 
-def refuse_size(config, ranks):
+def refuse_size(config, ranks, shares=1):
     """Raise OptionError on all ranks if a node lacks memory for its ranks' start. All ranks call it.
 
-    Each rank makes all weights in float32 before it keeps its share (`full_model`); training's memory is not counted.
+    Each rank makes all weights in float32 before it keeps its share (`full_model`), or its share of them alone and one
+    weight at a time (`drawn_in_shares`). Training's memory is not counted.
     """
     room = torch.tensor(available_memory_bytes() / ranks.local_world_size, dtype=torch.float64)
     dist.all_reduce(room, dist.ReduceOp.MIN)
-    needed = 4 * config.num_params()
+    needed = 4 * config.num_params() / shares
     if needed > room:
+        instead = "" if shares > 1 else ", or --parallel.strategy fsdp, whose ranks make their shares alone"
         raise OptionError(
             f"the model's {config.num_params():,} parameters take {needed / 2**30:,.1f} GiB on each rank while it"
             f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
-            " (--dry-run computes what training adds)"
+            f"{instead} (--dry-run computes what training adds)"
         )
 
 
