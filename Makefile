@@ -151,7 +151,7 @@ test: environment  ## minutes: every lesson, program, strategy, check and messag
 	@$(TESTS) -m "not full" $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 # a JupyterHub and its proxy for tests/test_jupyterhub.py, in an environment of their own as on a site
-HUB = outputs/tests/hub
+HUB = $(VENV)/hub
 $(HUB)/complete: tests/hub_requirements.txt
 	@command -v npm >/dev/null || { echo "npm is missing, and JupyterHub's proxy needs it: install Node.js" >&2; exit 2; }
 	@rm -rf $(HUB) && "$(BIN)/uv" venv -q -p "$(BIN)/python" $(HUB) && \

@@ -5,7 +5,7 @@
         user.terminal("make doctor")
         kernel = user.kernel("many-hands/notebooks")
 
-`make test-full` installs JupyterHub and its proxy into outputs/tests/hub; the course's environment has neither.
+`make test-full` installs JupyterHub and its proxy into .venv/hub; the course's environment has neither.
 """
 
 import json
@@ -29,7 +29,7 @@ import websocket
 from manyhands.course import handouts
 from manyhands.course.folders import ROOT
 
-INSTALLED = ROOT / "outputs" / "tests" / "hub"
+INSTALLED = Path(sys.prefix) / "hub"
 USERS = "user1", "user2"
 UIDS = 61_001, 61_002
 TYPED = re.search(r"```bash\n(cp -r .*)\n```", (ROOT / "assets" / "site" / "hub.md").read_text())[1]

@@ -70,6 +70,9 @@ def test_the_attendees_script_runs_on_two_gpus_and_speaks_of_them(lesson, attend
     if lesson.number != "04":  # which shows the recorded log of a job on CPUs
         spoken = log.replace("cpu:gloo,cuda:nccl", "")
         spoken = spoken.replace("shards and gradients rest on cpu", "")  # as lesson 06 has asked for
+        for recorded in (ROOT / "assets" / "recorded").glob(f"{lesson.number}_*.out"):  # a doctor's on CPUs, in 15
+            for line in recorded.read_text().splitlines():
+                spoken = spoken.replace(line.strip() or "\n", "\n")
         assert not re.findall(r"^.*(?:\bgloo\b|\bsockets?\b|\bcpu\b).*$", spoken, re.M)
 
 
