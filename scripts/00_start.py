@@ -477,7 +477,7 @@ metrics.measured(startup_s=start_s, median_step_s=median(rest), samples_per_s=wo
 # %%ranks
 from manyhands.measure import wire
 
-with wire.watch() as seen:
+with wire.watch(sockets=True) as seen:
     step(*parts)
 payload = seen.payload_bytes("all_reduce")
 gradients = 4 * sum(p.numel() for p in parts[0].parameters())

@@ -812,7 +812,7 @@ calls = {
 }
 for name, (call, at_least) in calls.items():
     dist.barrier()
-    with wire.watch() as seen:
+    with wire.watch(sockets=True) as seen:
         call()
     sent_bytes = max_over_ranks(float(seen.transport_bytes or 0), ranks)
     if rank == 0 and sent_bytes:
@@ -916,9 +916,9 @@ metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 
 # %%
 # %%ranks
-with wire.watch() as ours:
+with wire.watch(sockets=True) as ours:
     ring_all_reduce(mine_N.clone())
-with wire.watch() as theirs:
+with wire.watch(sockets=True) as theirs:
     dist.all_reduce(mine_N.clone())
 if rank == 0 and theirs.transport_bytes is not None:  # with NCCL hardly a byte passes a socket
     say(f"theory   {2 * (world_size - 1) / world_size:.3f} x the tensor")

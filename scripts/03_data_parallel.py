@@ -871,7 +871,7 @@ catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack"
 on_ring = wire.ring_all_reduce_bytes(gradient_bytes, world_size)
 for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model())}.items():
     for _ in range(2):  # DDP sorts its buckets anew after the first backward: watch the second
-        with wire.watch() as seen:
+        with wire.watch(sockets=True) as seen:
             model(*batch(0))[1].backward()
             if name == "ours":
                 model.finish()

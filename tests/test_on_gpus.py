@@ -34,7 +34,7 @@ for turn in range(2):
     ranks = join(name="joins", quiet=True)
     n, before, used = ranks.world_size, free(), []
     x_N = torch.full((2**20,), ranks.rank + 1.0, device=ranks.device)
-    with wire.watch() as seen:
+    with wire.watch(sockets=True) as seen:
         dist.all_reduce(x_N)
     for size in range(1, n + 1):
         group, was = dist.new_group(range(size)), free()

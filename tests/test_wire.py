@@ -98,10 +98,10 @@ def _transport(ranks):
     x = torch.ones(1_000_000)
     dist.all_reduce(x)  # connections are made at first use
     dist.barrier()  # now everybody has read it: nothing of it is still under way
-    with wire.watch() as seen:
+    with wire.watch(sockets=True) as seen:
         dist.all_reduce(x)
         dist.barrier()  # a hundred bytes more
-    with wire.watch() as nothing:
+    with wire.watch(sockets=True) as nothing:
         pass
     return seen.transport_bytes / 4e6, nothing.transport_bytes
 
@@ -116,7 +116,7 @@ def test_what_gpus_send_is_not_looked_for_in_sockets(monkeypatch):
     all_reduce.namespace = "c10d"
     all_reduce._schema = types.SimpleNamespace(name="c10d::allreduce_")
     for device, seen_bytes in (("cpu", 0), ("meta", None)):
-        with wire.watch() as seen:
+        with wire.watch(sockets=True) as seen:
             wire.Calls(seen).__torch_dispatch__(all_reduce, (), ([torch.ones(2, device=device)], None))
         assert (seen.transport_bytes, seen.payload_bytes("all_reduce")) == (seen_bytes, 8)
 
@@ -133,7 +133,7 @@ def _whole_tensors(ranks):
     right, left = (ranks.rank + 1) % ranks.world_size, (ranks.rank - 1) % ranks.world_size
     x = torch.ones(250_000)
     for measured in (False, True):
-        with wire.watch() as seen:
+        with wire.watch(sockets=True) as seen:
             ops = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, torch.empty_like(x), left)]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
@@ -151,14 +151,14 @@ def test_calls_and_transport_agree_on_messages():
 
 def test_without_tcp_info_the_transport_is_unknown_and_calls_still_count(monkeypatch):
     monkeypatch.setattr(wire, "_tcp_sockets", lambda: None)
-    with wire.watch() as seen:
+    with wire.watch(sockets=True) as seen:
         torch.ones(3).sum()
     assert seen.transport_bytes is None
     assert seen.calls == []
 
 
 def test_the_counter_ends_with_the_block_also_when_it_raises():
-    with pytest.raises(ZeroDivisionError), wire.watch() as seen:
+    with pytest.raises(ZeroDivisionError), wire.watch(sockets=True) as seen:
         raise ZeroDivisionError
     assert seen.transport_bytes is not None or not LINUX
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

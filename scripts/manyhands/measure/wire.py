@@ -1,6 +1,6 @@
 """Count what leaves this rank: calls, messages and bytes, below the libraries that make them.
 
-    with wire.watch() as seen:
+    with wire.watch(sockets=True) as seen:
         dist.all_reduce(x)
     seen.count("all_reduce"), seen.messages, seen.sent_bytes, seen.transport_bytes
 
@@ -9,7 +9,7 @@ Two independent instruments:
 - *calls*: every operation that enters torch.distributed, with its payload. They are read from the dispatcher (a
   TorchDispatchMode over the `c10d` operators), so DDP's buckets and FSDP's gathers are seen as well; functions of
   `torch.distributed` that one patches by hand are not what DDP calls.
-- *transport*: bytes that the TCP sockets of this process delivered (Linux, TCP_INFO). It sees what an algorithm
+- *transport*, with `sockets`: bytes that the TCP sockets of this process delivered (Linux, TCP_INFO). It sees what an algorithm
   really sends, headers included. It also sees everything else this process says over TCP meanwhile (a few hundred
   bytes: the store, a notebook's heartbeat), so compare it with payloads of 100 kB or more.
 
@@ -76,20 +76,20 @@ class Seen:
 
 
 @contextmanager
-def watch():
-    """Count this rank's calls and transport while the block runs; local, no rank waits for another.
+def watch(sockets: bool = False):
+    """Count this rank's calls and, with `sockets`, its transport while the block runs; no rank waits for another.
 
     Yields a Seen. `transport_bytes` is filled when the block ends, and stays None where there is no TCP_INFO, and where
-    a GPU's tensor was sent: hardly any of it passes a socket.
+    a GPU's tensor was sent: hardly any of it passes a socket. It takes up to 40 ms, until the last is acknowledged.
     """
     seen = Seen()
-    before = _delivered_bytes()
+    before = _delivered_bytes() if sockets else None
     try:
         with Calls(seen):
             yield seen
     finally:
-        after = _delivered_bytes()
-        if seen.over_sockets and before is not None and after is not None:
+        after = _delivered_bytes() if before is not None else None
+        if seen.over_sockets and after is not None:
             seen.transport_bytes = sum(done - before.get(key, 0) for key, done in after.items())
 
 
@@ -147,14 +147,15 @@ def _delivered_bytes(patience_s=3.0):
 
     An acknowledgement comes a little after the bytes, so this waits until nothing is under way (at most patience_s).
     """
-    deadline = time.monotonic() + patience_s
+    deadline, pause_s = time.monotonic() + patience_s, 0.001
     while True:
         readings = _tcp_sockets()
         if readings is None:
             return None
         if not any(under_way for _, under_way in readings.values()) or time.monotonic() > deadline:
             return {key: acked for key, (acked, _) in readings.items()}
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 def _tcp_sockets():
