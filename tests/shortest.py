@@ -35,6 +35,9 @@ FEWER = {
     "12_llm_pretraining": [("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288")],
     "14_llm_serving": [
         ("val_ids[:2048]", "val_ids[:256]"),
+        # the small model is judged by the large one's text: each in the other's place
+        ('target, about = shipped_model("plays")', 'target, about = shipped_model("plays-draft")'),
+        ('draft = shipped_model("plays-draft")', 'draft = shipped_model("plays")'),
         ("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)"),
     ],
     "15_on_your_cluster": [('for preset in ("olmo-1b", "olmo-7b"):', 'for preset in ("gpt2", "shakespeare-85m"):')],
