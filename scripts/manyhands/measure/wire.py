@@ -9,9 +9,9 @@ Two independent instruments:
 - *calls*: every operation that enters torch.distributed, with its payload. They are read from the dispatcher (a
   TorchDispatchMode over the `c10d` operators), so DDP's buckets and FSDP's gathers are seen as well; functions of
   `torch.distributed` that one patches by hand are not what DDP calls.
-- *transport*, with `sockets`: bytes that the TCP sockets of this process delivered (Linux, TCP_INFO). It sees what an algorithm
-  really sends, headers included. It also sees everything else this process says over TCP meanwhile (a few hundred
-  bytes: the store, a notebook's heartbeat), so compare it with payloads of 100 kB or more.
+- *transport*, with `sockets`: bytes that the TCP sockets of this process delivered (Linux, TCP_INFO). It sees what an
+  algorithm really sends, headers included. It also sees everything else this process says over TCP meanwhile (a few
+  hundred bytes: the store, a notebook's heartbeat), so compare it with payloads of 100 kB or more.
 
 The payload of a call is the whole tensor that the collective is about, as in nccl-tests: what one rank holds in an
 all-reduce, a broadcast or an all-to-all, and all ranks' parts together in any gather or scatter.
