@@ -61,17 +61,18 @@ def prompt_ids(options, corpus):
         raise OptionError(f"log.prompt={options.log.prompt!r}: {error}") from None
 
 
-def refuse_size(config, ranks, shares=1):
+def refuse_size(config, ranks, shares=None):
     """Raise OptionError on all ranks if a node lacks memory for its ranks' start. All ranks call it.
 
     Each rank makes all weights in float32 before it keeps its share (`full_model`), or its share of them alone and one
-    weight at a time (`drawn_in_shares`). Training's memory is not counted.
+    weight at a time (`drawn_in_shares`). `shares`: into how many FSDP cuts the model from the start, 1 where it could,
+    None where every rank needs the whole. Training's memory is not counted.
     """
     room = torch.tensor(available_memory_bytes() / ranks.local_world_size, dtype=torch.float64)
     dist.all_reduce(room, dist.ReduceOp.MIN)
-    needed = 4 * config.num_params() / shares
+    needed = 4 * config.num_params() / (shares or 1)
     if needed > room:
-        instead = "" if shares > 1 else ", or --parallel.strategy fsdp, whose ranks make their shares alone"
+        instead = ", or --parallel.strategy fsdp alone, under which a rank makes only its share" * (shares == 1)
         raise OptionError(
             f"the model's {config.num_params():,} parameters take {needed / 2**30:,.1f} GiB on each rank while it"
             f" starts, and a rank finds {room.item() / 2**30:,.1f} GiB; use a smaller model or fewer ranks on a node"
