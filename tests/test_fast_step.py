@@ -132,6 +132,31 @@ def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch(pool, flags):
         assert micro_batches > 1 and seen == [1, 1]
 
 
+SUMMED = [
+    {}, {"all_reduce": "buckets"}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"pipeline": 2},
+    {"strategy": "fsdp", "sharding": "hybrid"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", SUMMED, ids=str)
+def test_gradients_summed_in_bf16_are_near_and_equal_on_all_ranks(pool, flags):
+    exact = one_process(options_of("fp32"))["steps"][0]
+    n = 4 if {"pipeline", "sharding"} & flags.keys() else 2
+    found = pool.run(n, gradients_of, options_of("fp32", reduce_dtype="bf16", **flags))
+    for gradients in found:
+        far = {n: ((gradients[n] - exact[n]).norm() / exact[n].norm()).item() for n in gradients}
+        assert 1e-5 < max(far.values()) < 0.01
+        assert all(torch.equal(gradients[name], found[0][name]) for name in gradients)
+
+
+def gradients_of(ranks, options):
+    from one_process import batches, share
+
+    parallel = build(ranks, options)
+    parallel.forward_backward(*share(parallel, *next(batches())))
+    return parallel.named_full_gradients()
+
+
 # ------------------------------------------------------------------ what is chosen unasked
 
 

@@ -78,6 +78,7 @@ ON_TWO = [
         "--parallel.strategy fsdp --parallel.sharding grad_op --train.precision bf16",
         "--parallel.strategy fsdp --parallel.sharding grad_op --train.micro-batch 1",
         "--parallel.strategy fsdp --parallel.sharding none",
+        "--parallel.strategy fsdp --train.micro-batch 1 --train.precision bf16 --parallel.reduce-dtype bf16",
         "--parallel.strategy tp",
         "--parallel.strategy tp --parallel.sequence-parallel --model.block-size 10",
         "--parallel.strategy pp",

@@ -123,6 +123,8 @@ class ParallelOptions:
     wrapping: str = "block"  # fsdp units: block, block_and_size, block_group:M (blocks), size:N (parameters)
     # ddp: DDP's buckets, or one flat vector (auto: that on CPUs)
     all_reduce: Literal["auto", "buckets", "flat"] = "auto"
+    # data ranks sum gradients in the weights' own precision, or in bf16: half the bytes, for slow links between nodes
+    reduce_dtype: Literal["own", "bf16"] = "own"
     offload: bool = False  # fsdp: parameters, gradients and optimizer rest in the CPU's memory
     # keep less of the forward and compute it again in the backward
     activation_checkpointing: Literal["none", "block", "selective"] = "none"

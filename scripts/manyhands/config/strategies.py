@@ -54,6 +54,8 @@ def _deepspeed(options: Any, degrees: Mapping[str, int]) -> str:
         return f"deepspeed runs here without parallel.context={parallel.context}; use parallel.strategy=fsdp"
     if train.precision in ("fp64", "fp16"):
         return f"deepspeed runs here in fp32 or bf16, not {train.precision}"
+    if parallel.reduce_dtype != "own":
+        return "deepspeed sums gradients here in their own precision; leave parallel.reduce_dtype out"
     asked = f"parallel.activation_checkpointing={parallel.activation_checkpointing}"
     if not asked.endswith("=none") or train.compile:
         why = f"deepspeed runs here without {'train.compile' if asked.endswith('=none') else asked}"

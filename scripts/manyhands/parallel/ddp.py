@@ -32,6 +32,23 @@ SYNC_BUFFERS = next(
 )
 
 
+def sum_over(flat: torch.Tensor, group: dist.ProcessGroup | None = None, reduce_dtype: str = "own") -> None:
+    """Sum `flat` over a group in place, as `parallel.reduce_dtype` says. All its ranks call it."""
+    sent = flat.bfloat16() if reduce_dtype == "bf16" else flat
+    dist.all_reduce(sent, group=group)
+    if sent is not flat:
+        flat.copy_(sent)
+
+
+def averaged_in_bf16(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of DDP's over the ranks in bf16. torch's own such hook refuses other backends than NCCL."""
+    gradients = bucket.buffer()
+    sent = gradients.bfloat16().div_(dist.get_world_size())
+    sending = dist.all_reduce(sent, async_op=True)
+    assert sending is not None
+    return sending.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+
 class NoParallel:
     """The only replica of a model: nothing is averaged."""
 
@@ -49,12 +66,14 @@ class NoParallel:
 class Replicas(NoParallel):
     """torch's DistributedDataParallel (Li et al. 2020): buckets of gradients are sent while the backward goes on."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reduce_dtype: str = "own") -> None:
         # gradients are views of the buckets that are sent, without copies
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(spread_weights(model)))
         # the only buffers are the experts' biases, which all ranks update equally
         own_buffers: dict[str, Any] = {SYNC_BUFFERS: False}
         super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True, **own_buffers))
+        if reduce_dtype == "bf16":
+            self.model.register_comm_hook(None, averaged_in_bf16)
 
     def __call__(self, *args: torch.Tensor, last: bool = True) -> Any:
         # as in DDP.no_sync(), but before the forward too: around the backward alone it has no effect
@@ -72,8 +91,9 @@ class FlatReplicas(NoParallel):
     Raises ValueError if the parameters have several dtypes or devices.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reduce_dtype: str = "own") -> None:
         super().__init__(model)
+        self.reduce_dtype = reduce_dtype
         left = spread_weights(model)  # experts, which differ between ranks
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and n not in left]  # tied ones once
         if len({(p.dtype, p.device) for _, p in named}) != 1:
@@ -116,7 +136,7 @@ class FlatReplicas(NoParallel):
     def add_up(self) -> None:
         """Sum the gradients over the ranks. All ranks call it."""
         if self.world_size > 1:
-            dist.all_reduce(self.gradients)
+            sum_over(self.gradients, None, self.reduce_dtype)
 
     def cut(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return an optimizer's state over `parts` per parameter, as views that loading can write through."""

@@ -47,12 +47,14 @@ def shard(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
 
     `mesh` has the axes replicate and shard. The weights may be on the CPU: each unit is moved to the ranks' device, cut
     and resharded before the next. Tied weights are in one unit. With mixed precision, what is gathered and multiplied
-    is low; the shards, the gradients' sums and the optimizer stay float32.
+    is low; the shards and the optimizer stay float32, and so do the gradients' sums unless `parallel.reduce_dtype` says
+    bf16, in which micro-batches then add up, too.
     """
     parallel, low = options.parallel, LOW_PRECISION.get(options.train.precision)
+    reduced = torch.bfloat16 if parallel.reduce_dtype == "bf16" else torch.float32 if low else None
     settings: dict[str, Any] = {
         "mesh": mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"],
-        "mp_policy": MixedPrecisionPolicy(low, torch.float32 if low else None),
+        "mp_policy": MixedPrecisionPolicy(low, reduced),
         # pinned memory is a GPU's: a CPU build of torch cannot allocate any
         "offload_policy": CPUOffloadPolicy(mesh.device_type != "cpu") if parallel.offload else OffloadPolicy(),
         # None: torch's own choice, True for all but the root, which the backward needs first

@@ -134,13 +134,13 @@ class MeshStrategy(Strategy):
             return Sharded(model)
         if self.layout.tensor > 1:
             return NoParallel(model)  # DDP refuses DTensors; there is one data rank
-        all_reduce = self.options.parallel.all_reduce
+        all_reduce, reduce_dtype = self.options.parallel.all_reduce, self.options.parallel.reduce_dtype
         records = may_record(self.config, self.layout, self.options, self.ranks.device)
         if all_reduce == "flat" or (all_reduce == "auto" and (records or self.ranks.device.type == "cpu")):
-            self.flat = FlatReplicas(model)  # where ranks compute on the cores that would send
+            self.flat = FlatReplicas(model, reduce_dtype)  # where ranks compute on the cores that would send
             self.records = records
             return self.flat
-        return Replicas(model)
+        return Replicas(model, reduce_dtype)
 
     # --- what a training step is made of
 
@@ -157,7 +157,7 @@ class MeshStrategy(Strategy):
 
             left = [weight for module in self.modules for weight in spread_weights(module).values()]
             same = [p for p in self._named.values() if all(p is not weight for weight in left)]
-            average_gradients(same, self.mesh["replicate"].get_group())
+            average_gradients(same, self.mesh["replicate"].get_group(), self.options.parallel.reduce_dtype)
         self._finish_expert_gradients()
         return loss
 

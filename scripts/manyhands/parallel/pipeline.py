@@ -28,6 +28,7 @@ from manyhands.config.layout import Layout, layers_of_stages, stage_owners
 from manyhands.config.options import Options
 from manyhands.gpt.model import GPT, experts_of, within_documents
 from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.ddp import sum_over
 
 BUCKET_BYTES = 25 * 2**20  # gradients are averaged over replicas in pieces of about this size
 
@@ -212,7 +213,9 @@ class Stages:
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, reduce_dtype: str = "own"
+) -> None:
     """Replace gradients by their mean over `group`, a bucket at a time; of a DTensor each rank's own share."""
     buckets: list[list[torch.Tensor]] = [[]]
     for gradient in (local_part(p.grad) for p in parameters if p.grad is not None):
@@ -221,6 +224,6 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
         buckets[-1].append(gradient)
     for bucket in buckets:
         flat = torch.cat([gradient.flatten() for gradient in bucket]) / group.size()
-        dist.all_reduce(flat, group=group)
+        sum_over(flat, group, reduce_dtype)
         for gradient, mean in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))

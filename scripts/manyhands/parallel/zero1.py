@@ -14,7 +14,7 @@ class Zero1(MeshStrategy):
     """See the module."""
 
     def replicate(self, model):
-        return Replicas(model)  # it shares out whole tensors: a flat vector is one
+        return Replicas(model, self.options.parallel.reduce_dtype)  # it shares out whole tensors: a flat vector is one
 
     def make_optimizer(self, kind, groups, **settings):
         with warnings.catch_warnings():  # its package compiles old functional optimizers when it is imported

@@ -114,6 +114,11 @@ def weight_bytes(options) -> int:
     return max(PRECISION_BYTES[options.train.precision], PRECISION_BYTES["fp32"])
 
 
+def reduce_bytes(options) -> int:
+    """Bytes of a number that data ranks sum: a gradient's."""
+    return PRECISION_BYTES["bf16"] if options.parallel.reduce_dtype == "bf16" else weight_bytes(options)
+
+
 def stream_bytes(options) -> int:
     """Bytes of a number that the blocks add to."""
     low = options.train.precision == "bf16" and options.train.low_stream

@@ -26,6 +26,7 @@ from manyhands.predict.activation_memory import (
     PRECISION_BYTES,
     activation_bytes,
     in_chunks,
+    reduce_bytes,
     sequences_at_once,
     weight_bytes,
 )
@@ -124,6 +125,7 @@ class Storage(NamedTuple):
     zero_stage: int
     schedule: str
     size: int  # bytes of a number that the optimizer updates
+    reduced: int  # and of one that data ranks sum
     low: int  # and of one that is multiplied
     moments: int  # numbers of the optimizer per parameter
 
@@ -135,7 +137,8 @@ def storage_of(layout, options) -> Storage:
     keeps = STRATEGIES[parallel.strategy].dp_mode != "fsdp" or parallel.sharding in ("grad_op", "none")
     return Storage(
         layout.dp_mode(options), keeps, parallel.wrapping, parallel.zero_stage, parallel.schedule,
-        weight_bytes(options), PRECISION_BYTES[options.train.precision], MOMENTS[options.optimizer.name],
+        weight_bytes(options), reduce_bytes(options), PRECISION_BYTES[options.train.precision],
+        MOMENTS[options.optimizer.name],
     )  # fmt: skip
 
 
@@ -332,11 +335,11 @@ def _within_a_step(model, layout, options):
 
     Gradients accumulate whole, unit by unit, in the precision in which FSDP sums them over ranks after the last of
     several micro-batches. Workspace is the most that single operations need: the logits in 32 bits and their gradient,
-    on the last stage; under FSDP the gradient of the largest unit, in low precision and once more in 32 bits, on its
-    way into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
+    on the last stage; under FSDP the gradient of the largest unit, in low precision and as it is summed, on its way
+    into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
     their way, and in the trainer's ring a block of scores and their gradient; tokens on their way to experts and back.
     """
-    low, size = PRECISION_BYTES[options.train.precision], weight_bytes(options)
+    low, size, reduced = PRECISION_BYTES[options.train.precision], weight_bytes(options), reduce_bytes(options)
     sharded = layout.dp_mode(options) == "fsdp"
     tokens = sequences_at_once(layout, options) * model.block_size // layout.context
     logits = tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
@@ -353,12 +356,12 @@ def _within_a_step(model, layout, options):
     if sharded:
         stage = (model.n_layer, True, layout.pipeline == 1)
         units = fsdp_units(model, layout.tensor, layout.expert, *stage, options.parallel.wrapping)
-        workspace += max(sum(weight.numel for weight in unit.weights) for unit in units) * (low + size)
+        workspace += max(sum(weight.numel for weight in unit.weights) for unit in units) * (low + reduced)
     accumulated, ranks = 0, layout.replicate * layout.shard
     if sharded and layout.micro_batches > 1 and ranks > 1:
         share = fullest_share(model, layout, options.parallel.schedule)
         # where no other rank has these experts, nothing of them is to be summed
-        accumulated = (share.numel - (share.expert_numel if layout.expert == ranks else 0)) * size
+        accumulated = (share.numel - (share.expert_numel if layout.expert == ranks else 0)) * reduced
     return accumulated, workspace
 
 

@@ -77,7 +77,7 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
 def messages(model: PlannedModel, layout, options, layers: int) -> list[Message]:
     """Every Message of a step on GPUs, where DDP sends buckets, of a rank that runs `layers` layers.
 
-    Tensor ranks send in low precision; gradients, and what stages send, go in fp32, as the trainer has them.
+    Tensor ranks send in low precision; what stages send goes in fp32, and so do gradients by default.
     """
     found = []
     for axis, of_axis in OF_AXIS.items():
@@ -198,10 +198,11 @@ def _replicas(model, layout, storage, flat):
     found, weights = [], fullest_share(model, layout).weights
     for expert in _degrees(model, layout):
         own = [weight.numel * storage.size for weight in weights if _spread(weight, layout) == expert]
+        reduced = storage.reduced / storage.size if expert == 1 else 1  # experts are summed as they are
         (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
         buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
         if buckets:
-            found.append(Message("data", "all_reduce", len(buckets), sum(buckets), *group, behind))
+            found.append(Message("data", "all_reduce", len(buckets), int(sum(buckets) * reduced), *group, behind))
         if storage.dp_mode == "zero1":
             found.append(Message("data", "broadcast", len(own), sum(own), *group))
     return found
@@ -224,7 +225,7 @@ def buckets_of(sizes: list[int]) -> list[int]:
 
 @cache
 def _fsdp(model, layout, storage, flat):
-    """Per unit: gathers in the precision of the products, and sums of gradients in that of the weights.
+    """Per unit: gathers in the precision of the products, and sums of gradients as `reduce_dtype` says.
 
     Each weight is cut along its first dim and padded, so that all ranks send alike. Units are gathered for the forward
     and, as they are resharded after it, again for the backward, in each micro-batch; the root stays, since the backward
@@ -256,10 +257,11 @@ def _fsdp(model, layout, storage, flat):
                 if count * times:
                     payload = times * gathered * storage.low
                     found.append(Message("data", "all_gather", times * count, payload, *shards, behind))
+        reduced = storage.reduced if expert == 1 else storage.size
         if shards[0] > 1:
-            found.append(Message("data", "reduce_scatter", calls, numbers * storage.size, *shards, "last backward"))
+            found.append(Message("data", "reduce_scatter", calls, numbers * reduced, *shards, "last backward"))
         if replicas[0] > 1:
-            payload = numbers // shards[0] * storage.size
+            payload = numbers // shards[0] * reduced
             found.append(Message("data", "all_reduce", calls, payload, *replicas, "last backward"))
     return found
 
