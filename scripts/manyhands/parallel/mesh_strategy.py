@@ -170,18 +170,19 @@ class MeshStrategy(Strategy):
 
     def _forward_backward(self, loss_of, tensors, timer):
         count, losses = self.layout.micro_batches, []
-        for i, share in enumerate(self._micro_batches(*tensors)):
-            last = i == count - 1  # gradients add up here, and are averaged over the ranks once
-            with sharded_loss(self.options.parallel.loss_parallel):
-                with self.autocast():
+        with self.autocast():  # which casts each weight once, for all micro-batches
+            for i, share in enumerate(self._micro_batches(*tensors)):
+                last = i == count - 1  # gradients add up here, and are averaged over the ranks once
+                with sharded_loss(self.options.parallel.loss_parallel):
                     loss = loss_of(partial(self.replicas, last=last), *share)
-                if timer:
-                    timer.mark("forward")
-                # divided by the micro-batches once, here; by the data ranks where they meet, and by nothing else
-                self.replicas.backward(loss * (self.loss_scale / count), last)
-                if timer:
-                    timer.mark("backward")
-            losses.append(loss.detach())
+                    if timer:
+                        timer.mark("forward")
+                    with self.autocast(enabled=False):
+                        # divided by the micro-batches once, here; by the data ranks where they meet, by nothing else
+                        self.replicas.backward(loss * (self.loss_scale / count), last)
+                    if timer:
+                        timer.mark("backward")
+                losses.append(loss.detach())
         finish_gradients(self._named.values())
         self._finish_expert_gradients()
         return torch.stack(losses).mean()
