@@ -20,8 +20,8 @@ LESSONS = find_lessons(ROOT)
 
 
 @pytest.fixture(scope="module")
-def course(tmp_path_factory):
-    return handouts.copy(tmp_path_factory.mktemp("class") / "course", ROOT)
+def course(attendees):
+    return attendees["00_start"].root
 
 
 @pytest.fixture(scope="module")
@@ -103,28 +103,22 @@ def test_with_and_without_git_the_same_files_are_the_courses(monkeypatch):
     assert handouts.files_of_the_course(ROOT) == by_git
 
 
-def test_everybody_may_read_the_copy_whatever_the_umask_and_the_modes_of_the_course(tmp_path):
-    theirs = copy_course(tmp_path / "theirs", only=["03"])
+def test_folder_and_zip_hold_the_same_files_and_everybody_may_read_them_whatever_the_umask_and_the_modes(tmp_path):
+    theirs, packed = copy_course(tmp_path / "theirs", only=["03"]), tmp_path / "zips" / "many-hands.zip"
+    packed.parent.mkdir()
     (theirs / "README.md").chmod(0o600)
     before = os.umask(0o077)
     try:
-        copied, packed = handouts.copy(tmp_path / "copy", theirs), handouts.copy(tmp_path / "packed.zip", theirs)
+        copied = handouts.copy(tmp_path / "copy", theirs)
+        handouts.copy(packed, theirs)
     finally:
         os.umask(before)
     found = [copied, *copied.rglob("*")]
     assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o755}
     assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} <= {0o644, 0o755}
     assert packed.stat().st_mode & 0o777 == 0o644
-    assert all(info.external_attr >> 16 & 0o044 == 0o044 for info in zipfile.ZipFile(packed).infolist())
-
-
-def test_a_zip_for_a_hub_holds_the_same_files_in_one_folder(tmp_path):
-    theirs, target = copy_course(tmp_path / "theirs", only=["03"]), tmp_path / "zips" / "many-hands.zip"
-    target.parent.mkdir()
-    copied = handouts.copy(tmp_path / "copy", theirs)
-    handouts.copy(target, theirs)
-    names = set(zipfile.ZipFile(target).namelist())
-    files = [path for path in copied.rglob("*") if path.is_file()]
-    expected = {f"many-hands/{path.relative_to(copied).as_posix()}" for path in files}
-    assert {name for name in names if not name.endswith("/")} == expected
-    assert [path.name for path in target.parent.iterdir()] == ["many-hands.zip"]
+    infos = zipfile.ZipFile(packed).infolist()
+    assert all(info.external_attr >> 16 & 0o044 == 0o044 for info in infos)
+    files = {f"many-hands/{path.relative_to(copied).as_posix()}" for path in found if path.is_file()}
+    assert {info.filename for info in infos if not info.is_dir()} == files, "in one folder"
+    assert [path.name for path in packed.parent.iterdir()] == ["many-hands.zip"]

@@ -149,14 +149,6 @@ def test_the_stop_button_frees_a_hung_cell_and_the_ranks_go_on(notebook, exercis
     notebook.delete(hung)
 
 
-def test_what_shows_that_a_cell_runs_goes_when_it_ends(notebook, exercise):
-    silent = notebook.new_cell_below(exercise, "%%ranks\ntime.sleep(8)")  # shown from 2 s on
-    notebook.run(silent, wait=False)
-    notebook.output(silent, "running on all ranks for")
-    silent.locator(".jp-OutputArea-output").wait_for(state="detached")
-    notebook.delete(silent)
-
-
 def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
     notebook.menu("Edit", "Clear Outputs of All Cells")
     notebook.run_many("Run All Cells", timeout_s=300)

@@ -104,12 +104,6 @@ def test_a_stub_that_shares_its_solution_with_another_waits_for_its_own_check(le
     assert lesson["answer"](1.5) == 2
 
 
-def test_what_is_defined_already_stays(lesson):
-    mine = lesson["answer"] = object()
-    catch_up(lesson, "answer")
-    assert lesson["answer"] is mine
-
-
 def test_a_name_that_the_lesson_does_not_define_is_refused_with_those_it_does(lesson):
     with pytest.raises(NameError, match=r"99_try.py defines no 'ring'; it defines Box, answer, floor"):
         catch_up(lesson, "ring")

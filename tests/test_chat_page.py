@@ -130,24 +130,6 @@ def test_a_message_gets_the_models_reply_and_the_next_one_follows_it(page, live)
     assert first and not page.faults
 
 
-def test_a_reply_is_read_while_it_is_written(page, live, monkeypatch):
-    """Each step of the engine waits until the page shows what the one before it has drawn."""
-    monkeypatch.setattr("manyhands.serve.service.EVENT_S", 0)  # each token is an event of its own
-    allowed, step = threading.Semaphore(0), live.service.engine.step
-    live.service.engine.step = lambda: (allowed.acquire(timeout=60), step())[1]
-    try:
-        page.page.get_by_label("at most, tokens").fill("4")
-        page.say("HELLO")
-        for n in range(1, 5):
-            allowed.release()
-            page.wait_until(lambda n=n: [len(e.text_content()) for e in page.messages("assistant").all()] == [n])
-        page.done()
-    finally:
-        live.service.engine.step = step
-        allowed.release(100)
-    assert not page.faults
-
-
 def test_the_token_leaves_the_address_at_once_and_is_in_no_request_line(page, live, address):
     page.say("HELLO")
     page.done()

@@ -38,13 +38,10 @@ def asked_for(project):
     return [Requirement(line) for line in project["dependencies"] + extras]
 
 
-def test_every_line_is_one_exact_version_and_nothing_is_named_twice(pins):
+def test_every_line_is_one_exact_version_nothing_is_named_twice_and_torch_names_no_build(pins):
     assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins)
     names = [canonicalize_name(pin.name) for pin in pins]
     assert sorted(names) == sorted(set(names))
-
-
-def test_torch_comes_first_and_names_no_build(pins):
     assert str(pins[0]) == "torch==2.13.0"  # +cpu would refuse every GPU
 
 
@@ -82,12 +79,9 @@ def test_what_is_installed_here_is_what_is_pinned(pins):
             assert version in pin.specifier, f"{pin.name} {version} is installed, {pin} is pinned"
 
 
-def test_conda_gives_python_and_pip_and_no_mpi(environment):
+def test_conda_gives_python_and_pip_and_no_mpi_and_pip_installs_the_pins_and_the_course_itself(environment):
     packages = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
     assert [re.split("[=<>]", package)[0] for package in packages] == ["python", "pip"]
-
-
-def test_pip_installs_the_pins_and_the_course_itself(environment):
     (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     assert by_pip == ["-r requirements.txt", "-e ."]
 

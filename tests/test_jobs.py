@@ -1,6 +1,5 @@
 """The job files: written for a site, checked, and run for real on this machine without a scheduler."""
 
-import json
 import os
 import re
 import shlex
@@ -306,15 +305,6 @@ def run_job(course, name, *arguments, cwd=None, **environ):
         ["bash", course / "jobs" / name, *arguments], cwd=cwd or course, env=clean, capture_output=True, text=True,
         timeout=200, check=False,
     )  # fmt: skip
-
-
-@pytest.mark.full  # the PBS file is run below
-def test_without_a_scheduler_bash_runs_the_slurm_file_on_this_machine(course, tmp_path):
-    done = run_job(course, FILES[1], LESSON_ARGS=" ".join(short_flags()), MANYHANDS_OUTPUTS=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = json.loads((tmp_path / "03_data_parallel" / "latest" / "metrics.json").read_text())
-    assert metrics["world_size"] == 2 and metrics["launcher"] == "torchrun"
-    assert metrics["parameters"]["steps"] == find_lessons(only=["03"])[0].short["steps"]
 
 
 def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):

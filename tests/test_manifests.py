@@ -170,7 +170,7 @@ def test_a_forged_or_damaged_manifest_gives_its_model_or_one_sentence(which, wri
     path = copied(written, which, tmp_path_factory)
     right, content = weights_of(load_model(path)[0]), manifest_of(path).read_bytes()
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(forged(json.loads(content)) | damaged(content), st.booleans())
     def attack(found, sign):
         if not isinstance(found, bytes):
@@ -253,7 +253,7 @@ def test_forged_headers_of_shards_are_one_sentence(written, tmp_path_factory):
     content, manifest, found = file.read_bytes(), (path / MANIFEST).read_bytes(), []
     rewritten(path, lambda header, sharding: found.extend([header, sharding]) or (header, sharding))
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(st.data())
     def attack(data):
         file.write_bytes(content)
@@ -351,7 +351,7 @@ def test_a_forged_file_of_a_prepared_text_gives_the_text_or_one_sentence(kind, n
     train, val = right.train_ids[:], right.val_ids[:]
     first = right.train_ids.files[0].model_copy(update={"largest": 0})
 
-    @settings(max_examples=150)
+    @settings(max_examples=60)
     @given(forged(json.loads(content)) | damaged(content), st.booleans())
     def attack(found, sign):
         (folder / "manifest.json").write_bytes(manifest)

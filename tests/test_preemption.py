@@ -168,7 +168,9 @@ EVERY_STEP = ["--checkpoint.every", "1", "--log.every", "1", "--log.sample", "0"
     [
         (signal.SIGTERM, "2 ranks, launcher torchrun", "torchrun", []),  # they have met, and there is no model yet
         (signal.SIGINT, "2 ranks, launcher torchrun", "launch.py", []),  # Ctrl-C: nobody asks to go on
-        (signal.SIGTERM, "val_loss", "launch.py", ["--log.sample", "10000000"]),  # it writes its sample, for an hour
+        pytest.param(  # it writes its sample, for an hour
+            signal.SIGTERM, "val_loss", "launch.py", ["--log.sample", "10000000"], marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_run_that_is_asked_to_leave_at_any_moment_saves_and_asks_to_go_on(

@@ -63,8 +63,8 @@ def start(root, words, stdout=None, close=(), stderr=subprocess.PIPE, before=())
     )  # fmt: skip
 
 
-# how a program says what its flags are: by argparse, by tyro, on all ranks before they meet; a lesson; by itself
-KINDS = ("plan.py", "sample.py", "train.py", "a lesson", "setup_environment.py")
+# how a program says what its flags are: by argparse, by tyro on all ranks before they meet; a lesson; by itself
+KINDS = ("plan.py", "train.py", "a lesson", "setup_environment.py")
 BRING_TORCH = ("isoflop.py", "a lesson", "serve.load_test", "checkpoint.export")  # these run as forks
 
 
@@ -133,14 +133,14 @@ def test_a_plan_that_a_full_disk_does_not_take_is_a_sentence_and_status_1_and_a_
     assert (ran.communicate(timeout=100)[1], ran.returncode) == ("", 0)
 
 
-HOWS = ["<&- >&- 2>&-", ">/dev/full 2>&1", "2>&1 | true", "2>&-"]  # the last two for what people start most
+HOWS = ["<&- >&- 2>&-", ">/dev/full 2>&1", "2>&1 | true"]  # the last for what people start most
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param(name, how, marks=[pytest.mark.full] * (name != "train.py" and (name, how) != ("plan.py", HOWS[0])))
-        for name in WORKS for how in HOWS[: 4 if name == "train.py" else 2]
+        pytest.param(name, how, marks=[pytest.mark.full] * (name != "train.py"))
+        for name in WORKS for how in HOWS[: 3 if name == "train.py" else 2]
     ],
 )  # fmt: skip
 def test_work_is_done_whatever_is_wrong_with_the_streams(root, tmp_path, monkeypatch, name, how):

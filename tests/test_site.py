@@ -324,18 +324,6 @@ def test_a_lesson_is_found_opened_and_unfolded_by_keyboard(site, browser):
 
 
 @pytest.mark.browser
-def test_the_menu_of_a_narrow_window_opens_by_keyboard(site, browser):
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    page.goto((site / "index.html").as_uri())
-    menu = page.locator("#__navigation")
-    assert menu.is_checked() is False
-    page.locator("label.nav-overlay-icon").focus()
-    page.keyboard.press("Enter")
-    assert menu.is_checked() is True
-    page.close()
-
-
-@pytest.mark.browser
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_is_a_page_without_notes_and_its_solutions_show_at_a_click(name, site, browser):
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
@@ -371,18 +359,6 @@ def test_each_link_of_a_page_arrives(site):
             elif link.startswith("#") and len(link) > 1 and unquote(link[1:]) not in page.ids:
                 dead.append((path.name, link))
     assert len(pages) > len(LESSONS) + 15 and dead == []
-
-
-@pytest.mark.browser
-def test_the_search_finds_a_term_in_lesson_and_glossary(site, browser):
-    page, failed = browser.new_page(), []
-    page.on("pageerror", lambda error: failed.append(str(error)))
-    page.goto((site / "search.html").as_uri() + "?q=all-reduce")
-    page.locator("#search-results li").first.wait_for()
-    page.get_by_text("Search finished").wait_for()
-    found = {Path(urlsplit(a.get_attribute("href")).path).stem for a in page.locator("#search-results li a").all()}
-    assert {"02_collectives", "glossary"} <= found and failed == []
-    page.close()
 
 
 @pytest.mark.browser
