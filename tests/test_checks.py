@@ -185,6 +185,11 @@ STRANGE = {
     "a dictionary": {"a": 1},
 }  # fmt: skip
 HANDED_IN = ("None", "text")  # instead of a function
+# on one rank some of their checks have nothing to ask for
+COMMUNICATE = {
+    "collectives", "data_parallel", "tensor_parallel", "context_and_experts", "when_it_breaks", "llm_alignment",
+    "llm_serving",
+}  # fmt: skip
 LESSONS = [
     module
     for module in sorted(f"manyhands.checks.{found.name}" for found in pkgutil.iter_modules(checks.__path__))
@@ -209,7 +214,8 @@ def judge_strange(ranks, module):
 @pytest.mark.parametrize("module", LESSONS)
 def test_an_answer_of_the_wrong_type_is_told_so_by_every_check(pool, module, tmp_path):
     environ = {"MANYHANDS_OUTPUTS": str(tmp_path)}
-    returned, handed_in = heard_alike(pool.run(2, judge_strange, module, environ=environ, timeout_s=280))
+    n = 2 if module.rpartition(".")[2] in COMMUNICATE else 1
+    returned, handed_in = heard_alike(pool.run(n, judge_strange, module, environ=environ, timeout_s=280))
     for case, heard in returned.items():
         assert heard not in ("correct", "not attempted") and heard.endswith((".", "?")), (case, heard)
     for case, heard in handed_in.items():

@@ -130,7 +130,7 @@ def train(speed, loss, steps=300):
 
 
 def test_biases_end_within_1_3_of_the_mean_where_nothing_else_balances():
-    assert train(speed=0.0, loss=0.0) > 2
+    assert train(speed=0.0, loss=0.0, steps=50) > 2
     assert train(speed=0.001, loss=0.0) < 1.3
 
 
@@ -177,10 +177,7 @@ SCHEDULED = {
     for name, n, parallel in (("alone", 2, {}), ("experts over 2", 4, {"expert": 2}))
 }
 CASES |= SCHEDULED
-SHORT = {
-    "ddp", "zero1", "hybrid", "ddp, experts over 2 of 4", "fsdp, experts over 2", "pipeline", "tensor",
-    "pipeline of shards, experts over 2", "tensor of shards, experts over 2", "ZBVZeroBubble experts over 2",
-}  # fmt: skip
+SHORT = {"ddp", "zero1", "ddp, experts over 2 of 4", "fsdp, experts over 2", "pipeline", "tensor"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
@@ -192,8 +189,11 @@ def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
 @pytest.mark.parametrize(
     "parallel",
     [
-        dict(context=2, expert=2), dict(strategy="fsdp", tensor=2, loss_parallel=True),
-        *more_of(dict(context=2), dict(strategy="fsdp", context=2, tensor=2)),
+        dict(context=2, expert=2),
+        *more_of(
+            dict(context=2), dict(strategy="fsdp", context=2, tensor=2),
+            dict(strategy="fsdp", tensor=2, loss_parallel=True),
+        ),
     ],
 )  # fmt: skip
 def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(pool, parallel):
@@ -234,8 +234,8 @@ def held_by(ranks, options, config):
 @pytest.mark.parametrize(
     ("n", "parallel"),
     [
-        (1, {}), (2, dict(expert=2)), (4, dict(expert=2)), (4, dict(strategy="fsdp")),
-        (4, dict(strategy="fsdp", expert=2)), (2, dict(strategy="fsdp", expert=2)),
+        (1, {}), (2, dict(expert=2)), (4, dict(strategy="fsdp", expert=2)),
+        *more_of((4, dict(expert=2)), (4, dict(strategy="fsdp")), (2, dict(strategy="fsdp", expert=2))),
     ],
 )  # fmt: skip
 def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
@@ -247,8 +247,9 @@ def test_a_rank_holds_what_the_formula_of_the_dry_run_says(pool, n, parallel):
 @pytest.mark.parametrize(
     ("n", "parallel"),
     [
-        (2, dict(strategy="pp")), (2, dict(strategy="tp")), (4, dict(strategy="fsdp", tensor=2, expert=2)),
+        (2, dict(strategy="pp")), (2, dict(strategy="tp")),
         *more_of(
+            (4, dict(strategy="fsdp", tensor=2, expert=2)),
             (4, dict(strategy="pp", replicate=2, expert=2)), (4, dict(strategy="fsdp", pipeline=2, expert=2)),
             (4, dict(strategy="pp", tensor=2)), (4, dict(strategy="fsdp", tensor=2)),
         ),
@@ -331,12 +332,12 @@ def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, wo
         resolve_layout(options, model_config(options, 65), 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [
-        "fsdp --parallel.context 2 --optimizer.balance-loss 0",
-        *more_of("ddp", "fsdp --parallel.tensor 4 --model.vocab-size 68",
-                 "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68"),
+        "fsdp --parallel.context 2 --optimizer.balance-loss 0", "ddp", "fsdp --parallel.tensor 4 --model.vocab-size 68",
+        "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
     ],
 )  # fmt: skip
 def test_a_rank_of_1024_holds_what_the_formula_says(more):

@@ -397,6 +397,7 @@ def trained_on(ranks, strategy="ddp"):
     return isoflop.train_point(isoflop.Point(3e8, 8), small_corpus(), ranks, strategy, sample=20)
 
 
+@pytest.mark.full
 def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
     (alone,) = pool.run(1, trained_on)
     for strategy in ("ddp", "zero1", "fsdp"):

@@ -82,8 +82,9 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
     assert any("/opt/manyhands/bin:$PATH" in line for line in parts["environment"])
 
 
+@pytest.mark.full  # `test_meshes_and_planning` has a smaller model on as many ranks
 @pytest.mark.ranks
-@pytest.mark.parametrize("preset", ["olmo-1b", pytest.param("olmo-7b", marks=pytest.mark.full)])
+@pytest.mark.parametrize("preset", ["olmo-1b", "olmo-7b"])
 def test_the_presets_in_full_size_hold_what_the_dry_run_plans_on_8_64_and_1024_ranks(preset):
     worlds = (8, 64, 1024)
     sizes = []

@@ -95,9 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * (case in ("flat", "pp x tp"))) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case != "fsdp")) for case in CASES])
 def test_four_ranks_mask_as_one_process_does(pool, reference, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case]), CONFIG), reference)
 
@@ -125,11 +123,8 @@ def compiled_steps_by_blocks(ranks, options, config):
     return result
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(dict(strategy="ddp", micro_batch=2), marks=pytest.mark.full), dict(strategy="fsdp")],
-    ids=str,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", [dict(strategy="ddp", micro_batch=2), dict(strategy="fsdp")], ids=str)
 def test_attention_by_blocks_of_positions_is_that_of_the_whole_mask(pool, case):
     # positions in two blocks of 128, the second not full, and documents that end within either
     config = replace(CONFIG, n_layer=2, n_embd=16, block_size=160, vocab_size=61)

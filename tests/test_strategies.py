@@ -62,6 +62,7 @@ CASES = {
 
 # what another case here, or a product of `test_tensor_and_pipeline`, shows as well: `make test-full` has it
 MORE = (
+    "fsdp full block", "fsdp grad_op size:3000",
     "ddp flat", "fsdp full block_and_size", "fsdp full block_group:3", "fsdp full size:3000",
     "fsdp none block_and_size", "fsdp grad_op accumulating", "fsdp hybrid accumulating", "fsdp none accumulating",
     "fsdp x tensor", "ddp x tensor accumulating", "ddp checkpointing block", "ddp checkpointing selective",
@@ -115,7 +116,13 @@ def held_at_the_start(ranks, options, config):
 
 
 @pytest.mark.parametrize(
-    "how", [dict(wrapping="block_and_size", precision="fp32"), dict(offload=True, precision="bf16"), {}], ids=str
+    "how",
+    [{}]
+    + [
+        pytest.param(how, marks=pytest.mark.full)
+        for how in (dict(wrapping="block_and_size", precision="fp32"), dict(offload=True, precision="bf16"))
+    ],
+    ids=str,
 )
 def test_fsdp_draws_the_weights_of_one_process_and_a_rank_holds_its_rows_and_one_weight(pool, how):
     config = replace(CONFIG, n_layer=6, n_embd=36, vocab_size=66, experts=5, top_k=2)  # ranks with fewer rows, or none
