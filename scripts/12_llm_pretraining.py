@@ -18,14 +18,14 @@
 #
 # **50 minutes** for the sections marked CORE, 107 with those marked MORE.
 #
-# Each rank removes copies from its own documents. Most copies stay, and there is no error. You mend that, and no rank
-# ever gathers all documents. Then you tokenize and pack the text, and train one point of a scaling law.
+# Each rank removes the copies among its own documents. Most copies stay, and no error says so. You mend that, and no
+# rank ever gathers all documents.
 #
 # After this lesson **you can**
 # - find near-duplicates among documents that are spread over ranks, with an all-to-all;
 # - train a tokenizer whose merges do not depend on the number of ranks;
 # - pack documents into sequences so that no token sees another document, and prove it;
-# - say how large a model to train with a given budget.
+# - say how large a model to train with a given number of FLOPs.
 #
 # **You need** the all-to-all of [lesson 02](02_collectives.ipynb), data parallel training
 # ([lesson 03](03_data_parallel.ipynb)) and the FLOPs of a token ([lesson 01](01_one_device.ipynb)).
@@ -34,8 +34,7 @@
 # similarity](../assets/glossary.md#jaccard-similarity), [MinHash](../assets/glossary.md#minhash),
 # [BPE](../assets/glossary.md#bpe), [packing](../assets/glossary.md#packing), [document
 # mask](../assets/glossary.md#document-mask), [isoFLOP](../assets/glossary.md#isoflop), [scaling
-# law](../assets/glossary.md#scaling-law), and in MORE [bits per byte](../assets/glossary.md#bits-per-byte). Tables are in
-# [the handbook](../assets/handbook/12_llm_pretraining.md).
+# law](../assets/glossary.md#scaling-law), and in MORE [bits per byte](../assets/glossary.md#bits-per-byte).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
@@ -144,11 +143,11 @@ a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # of t
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
 #
-# On the web many pages are copies. A model that reads a page many times learns it by heart. So copies are removed before [**pre-training**](../assets/glossary.md#pre-training): training to predict
-# the next token, on as much text as one can get.
+# [**Pre-training**](../assets/glossary.md#pre-training) teaches a model to predict the next token of as much text as one
+# can get. Many pages on the web are copies, and a model learns by heart what it reads many times. So copies are removed
+# first.
 #
-# The folded tool finds copies among the documents of one rank. Here it runs on one rank with all documents, then on
-# four ranks with their own documents each:
+# The folded function looks for copies on each rank by itself. One rank has all documents, four ranks a quarter each:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -172,8 +171,6 @@ if rank == 0:
         say(f"{n} rank{'s' * (n > 1)}: {found_by(n)} of {len(planted)} planted copies found")
 
 # %% [markdown]
-# There is no error, and most copies are still in the training set.
-#
 # **Predict.** How many of the 64 copies do 16 ranks find?
 
 # %%
@@ -185,26 +182,25 @@ guess_found = ____  # your turn: type a number
 compare("planted copies that 16 ranks find, each in its own documents", guess_found, found_by(16))
 
 # %% [markdown]
-# A copy and its original are on the same rank with probability 1/n. With 1,000 ranks the tool finds almost nothing. So
-# documents of different ranks must be compared. But not every pair: a billion documents make 5e17 pairs.
+# A copy and its original are on the same rank with probability 1/n. So documents of different ranks must be compared.
+# But not every pair: a billion documents make 5e17 pairs.
 
 # %% [markdown]
 # ## Signatures: a document in 512 bytes (CORE, 8 min)
 #
 # Cut a document into [**shingles**](../assets/glossary.md#shingle), here three words in a row. Two documents with the
 # sets A and B of shingles have the [**Jaccard similarity**](../assets/glossary.md#jaccard-similarity) J = |A ∩ B| / |A ∪
-# B|.
+# B|. [**MinHash**](../assets/glossary.md#minhash) (Broder 1997) estimates J:
 #
-# ![Two sets of shingles; a random order of all shingles is laid over both; the first shingle of the union is also the
-# first of each set exactly if it lies in both, which happens with probability J](../assets/12_minhash.svg)
+# ![Two sets of shingles in a random order; they have the same first shingle if the first of the union lies in
+# both](../assets/12_minhash.svg)
 #
-# [**MinHash**](../assets/glossary.md#minhash) (Broder 1997) estimates J. Put all shingles in a random order. A and B
-# have the same first shingle exactly if the first shingle of A ∪ B is in both, which has probability J. The estimate is
-# the share of K random orders in which A and B have the same first shingle.
+# Put all shingles in a random order. A and B have the same first shingle with probability J. So try K random orders: the
+# share in which both have the same first shingle is the estimate.
 #
-# A hash makes a random order: each shingle has a number x; compute (a·x + b) mod PRIME. The shingle with the smallest
-# result is the first. Another a and b make another order. So a document becomes K = 128 numbers of 4 bytes, its
-# **signature**.
+# A hash makes a random order: give each shingle a number x, and compute (a·x + b) mod PRIME. The smallest result is the
+# first. Another a and b make another order. A document's **signature** is its K = 128 smallest results, of 4 bytes
+# each.
 
 
 # %% jupyter={"source_hidden": true}
@@ -220,9 +216,9 @@ def shingle_hashes(text, k=3):
 # %% [markdown]
 # ### Build A: signature and estimate
 #
-# Letters at the end of a name are its shape: S shingles, K orders. `hashes_S` has each shingle's x. No loop is needed:
-# `hashes_S[:, None] * a_K` is [S, K]. `similarity` returns the share of the K numbers that are equal. If you skip a
-# build, the cells below use the lesson's own lines.
+# `hashes_S` has the x of each shingle. The letters at the end of a name are its shape: S shingles, K orders. No loop is
+# needed: `hashes_S[:, None] * a_K` is [S, K]. `similarity` returns the share of the K numbers that are equal. (If you
+# skip a build, the cells below use the lesson's own lines.)
 
 
 # %%
@@ -256,11 +252,9 @@ checks.minhash((signature, similarity), ranks)
 # </details>
 
 # %% [markdown]
-# The estimate is off by about sqrt(J (1 - J) / K): 0.035 for J = 0.8.
-#
-# Which pairs do you compare? Split each signature into 16 **bands** of r = 8 numbers. Compare two documents only if
-# all 8 numbers of at least one band are equal. This happens with probability 1 - (1 - J^r)^16: 0.06 for J = 0.5, and
-# 0.95 for J = 0.8.
+# Which pairs do you compare? Split each signature into 16 **bands** of 8 numbers. Compare two documents only if all 8
+# numbers of at least one band are equal. This has the probability 1 - (1 - J⁸)¹⁶: 0.06 for J = 0.5, and 0.95 for J =
+# 0.8.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: signatures</summary>
@@ -273,14 +267,12 @@ checks.minhash((signature, similarity), ranks)
 # %% [markdown]
 # ## One rank for each key (CORE, 11 min)
 #
-# The easy way is an all-gather of all signatures. Then every rank makes all the comparisons, and more ranks do not help.
+# The easy way is an all-gather of all signatures. But then every rank makes all the comparisons.
 #
-# Instead, give each band of each document a **key**: a hash of the band's number and content. Two documents with an
-# equal band have an equal key. *The key says to which rank it is sent*, in an all-to-all. So equal keys arrive at the
-# same rank.
+# Instead, give each band of each document a **key**: a hash of the band's number and content. Documents with an equal
+# band have an equal key. *The key decides to which rank it is sent*, in an all-to-all. So equal keys meet on one rank.
 #
-# ![Two ranks: odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair
-# there](../assets/12_keys.svg)
+# ![Odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair there](../assets/12_keys.svg)
 #
 # **Predict.** There are 1,024 documents on 4 ranks, with 16 bands each. A record (key, document) has 8 bytes. With the
 # all-gather a rank receives 393 kB from the other ranks. With the all-to-all, how many kB of records?
@@ -293,7 +285,7 @@ guess_kb = ____  # your turn: type a number
 # ### Build B: who gets which record?
 #
 # `records_N2` is [N, 2]: a row (key, document) for each band of each of this rank's documents. Key k belongs to rank k
-# mod n. Return a list of n tensors: the rows for rank 0, for rank 1, and so on.
+# mod n. Return the rows for rank 0, for rank 1, and so on.
 
 
 # %%
@@ -317,9 +309,9 @@ checks.parcels(parcels, ranks)
 # %% [markdown]
 # ### Build C: who meets whom?
 #
-# `records` is a list of [key, document]: those that arrived at this rank. Return the set of all pairs (i, j) of
-# documents with i < j and an equal key. Three documents with one key are three pairs. (`combinations(items, 2)` yields
-# all pairs of a sorted list.)
+# `records` are the [key, document] that arrived at this rank. Return the set of all pairs (i, j) of documents with i < j
+# and an equal key: three documents with one key are three pairs. (`combinations(items, 2)` yields all pairs of a sorted
+# list.)
 
 
 # %%
@@ -347,8 +339,8 @@ checks.colliding(colliding, ranks)
 # </details>
 
 # %% [markdown]
-# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second, and there
-# estimates J. A document is dropped if J with an earlier one reaches the limit. No rank ever has all signatures.
+# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second. If J
+# reaches the limit, the second is dropped.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -391,8 +383,8 @@ if rank == 0:
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
-# Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With the all-gather, the
-# bytes that a rank receives do not fall with more ranks. With your all-to-all they do.
+# Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With more ranks, each
+# receives fewer bytes by your all-to-all, but not by the all-gather.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: keys</summary>
@@ -407,12 +399,10 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 # ## Tokens: byte-pair encoding (CORE, 7 min)
 #
 # If a token is a character, sequences are long. If it is a word, the vocabulary has no end. Byte-pair encoding
-# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. It begins with the 256 bytes. Then
-# it makes the *most frequent pair of neighbours* a new token, and repeats this. Any text consists of bytes, so it can
-# encode any text.
+# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. It begins with the 256 bytes, so it
+# can encode any text. Then it makes the *most frequent pair of neighbours* a new token, and repeats this.
 #
-# ![The words banana and bandana as letters; the pair a n occurs four times and becomes one token; then b with an,
-# twice](../assets/12_bpe.svg)
+# ![The words banana and bandana; the pair a n occurs four times and becomes one token](../assets/12_bpe.svg)
 #
 # ### Build D: one merge
 #
@@ -457,7 +447,8 @@ checks.one_merge((most_frequent, merge), ranks)
 
 # %% [markdown]
 # Pairs are counted only within words. So it is enough to know how often each *word* occurs. Ranks all-gather these counts
-# once, and add them up. Then all ranks find the same merges.
+# once, and find the same merges. Then each rank tokenizes its own documents into a **shard**. A special token, the
+# **separator**, begins each document.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -519,10 +510,6 @@ if rank == 0:
     say(f"all shards: {total[0]:,} tokens, {total[1] / (total[0] - len(documents)):.2f} bytes per token")
 metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 
-# %% [markdown]
-# Each rank tokenizes its own documents with these merges. A special token, the **separator**, begins each document.
-# The result is one **shard** per rank: a file of 16-bit numbers.
-
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: tokens</summary>
 #
@@ -534,9 +521,8 @@ metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 # %% [markdown]
 # ## Packing: many documents in one sequence (CORE, 7 min)
 #
-# Documents differ in length, but all sequences of a batch have the same length. Padding wastes compute. So documents
-# are [**packed**](../assets/glossary.md#packing): they are joined end to end, and the row is cut into sequences of T
-# tokens. Now a sequence can hold several documents, and a token of the second can attend to the first.
+# Documents differ in length, and padding wastes compute. So they are [**packed**](../assets/glossary.md#packing): joined
+# end to end, and cut into sequences of T tokens. Now a token can attend to another document in its sequence.
 #
 # ![Three documents in one sequence of ten tokens; in the mask three triangles along the diagonal are
 # allowed](../assets/12_packing.svg)
@@ -546,8 +532,8 @@ metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 #
 # ### Build E: the mask
 #
-# Return bool [B, T, T]. It is True where the query (second dimension) may attend to the key (third): a key of the same
-# document that does not come later. No loops.
+# Return bool [B, T, T], without loops. It is True where the query (second dimension) may attend to the key (third): a
+# key of the same document that does not come later.
 
 
 # %%
@@ -571,9 +557,8 @@ checks.document_mask(document_mask, ranks)
 # </details>
 
 # %% [markdown]
-# Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? A test:
-# change the second token of a sequence. Do logits of later documents change? (`packed_logits`, folded, is the course's
-# GPT with a mask and positions of our choice.)
+# Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? Change the
+# second token of a sequence: do logits of later documents change?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -629,9 +614,8 @@ for name, *how in (
         say(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
 
 # %% [markdown]
-# Restarted positions do not help. A [pull request for nanoVLM](https://github.com/huggingface/nanoVLM/pull/204)
-# measured the same, and added a document mask. With mask *and* restarted positions each document has the logits that
-# it has alone:
+# Restarted positions [do not help](../assets/handbook/12_llm_pretraining.md#packing-without-wasted-work). With mask *and*
+# restarted positions each document has the logits that it has alone:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -656,16 +640,15 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# ## How large, for how long? One point of a scaling law (CORE, 9 min)
+# ## One point of a scaling law (CORE, 9 min)
 #
-# A budget is a number of FLOPs. A larger model learns more from each token, but for the same FLOPs it reads fewer
-# tokens. Which size is best? For one budget train several sizes, each on as many tokens as the budget allows. Their
-# losses are an [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022), and its lowest point is the
-# best size. If you draw the best sizes of several budgets with logarithms, they are on a line: a [**scaling
+# For the same FLOPs a larger model reads fewer tokens, but learns more from each. Which size is best for a budget? Train
+# several sizes, each on as many tokens as the budget allows. Their losses are an
+# [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022), and its lowest point is the best size. On
+# logarithmic axes the best sizes of several budgets lie on a line: a [**scaling
 # law**](../assets/glossary.md#scaling-law).
 #
-# We recorded 3 budgets and 6 sizes with `python scripts/isoflop.py`. You train one of these models now, data parallel
-# on all ranks.
+# The course has recorded 6 sizes for each of 3 budgets. Train one of these models now, data parallel on all ranks:
 
 # %%
 # %%ranks --timeout 300
@@ -684,9 +667,8 @@ if rank == 0:
 metrics.close(1e-2, live_loss=live["val_loss"])
 
 # %% [markdown]
-# Your model cannot write words yet. The course comes with [a model](../assets/models/README.md) that the same trainer
-# made on one GPU in four minutes. The folded cell draws its loss by FLOPs, with your point, and prints text that it
-# writes.
+# Your model cannot write words yet. Here is [a model](../assets/models/README.md) that the same trainer made on one GPU
+# in four minutes: its loss by FLOPs, with your point, and text that it writes.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -714,8 +696,8 @@ if rank == 0:  # no other rank takes part
 # ### Build F: the lowest point of a valley
 #
 # An isoFLOP curve looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns bend, slope and
-# height of bend·x² + slope·x + height. Find the x of its lowest point, where the derivative is zero. Return the
-# parameters (not their logarithm) and the loss there.
+# height of bend·x² + slope·x + height. Find the x of its lowest point. Return the parameters (not their logarithm) and
+# the loss there.
 
 
 # %%
@@ -776,10 +758,9 @@ if rank == 0:
     say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
 
 # %% [markdown]
-# The runs on the right cost a billion times as much (read from a figure of Hoffmann et al.). The curves look the same:
-# with a larger budget the best model is larger, and its loss lower. But the numbers differ: our best models read more
-# tokens per parameter, and our tokens are characters. So use a scaling law only for the data and near the budgets that
-# it was measured with.
+# The runs on the right cost a billion times as much (read from a figure of Hoffmann et al.). In both panels a larger
+# budget has a larger best model. But ours read more tokens per parameter, and our tokens are characters. So use a
+# scaling law only for the data and near the budgets that it was measured with.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
@@ -837,7 +818,7 @@ if rank == 0:
     say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
 
 # %% [markdown]
-# Now measure: how well do the logits at t guess the character at t, t + 1, t + 2, t + 3?
+# Now measure: how well do the logits at t guess the characters at t to t + 3?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -859,11 +840,9 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # The targets are shifted twice: by the batch and by the loss. The model learns to guess the character *after* the next.
 # There is something to learn in that too, so the loss falls. But it stays higher, and the samples are not English.
 #
-# This happens when a library's loss starts to shift while a model's own code still does. In transformers GIT trained
-# like this in every release from v4.49 on
-# ([transformers#47394](https://github.com/huggingface/transformers/issues/47394), mended in #47395; flattened labels
-# even took targets from the next row of the batch). JetMoe had the same bug:
-# [transformers#37830](https://github.com/huggingface/transformers/pull/37830).
+# This happens when a library's loss starts to shift while a model's own code still does. [The
+# handbook](../assets/handbook/12_llm_pretraining.md#targets-that-are-shifted-twice) names two models that were trained
+# like this.
 #
 # </details>
 #
@@ -917,7 +896,8 @@ card(
 # Copy long speeches and replace some of their words. Each rank copies and signs its share. The true J of each pair is
 # known.
 #
-# **Predict.** Which share of the points lies within one standard deviation, sqrt(J (1 - J) / K)?
+# **Predict.** Which share of the points lies within one standard deviation, sqrt(J (1 - J) / K)? (For J = 0.8 and K =
+# 128 it is 0.035.)
 #
 # <details><summary>Answer</summary>
 #
@@ -1307,7 +1287,8 @@ metrics.measured(flop_per_s=flop_per_s)
 # %% [markdown]
 # ## A text of your own (MORE, 4 min)
 #
-# `scripts/prepare_data.py` cleans and tokenizes files: filter, deduplicate, train the tokenizer, write shards. The next
+# `scripts/prepare_data.py` cleans and tokenizes files: filter, deduplicate, train the tokenizer, write shards (files of
+# 16-bit numbers). The next
 # cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number of ranks
 # writes the same bytes. (Here rank 0 gathers the signatures and decides, 512 bytes for each document: enough for a
 # million of them.)

@@ -36,15 +36,13 @@
 # [rollout](../assets/glossary.md#rollout), [GRPO](../assets/glossary.md#grpo),
 # [advantage](../assets/glossary.md#advantage), and in MORE [DPO](../assets/glossary.md#dpo),
 # [reference model](../assets/glossary.md#reference-model), [KL divergence](../assets/glossary.md#kl-divergence),
-# [reward hacking](../assets/glossary.md#reward-hacking). Tables are in
-# [the handbook](../assets/handbook/13_llm_alignment.md).
+# [reward hacking](../assets/glossary.md#reward-hacking).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
 # Minutes of the CORE: start 1, a model that does not answer 2, only answers count 9, a program judges 17, two ranks draw
-# 9, stale answers 4, unequal answers 2, control 3, zoo 2, card 1. Builds A to E take about three minutes each
-# and are in these numbers.
+# 9, stale answers 5, control 4, zoo 2, card 1. Builds A to E take about three minutes each and are in these numbers.
 #
 # *Say:* SFT needs somebody who writes the answer. GRPO needs a program that says right or wrong, and a second set of
 # ranks that draws. From here on it is a distributed system: weights go one way, answers come back.
@@ -70,8 +68,7 @@ seeds = 2  # runs of each stage in the comparison, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The folded ones make a small ShakespeareGPT of 2 layers and width 64, and the
-# functions that train it.
+# The first cell starts four ranks. The folded ones make and train a small ShakespeareGPT of 2 layers and width 64.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -252,9 +249,9 @@ once(f"base: {examples(base)}")
 once(f"right: {accuracy(base):.1%}; the letters in a random order: {task.chance:.1%}")
 
 # %% [markdown]
-# It does not answer, and does not stop. You have two helpers. The first is 80 questions with right answers, the **gold
-# answers**. The second is a program, the [**verifier**](../assets/glossary.md#verifier): `task.right("jbcg", "bcgj")`
-# says whether an answer is right. You use one after the other.
+# It does not answer, and does not stop. You have two things to teach it. The first is 80 questions with right answers, the
+# **gold answers**. The second is a program, the [**verifier**](../assets/glossary.md#verifier): `task.right("jbcg",
+# "bcgj")` says whether an answer is right.
 
 # %% [markdown]
 # ## Only answers count: SFT (CORE, 9 min)
@@ -318,9 +315,8 @@ assert mask_T.tolist() == written_T[1:]
 compare("predictions of 16 that count", guess_count, int(mask_T.sum()))
 
 # %% [markdown]
-# Four letters and the end marker count. Ranks have different numbers of tokens that count. As in lesson 05, each rank
-# divides its sum by the number on *all* ranks. Now train: a step of `sft` (folded) reads 32 gold answers and 8 speeches
-# of Shakespeare:
+# Four letters and the end marker count. Ranks have different numbers of tokens that count, so each divides its sum by
+# the number on *all* ranks. Now train: a step of `sft` (folded) reads 32 gold answers and 8 speeches of Shakespeare:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -382,13 +378,13 @@ once(f"right: {sft_right:.1%}")
 # %% [markdown]
 # ## A program judges: GRPO (CORE, 17 min)
 #
-# The model *draws* 8 random answers to a question, each a [**rollout**](../assets/glossary.md#rollout). These are a
-# **group**. The verifier gives each answer a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al.
-# 2024) computes an [**advantage**](../assets/glossary.md#advantage) for each answer: its reward minus the mean of its
-# group, divided by the group's standard deviation. Training makes answers with a positive advantage more likely.
+# The model *draws* a **group** of 8 random answers to a question, its [**rollouts**](../assets/glossary.md#rollout). The
+# verifier gives each a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al. 2024) computes an
+# [**advantage**](../assets/glossary.md#advantage) for each answer: its reward minus the mean of its group, divided by
+# the group's standard deviation. Training makes answers with a positive advantage more likely.
 #
-# ![One question, eight answers on two ranks, three of them right; the mean of the group is a line at 3/8; right answers
-# get arrows up, wrong ones arrows down](../assets/13_grpo.svg)
+# ![Eight answers to one question, three of them right; right answers get arrows up, wrong ones arrows
+# down](../assets/13_grpo.svg)
 #
 # ### Build B: advantages
 #
@@ -422,8 +418,8 @@ checks.group_advantages(group_advantages, ranks)
 # ### Build C: the term of one token
 #
 # The **importance ratio** of a token is p / p_old: its probability now, divided by its probability when it was drawn.
-# Its term in the loss is `-min(ratio * A, capped * A)`. A is the advantage of its answer, and `capped` is the ratio
-# limited to the range 0.8 to 1.2. So outside of this range a token is not pushed further. Return the terms, [b, T].
+# Its term in the loss is `-min(ratio * A, capped * A)`, where A is the advantage of its answer, and `capped` is the ratio
+# limited to 0.8 to 1.2. So a token that has moved that far is not pushed further. Return the terms, [b, T].
 
 
 # %%
@@ -453,7 +449,7 @@ checks.clipped(clipped, ranks)
 # %% [markdown]
 # ### Build D: divide, in three ways
 #
-# The loss is the sum of these terms, divided by something. Papers divide in three ways:
+# The loss is the sum of these terms, divided in one of three ways:
 #
 # | | the sum is divided by | used by |
 # |---|---|---|
@@ -462,7 +458,7 @@ checks.clipped(clipped, ranks)
 # | Dr. GRPO | the number of answers times `longest`, the longest length allowed | Liu et al. 2025 |
 #
 # Return this rank's part of all three losses. `mask_bT` says which tokens count. `num_answers` and `num_tokens` are
-# those of all ranks. ([More differences](../assets/handbook/13_llm_alignment.md#losses-of-the-grpo-family))
+# those of all ranks. ([Other variants](../assets/handbook/13_llm_alignment.md#losses-of-the-grpo-family))
 
 
 # %%
@@ -492,7 +488,7 @@ checks.three_losses(three_losses, ranks)
 # </details>
 
 # %% [markdown]
-# How much does one token count if its answer is long? Below, your losses of 16 answers with 1 to 16 tokens:
+# How much does a token of a long answer count? Your losses of 16 answers with 1 to 16 tokens:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -518,8 +514,8 @@ if rank == 0:
     show(plots.token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
 
 # %% [markdown]
-# With the loss per answer, a token of a long answer counts less, so models learn to write long wrong answers. Dr. GRPO and
-# DAPO avoid that. We train with the loss per token.
+# With the loss per answer, a token of a long answer counts less. So a long wrong answer is punished less, and models learn
+# to write such answers. The two other losses avoid that. We train with the loss per token.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GRPO</summary>
@@ -536,8 +532,8 @@ if rank == 0:
 # To draw an answer, a model computes one token after another. To train, it computes one forward and one backward. So in
 # large systems some ranks draw answers, and others train.
 #
-# ![Ranks 0 and 1 train and ranks 2 and 3 draw; rank 0 sends the weights, 4 P bytes, to ranks 2 and 3; ranks 2 and 3 send
-# answers, their log p and rewards back](../assets/13_halves.svg)
+# ![Ranks 0 and 1 train and ranks 2 and 3 draw; rank 0 sends weights to ranks 2 and 3, which send answers, log p and
+# rewards back](../assets/13_halves.svg)
 #
 # **Predict.** The model has 113 thousand parameters in float32. After each step the drawing ranks need the new
 # weights. How many kB does each receive?
@@ -549,9 +545,8 @@ guess_kb = ____  # your turn: type kB
 # %% [markdown]
 # ### Build E: hand over the weights
 #
-# Rank 0 has the new weights. All ranks of `group` call this function, and then have them, too. Use *one* collective:
-# `parameters_to_vector(...)` makes one row of all parameters, and `vector_to_parameters(row_P, ...)` writes a row back
-# into them.
+# Rank 0 has the new weights. All ranks of `group` call this function, and then have them, too. Use *one* collective.
+# `parameters_to_vector(...)` makes one row of all parameters, and `vector_to_parameters(row_P, ...)` writes it back.
 
 
 # %%
@@ -577,8 +572,8 @@ checks.hand_over(hand_over, ranks)
 # </details>
 
 # %% [markdown]
-# The folded cell has both parts. `draw` answers 15 new questions 8 times each, gets the rewards, and stores log p of
-# each token. `learn` makes one training step from these answers with your functions.
+# Two functions are given (folded). `draw` answers 15 new questions 8 times each, and keeps the rewards and log p of each
+# token. `learn` makes one training step from them with your functions.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -731,17 +726,16 @@ metrics.measured(outside_percent=outside, staleness_accuracy={k: run[2] for k, r
 assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 
 # %% [markdown]
-# Fresh answers have ratios of 1, so clipping does nothing. With staler answers more ratios are outside the range, and
-# these tokens no longer count. (This is one seed.) The right panel is from real GPUs
+# Fresh answers have ratios of 1, so clipping does nothing. With staler answers more ratios are outside the range.
+# (This is one seed.) The right panel is from real GPUs
 # ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md),
 # a 7B model): with answers that are one step old, the trainer waits for 45 s instead of 321 s.
 
 # %% [markdown]
 # ## What was it worth? (CORE, 4 min)
 #
-# GRPO made more steps than SFT. So a fair comparison has two controls, which see the same number of answers as GRPO.
-# *More SFT* reads the 80 gold answers again and again. *Gold for all* also has a gold answer to each of GRPO's 720
-# questions.
+# GRPO made more steps than SFT. So compare it with two controls that see the same number of answers. *More SFT* reads the
+# 80 gold answers again and again. *Gold for all* also has a gold answer to each of GRPO's 720 questions.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 600
@@ -787,7 +781,7 @@ metrics.measured(accuracy=shares)
 
 # %% [markdown]
 # Reading the 80 answers again helps as well. The difference between the second and the third bar comes from the verifier.
-# The last bar is better still, but somebody must write 720 more answers.
+# The last bar is better still, but needs 720 more gold answers.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
