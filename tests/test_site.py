@@ -362,6 +362,18 @@ def test_each_link_of_a_page_arrives(site):
 
 
 @pytest.mark.browser
+def test_the_search_finds_a_term_in_lesson_and_glossary(site, browser):
+    page, failed = browser.new_page(), []
+    page.on("pageerror", lambda error: failed.append(str(error)))
+    page.goto((site / "search.html").as_uri() + "?q=all-reduce")
+    page.locator("#search-results li").first.wait_for()
+    page.get_by_text("Search finished").wait_for()
+    found = {Path(urlsplit(a.get_attribute("href")).path).stem for a in page.locator("#search-results li a").all()}
+    assert {"02_collectives", "glossary"} <= found and failed == []
+    page.close()
+
+
+@pytest.mark.browser
 def test_the_opening_page_counts_what_there_is(site):
     text = (site / "index.html").read_text("utf-8")
     scripts = "".join(lesson.script.read_text("utf-8") for lesson in find_lessons(ROOT))

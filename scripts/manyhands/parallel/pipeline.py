@@ -213,9 +213,7 @@ class Stages:
 
 
 @torch.no_grad()
-def average_gradients(
-    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, reduce_dtype: str = "own"
-) -> None:
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, reduce_dtype: str = "own") -> None:
     """Replace gradients by their mean over `group`, a bucket at a time; of a DTensor each rank's own share."""
     buckets: list[list[torch.Tensor]] = [[]]
     for gradient in (local_part(p.grad) for p in parameters if p.grad is not None):
