@@ -6,12 +6,10 @@ tokens per second in a `steps.jsonl`. A ratio compares runs of one round, so tha
 
 import io
 import json
-import math
 import os
 import statistics
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -24,22 +22,21 @@ from manyhands.course.folders import ROOT, SCRIPTS, make_private, write_whole
 from manyhands.course.lessons import AIM_BYTES, find_lessons
 from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
-from manyhands.launch.run_folder import outputs_folder
 from manyhands.launch.settings import environment, for_python
 from manyhands.tools.lesson_run import Run, positive
 from manyhands.tools.preflight import gather_metadata
+from manyhands.tools.reference_loops import MODEL, SEQUENCES
 
 FIRST_OUTPUT_AIM_S = 15
 START_UP_AIM_S = 10
 DDP_AIM = 0.9  # of the library's tokens per second
 RING_AIM = 2.0  # times gloo's own time
 RING_BYTES = 16 * 2**20
-SEQUENCES = 12  # per rank and step
-MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64}
 LINE_STEPS = 10  # steps per line of steps.jsonl
 WARM_UP_LINES = 2
 LESSON_S, RUN_S = 600, 300  # when a lesson, or a run of the trainer, is stopped
 PLAIN = "plain loop"
+NANOGPT, NANOCHAT = "nanoGPT's train.py", "nanochat's model and optimizer"
 APART = "2 that never communicate"
 COMPILED = ", compiled"
 PLAIN_SWITCHES = "as it is"
@@ -88,6 +85,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
+    add("--nanogpt", type=Path, metavar="CLONE", help="a row for nanoGPT's train.py on the same sizes")
+    add("--nanochat", type=Path, metavar="CLONE", help="a row for nanochat's model and optimizer on the same sizes")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
     options = parser.parse_args(argv)
     if options.lesson:
@@ -106,12 +105,15 @@ def main(argv=None, description=None, root=ROOT) -> int:
         if options.only in (None, "serving"):
             numbers.append(engine_number())
         if options.only in (None, "trainer"):
-            rows = measure(output / "runs" / "trainer", options.rounds, options.steps)
+            rows = all_rows() + reference_rows(options)
+            rows = measure(output / "runs" / "trainer", options.rounds, options.steps, rows)
             numbers += trainer_numbers(rows)
         if options.only == "switches":
             from manyhands.launch.devices import gpus_here  # late: it brings torch
 
-            rows = measure(output / "runs" / "switches", options.rounds, options.steps, switch_rows(gpus_here()[0]))
+            kind, _ = gpus_here()
+            rows = switch_rows(kind) + reference_rows(options, kind)
+            rows = measure(output / "runs" / "switches", options.rounds, options.steps, rows)
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}
     make_private(output)
@@ -198,17 +200,21 @@ class Row:
     ranks: int = 1
     worlds: int = 1
     flags: tuple = ()  # of scripts/train.py
+    loop: str = ""  # instead of the trainer: a function of `reference_loops`
+    given: tuple = ()  # what that is called with
     tokens_per_s: list = field(default_factory=list)
     start_up_s: list = field(default_factory=list)
     ratio: list = field(default_factory=list)  # to the plain loop
     scaling: list = field(default_factory=list)  # to as many processes that share the machine and never communicate
+    to_nanogpt: list = field(default_factory=list)  # of 2 ranks, beside its train.py
     error: str = ""  # why there are no more samples
 
 
 def all_rows() -> list[Row]:
     """The ways of the trainer that are measured; what is compiled is compared with what is compiled too."""
-    kinds = {PLAIN: {}, "one process": {}, "2 ranks": {"ranks": 2}, APART: {"worlds": 2}}
-    rows = [Row(name, **kind) for name, kind in kinds.items()]
+    kinds = {"one process": {}, "2 ranks": {"ranks": 2}, APART: {"worlds": 2}}
+    rows = [Row(PLAIN, loop="plain"), *(Row(name, **kind) for name, kind in kinds.items())]
+    rows.append(Row(PLAIN + COMPILED, loop="plain", given=(True,)))
     rows += [Row(name + COMPILED, **kind, flags=("--train.compile",)) for name, kind in kinds.items()]
     rows.append(Row("2 ranks, torch's DDP", 2, flags=("--parallel.all-reduce=buckets",)))
     return rows + [Row(f"2 ranks, {s}", 2, flags=(f"--parallel.strategy={s}",)) for s in ("zero1", "fsdp", "tp", "pp")]
@@ -221,9 +227,15 @@ def switch_rows(kind) -> list[Row]:
     return [Row(PLAIN_SWITCHES, flags=base)] + [Row(name, flags=(*base, *flags)) for name, flags in SWITCHES.items()]
 
 
-def measure(folder, rounds, steps, rows=None) -> list[Row]:
-    """The rows (None: all of them) with their samples; `folder` takes what their processes write."""
-    rows = rows or all_rows()
+def reference_rows(options, kind="cpu") -> list[Row]:
+    """Return a row for each clone that the command line names: of MODEL, or of GPT-2 on a GPU."""
+    preset = None if kind == "cpu" else "gpt2"
+    clones = ((NANOGPT, "nanogpt", options.nanogpt), (NANOCHAT, "nanochat", options.nanochat))
+    return [Row(name, loop=loop, given=(str(clone.resolve()), preset, kind)) for name, loop, clone in clones if clone]
+
+
+def measure(folder, rounds, steps, rows) -> list[Row]:
+    """The rows with their samples; `folder` takes what their processes write."""
     for number in range(rounds):
         for i, row in enumerate(rows):
             if not row.error:  # a row that fails has no more turns, and the others go on
@@ -253,8 +265,9 @@ def take_turn(row, folder, steps):
 
 def run_world(row, folder, steps) -> list[dict]:
     """The lines that one world of a row reports. Raise RuntimeError, one sentence, if it does not end well."""
-    if row.name.startswith(PLAIN):
-        code = f"from manyhands.tools import bench; bench.plain_loop({steps}, {bool(row.flags)}, {LINE_STEPS})"
+    if row.loop:
+        called = f"{row.loop}(*{row.given!r}, steps={steps}, line_steps={LINE_STEPS})"
+        code = f"from manyhands.tools import reference_loops; reference_loops.{called}"
         command = [sys.executable, "-c", code]
     else:
         preset = any(flag.startswith("--preset") for flag in row.flags)
@@ -280,6 +293,8 @@ def compared(rows) -> list[Row]:
     """Fills in `ratio` and `scaling`, round by round: the machine may be faster in one than in the next."""
     of = {row.name: row for row in rows}
     for row in rows:
+        if row.name == "2 ranks" and NANOGPT in of:
+            row.to_nanogpt = [ours / its for ours, its in zip(row.tokens_per_s, of[NANOGPT].tokens_per_s, strict=False)]
         suffix = COMPILED * row.name.endswith(COMPILED)
         plain, apart = of.get(PLAIN + suffix) or of.get(PLAIN_SWITCHES), of.get(APART + suffix)
         if plain and row is not plain:
@@ -309,6 +324,8 @@ def trainer_numbers(rows) -> list[Number]:
     promised += [(name + COMPILED, what, says + COMPILED, aim) for name, what, says, aim in promised]
     promised += [(name, "start_up_s", f"start-up, {name}", START_UP_AIM_S) for name in ("one process", "2 ranks")]
     found, of = [], {row.name: row for row in rows}
+    if of.keys() >= {"2 ranks", NANOGPT}:
+        promised.append(("2 ranks", "to_nanogpt", "tokens/s of 2 ranks / nanoGPT's train.py", 1.25))
     for name, what, says, aim in promised:
         if row := of.get(name):
             samples, seconds = getattr(row, what), what == "start_up_s"
@@ -329,48 +346,3 @@ def trainer_table(rows) -> Table:
         ratio, scaling = (f"{statistics.median(s):.2f}" if s else "-" for s in (row.ratio, row.scaling))
         found.add_row(row.name, f"{statistics.median(row.tokens_per_s):,.0f}", ratio, spread, scaling)
     return found
-
-
-def plain_loop(steps, compiled, line_steps):
-    """The loop to compare with, as nanoGPT's train.py writes it: one process, no ranks, nothing of the trainer in it.
-
-    The model is the trainer's own. AdamW as torch gives it (not fused), decay on matrices only; windows drawn by
-    `torch.randint` and stacked; the gradients clipped by torch; the loss looked at every 50 steps.
-    """
-    import torch
-
-    from manyhands.data.corpus import load_corpus
-    from manyhands.gpt.model import GPT, GPTConfig
-
-    corpus = load_corpus()
-    ids, block_size = corpus.train_ids, MODEL["block_size"]
-    folder = outputs_folder() / "train" / "latest"
-    folder.mkdir(parents=True)
-    torch.manual_seed(1337)
-    model = GPT(GPTConfig(len(corpus.vocab), **MODEL))
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    if compiled:
-        model.compile()
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
-    began = time.perf_counter()
-    with open(folder / "steps.jsonl", "w") as lines:
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * step / steps))
-            starts = torch.randint(len(ids) - block_size, (SEQUENCES,))
-            inputs_BT = torch.stack([ids[i : i + block_size] for i in starts])
-            targets_BT = torch.stack([ids[i + 1 : i + 1 + block_size] for i in starts])
-            _, loss = model(inputs_BT, targets_BT)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if step % 50 == 0:
-                print(f"step {step} loss {loss.item():.4f}", flush=True)
-            if (step + 1) % line_steps == 0:
-                now = time.perf_counter()
-                tokens_per_s = line_steps * SEQUENCES * block_size / (now - began)
-                lines.write(json.dumps({"step": step + 1, "tokens_per_s": tokens_per_s}) + "\n")
-                began = now
