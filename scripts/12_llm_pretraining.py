@@ -199,8 +199,8 @@ compare("planted copies that 16 ranks find, each in its own documents", guess_fo
 # share in which both have the same first shingle is the estimate.
 #
 # A hash makes a random order: give each shingle a number x, and compute (a·x + b) mod PRIME. The smallest result is the
-# first. Another a and b make another order. A document's **signature** is its K = 128 smallest results, of 4 bytes
-# each.
+# first. Another a and b make another order. A document's **signature** is the smallest result of each of K = 128
+# orders, at 4 bytes.
 
 
 # %% jupyter={"source_hidden": true}

@@ -324,10 +324,10 @@ catch_up(globals(), "loss_mask")
 
 
 def conversations(words):
-    """Return padded ids [N, T] of the words with their gold answers, and then of speeches from the corpus."""
+    """Return padded ids of the words with their gold answers [N, T], and of speeches from the corpus, which are longer."""
+    gold = [task.messages(word, task.answer(word)) for word in words]
     spoken = [speech_messages(who, line) for who, line in speeches(corpus.text, longest=16, most_name=10)]
-    talks = [task.messages(word, task.answer(word)) for word in words] + spoken
-    return rows([encode(talk, vocab) for talk in talks], config.block_size + 1)[0]
+    return [rows([encode(talk, vocab) for talk in talks], config.block_size + 1)[0] for talks in (gold, spoken)]
 
 
 def gold_words(seed):
@@ -336,16 +336,17 @@ def gold_words(seed):
 
 
 def imitate(model, words, seed, steps, peak, size=32, mask_of=loss_mask):
-    """Return the model, fine-tuned on gold answers to the words: `size` of them per step. All ranks call it."""
+    """Return the model, fine-tuned on `size` gold answers to the words and 8 speeches per step. All ranks call it."""
     model = copy.deepcopy(model)
-    optimizer, ids_NT = adam(model), conversations(words)
+    optimizer, talks = adam(model), conversations(words)
     for step in range(steps):
-        draw = np.random.default_rng([seed, step])
-        picked = np.concatenate([draw.integers(0, len(words), size), draw.integers(0, len(ids_NT), 8)])
-        ids_BT = ids_NT[draw.permutation(picked)]
-        mask_BT = mask_of(ids_BT, ASSISTANT, STOP)
-        loss = -(log_probs(model, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
-        update(model, optimizer, loss, falling(step, steps, peak))
+        draw, log_p, count = np.random.default_rng([seed, step]), 0, 0
+        for ids_NT, num in zip(talks, (size, 8), strict=True):  # two forwards: no answer is padded to a speech's length
+            ids_BT = ids_NT[draw.integers(0, len(ids_NT), num)]
+            mask_BT = mask_of(ids_BT, ASSISTANT, STOP)
+            log_p += (log_probs(model, own(ids_BT)) * own(mask_BT)).sum()
+            count += mask_BT.sum()
+        update(model, optimizer, -log_p / count, falling(step, steps, peak))
     return model
 
 
@@ -971,7 +972,7 @@ known = [(who, line) for who, line in speeches(corpus.text) if {*who, *line} <= 
 spoken_NT, _ = rows([encode(speech_messages(who, line), words) for who, line in known])
 before, optimizer, chat_steps = lines_of(speaker, words), adam(speaker), max(1, sft_steps // 2)
 for step in range(chat_steps):
-    ids_BT = spoken_NT[np.random.default_rng([0, step]).integers(0, len(spoken_NT), 32)]
+    ids_BT = spoken_NT[np.random.default_rng([0, step]).integers(0, len(spoken_NT), 16)]
     mask_BT = loss_mask(ids_BT, words.index("<|assistant|>"), words.index(END))
     loss = -(log_probs(speaker, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
     update(speaker, optimizer, loss, falling(step, chat_steps, 2e-3))
@@ -984,7 +985,7 @@ for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(sp
         once(f"    {who}: {line!r}")
 
 # %% [markdown]
-# Both write English. The first never stops, since no marker was in the plays: 48 characters are cut off somewhere. SFT has taught it the
+# Both write something like English. The first never stops, since no marker was in the plays: 48 characters are cut off somewhere. SFT has taught it the
 # *format* in a few seconds: one line, then the end marker. What it knows of Romeo it knew before.
 
 # %% [markdown]
@@ -1189,7 +1190,7 @@ def in_shares(model):
 
 policy = models["SFT", 0]
 reference, held = in_shares(policy)
-ids_bT = own(conversations(gold_words(0))[:8])
+ids_bT = own(conversations(gold_words(0))[0][:8])
 with torch.no_grad(), wire.watch() as seen:
     apart = (log_probs(reference, ids_bT) - log_probs(policy, ids_bT)).abs().max().item()
 gathered = sum(call.bytes for call in seen.calls)
