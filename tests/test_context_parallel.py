@@ -46,7 +46,7 @@ def ring(ranks, masked, low):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_ring_is_plain_attention_for_n_minus_1_messages_of_keys_and_n_of_gradients(pool, n, masked):
     unit = 2 * B * H * (T // n) * K * 8
     for apart, sent, _ in pool.run(n, ring, masked, False):
@@ -98,7 +98,7 @@ CASES = {
 }
 
 
-SHORT = {"context 4", "context 2 x zero1 2", "context 2 x fsdp 2", "context 2 x tensor 2"}
+SHORT = {"context 4", "context 2 x fsdp 2"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])
@@ -107,7 +107,7 @@ def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, referenc
     assert_equal(pool.run(n, steps_of, options_of(**parallel)), references[CONFIG])
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_attention_stays_within_documents_that_several_ranks_have_parts_of(pool, references, n):
     assert_equal(pool.run(n, steps_of, options_of(strategy="fsdp", context=2), DOCUMENTS), references[DOCUMENTS])
 

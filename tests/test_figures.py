@@ -14,6 +14,7 @@ from lab import chromium  # noqa: E402
 LESSONS = sorted((ASSETS.parent / "scripts").glob("[01][0-9]_*.py"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", draw.drawings())
 def test_the_stored_figure_is_what_the_code_draws(name, tmp_path):
     draw.save(name, tmp_path / "new.svg")

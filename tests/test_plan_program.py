@@ -97,6 +97,7 @@ def test_a_picture_is_written(run, tmp_path):
     assert "<svg" in (text := (tmp_path / "plan.svg").read_text()) and "replicas 8" in text
 
 
+@pytest.mark.full
 def test_the_published_table_and_picture_show_residuals_and_which_runs_were_fitted(run, tmp_path):
     status, out, _ = run(f"--published --plot {tmp_path}/published.svg")
     text = (tmp_path / "published.svg").read_text()

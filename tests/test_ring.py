@@ -59,7 +59,7 @@ cases = st.lists(
 )
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 # shrinking would start ranks hundreds of times
 @settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(cases=cases)
@@ -91,7 +91,7 @@ def _transport(ranks, algorithm):
 
 
 @pytest.mark.skipif(wire._tcp_sockets() is None, reason="TCP_INFO is Linux's")
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4))])
 def test_on_the_wire_the_ring_is_within_one_percent_of_its_formula(n):
     for transported, payload in run_on_ranks(n, _transport, "ring_all_reduce"):
         assert transported == pytest.approx(wire.ring_all_reduce_bytes(payload, n), rel=0.01)

@@ -56,20 +56,20 @@ ON_TWO = [
     f"{SMALL} --parallel.reduce-dtype bf16",
     f"{SMALL} --parallel.reduce-dtype bf16 --parallel.all-reduce buckets",
     f"{FSDP} --parallel.sharding grad_op --train.micro-batch 2",
-    f"{FSDP} --parallel.wrapping block_and_size --model.tie --parallel.sharding grad_op",
     f"{FSDP} --parallel.wrapping block_group:2 --parallel.activation-checkpointing block",
     f"{FSDP} --parallel.wrapping size:250 --train.micro-batch 2",  # units inside of units
-    f"{FSDP} --parallel.wrapping size:1",  # nothing is left to the root
-    f"{FSDP} --parallel.wrapping size:100000",  # all is left to the root
 ]
 MORE_ON_TWO = [
     FSDP,
     f"{FSDP} --train.micro-batch 2",
     f"{FSDP} --parallel.sharding none",
+    f"{FSDP} --parallel.wrapping block_and_size --model.tie --parallel.sharding grad_op",
+    f"{FSDP} --parallel.wrapping size:1",  # nothing is left to the root
+    f"{FSDP} --parallel.wrapping size:100000",  # all is left to the root
     f"{FSDP} --parallel.wrapping block_and_size",
     f"{FSDP} --parallel.wrapping size:900 --parallel.sharding grad_op",
 ]
-ON_FOUR = [FSDP, f"{FSDP} --parallel.sharding hybrid", f"{FSDP} --parallel.sharding none"]
+ON_FOUR = [f"{FSDP} --parallel.sharding hybrid"]
 ON_ONE = [SMALL, f"{SMALL} --parallel.all-reduce buckets", f"{SMALL} --parallel.strategy zero1", FSDP]
 
 
@@ -93,7 +93,7 @@ OF_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
     """To the byte. Of all-to-alls the mean over the ranks: the router decides what each of them receives."""
     measured = pool.run(world_size, measure, OF_EXPERTS)
@@ -110,8 +110,8 @@ def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
     "more",
     [
         "--parallel.pipeline 2 --parallel.schedule GPipe",
-        "--parallel.tensor 2",
-        "--parallel.strategy fsdp --parallel.tensor 2",
+        pytest.param("--parallel.tensor 2", marks=pytest.mark.full),
+        pytest.param("--parallel.strategy fsdp --parallel.tensor 2", marks=pytest.mark.full),
     ],
 )
 def test_tokens_travel_to_their_experts_next_to_stages_and_tensor_ranks_as_the_formula_says(pool, more):

@@ -62,6 +62,7 @@ def left_over(mark):
     return found
 
 
+@pytest.mark.full  # of the trainer's: test_kill
 def test_a_run_that_is_killed_and_preempted_lies_on_the_undisturbed_one_bit_for_bit(pool, tmp_path):
     lesson = lessons_own()
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"

@@ -96,7 +96,7 @@ def differences(ranks, tied):
     return {way: max(part.abs().max().item() for part in parts) for way, parts in found.items()}
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_zero_3_by_hand_is_fully_shard_and_one_process_with_clipping(pool, n):
     for found in pool.run(n, differences, False):
         assert len(found) == len(WRAPPINGS) + 1
