@@ -34,7 +34,8 @@ from rank_pool import ranks_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 LESSONS = find_lessons(ROOT)
-LONG = ("01", "03", "05", "06", "10", "11", "12", "13", "14")  # 30 processor seconds and more on 2 ranks
+# 30 processor seconds and more on 2 ranks
+LONG = [lesson for lesson in LESSONS if lesson.number in ("01", "03", "05", "06", "10", "11", "12", "13", "14")]
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
 # four ranks behind a notebook: the run of full length; four under torchrun: beside a world of one, below
 LAUNCHERS = [*(("02", *way) for way in (("mpiexec", 2), ("notebook", 2), ("mpiexec", 4))), ("03", "mpiexec", 2)]
@@ -154,12 +155,12 @@ def test_every_exercise_has_a_folded_solution(lesson):
     assert {re.search(r"Solution (\w+)", cell.source)[1] for cell in solutions} >= set(asked)
 
 
+IN_SHORT = [pytest.param(lesson, 1 if lesson in LONG else 2, id=lesson.name) for lesson in LESSONS]
+IN_FULL = [pytest.param(lesson, 2, id=f"{lesson.name}, 2 ranks", marks=pytest.mark.full) for lesson in LONG]
+
+
 @pytest.mark.lesson
-@pytest.mark.parametrize(
-    ("lesson", "n_ranks"),
-    [pytest.param(one, 1 if one.number in LONG else 2, id=one.name) for one in LESSONS]
-    + [pytest.param(one, 2, id=f"{one.name}, 2 ranks", marks=pytest.mark.full) for one in LESSONS if one.number in LONG],
-)
+@pytest.mark.parametrize(("lesson", "n_ranks"), IN_SHORT + IN_FULL)
 @pytest.mark.timeout(600)
 def test_the_attendees_notebook_and_the_script_give_the_same_numbers(lesson, n_ranks, shortened, tmp_path):
     """On 2 ranks; `make test` runs the script of a long lesson on 1. Nobody has written a line yet: each check puts the
