@@ -53,7 +53,7 @@ def lines_of_steps(line_steps, tokens_per_step):
 
 
 def batches(ids, block_size, sequences):
-    """Windows drawn at random: inputs and targets [b, T], for ever."""
+    """Windows drawn at random: inputs and targets [b, T], again and again."""
     import torch
 
     while True:
