@@ -31,12 +31,17 @@ FEWER = {
         ("GPTConfig(vocab_size=len(corpus.vocab))", "GPTConfig(vocab_size=len(corpus.vocab), n_layer=2)"),
         ("shakespeare.vocab_size, 64, 128, 4)", "shakespeare.vocab_size, 64, 128, 2)"),
     ],
+    "03_data_parallel": [("GPTConfig(vocab_size=len(corpus.vocab))", "GPTConfig(vocab_size=len(corpus.vocab), n_layer=2)")],
     "05_same_science": [("num=256", "num=32"), ("0, 256, T, 0, 1, seed=9", "0, 16, T, 0, 1, seed=9")],
     "10_meshes_and_planning": [
         ('"olmo-7b", "--parallel.tensor"', '"olmo-1b", "--model.n-layer", "2", "--parallel.tensor"'),
         ('(("olmo-7b", 64, 512), ("llama3-70b"', '(("llama3-70b"'),
     ],
-    "12_llm_pretraining": [("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288")],
+    "12_llm_pretraining": [
+        ("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288"),
+        ("separator + 1, block_size=T)", "separator + 1, block_size=T, n_layer=1)"),
+        ("block_size=256, separator=len(corpus.vocab))", "block_size=256, separator=len(corpus.vocab), n_layer=1)"),
+    ],
     "14_llm_serving": [
         ("val_ids[:2048]", "val_ids[:256]"),
         # the small model is judged by the large one's text: each in the other's place
