@@ -73,7 +73,7 @@ def test_figures_of_a_rank_arrive_as_pictures(notebook):
             plt.plot([1, 2])
     """)
     assert len(output.pictures) == 1 and output.error is None
-    assert output.text.startswith("rank 1 |"), "one sees whose it is"
+    assert output.text.startswith("rank 1 | shows:"), "one sees whose it is"
 
 
 def test_the_kernel_reads_what_each_rank_holds(notebook):

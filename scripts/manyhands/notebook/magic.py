@@ -172,7 +172,7 @@ def sections(result):
                 rows.append((label, colour, item[1].get("text/plain", "")))
             else:
                 if len(group) < result.world_size and (not rows or rows[-1][0] != label):
-                    rows.append((label, colour, ""))  # whose figure it is
+                    rows.append((label, colour, "shows:"))  # whose figure it is
                 flush()
                 out.append((item[1], item[2]))
     flush()
