@@ -210,6 +210,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.strategy zero1 --parallel.tensor 2", 4, ("zero1", "fsdp")),
         ("--parallel.strategy deepspeed --parallel.tensor 2", 4, ("deepspeed", "leave parallel.tensor")),
         ("--parallel.strategy deepspeed --train.precision fp16", 2, ("deepspeed", "not fp16")),
+        ("--parallel.strategy deepspeed --parallel.reduce-dtype bf16", 2, ("deepspeed", "leave parallel.reduce_dtype")),
         ("--parallel.sequence-parallel", 2, ("parallel.sequence_parallel", "parallel.tensor=2")),
         ("--parallel.loss-parallel", 2, ("parallel.loss_parallel", "parallel.tensor=2")),
         ("--parallel.strategy pp --model.tie", 2, ("model.tie", "--model.no-tie")),
