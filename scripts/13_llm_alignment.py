@@ -985,8 +985,9 @@ for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(sp
         once(f"    {who}: {line!r}")
 
 # %% [markdown]
-# Both write something like English. The first never stops, since no marker was in the plays: 48 characters are cut off somewhere. SFT has taught it the
-# *format* in a few seconds: one line, then the end marker. What it knows of Romeo it knew before.
+# Before and after, the model writes something like English. Before, it never stops, since no marker was in the plays: 48
+# characters are cut off somewhere. SFT has taught it the *format* in a few seconds: one line, then the end marker. What
+# it knows of Romeo it knew before.
 
 # %% [markdown]
 # ## Unequal answers (MORE, 3 min)
