@@ -2,27 +2,18 @@
 
 import json
 import os
-import platform
-import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
-from manyhands.data.corpus import load_corpus
-from manyhands.launch import commands, processes
-from manyhands.launch.allocation import Allocation, RanksError, find_site_mpiexec
-from manyhands.launch.commands import after_signal, blame, command_for
-from manyhands.launch.join import join, leave
-from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE, read_status
-from manyhands.launch.ranks import joined
-from rank_pool import run_on_ranks
+from manyhands.launch import commands
+from manyhands.launch.allocation import Allocation
+from manyhands.launch.commands import blame, command_for
+from manyhands.launch.program import DIVERGED, NO_ROOM
 
 pytestmark = pytest.mark.ranks
 
@@ -76,50 +67,11 @@ def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(no
         assert {"--nnodes=2", "--nproc-per-node=3", f"--rdzv-endpoint={place}"} < set(command)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "environ", "said"),
-    [
-        ("", {"MPIEXEC": "mpiexec 'x"}, "MPIEXEC=mpiexec 'x cannot be read .*: close the quote"),
-        ("", {"MPIEXEC_FLAGS": "mpiexec 'x"}, "MPIEXEC_FLAGS=mpiexec 'x cannot be read .*: close the quote"),
-        ("\n", {}, "PBS_NODEFILE names .*, which is empty"),
-    ],
-)
-def test_a_job_whose_variables_cannot_be_read_is_refused_by_their_names(nodefile, hosts, environ, said):
-    nodefile.write_text(hosts or nodefile.read_text())
-    with pytest.raises(RanksError, match=said):
-        per_node(nodefile, [], **environ)
-
-
 def program_in(folder, name, text="#!/bin/sh\n"):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
     return folder / name
-
-
-def per_node(nodefile, folders, **environ):
-    """The words that start one torchrun on each of two PBS nodes."""
-    path = ":".join(map(str, folders)) + ":/usr/bin:/bin"
-    environ = {"PBS_NODEFILE": str(nodefile), "PBS_JOBID": "77.server", "PATH": path} | environ
-    command = command_for(PROGRAM, environ, nproc=2, starter="torchrun")
-    return command[: command.index(sys.executable)]
-
-
-def test_pbs_own_mpiexec_is_no_mpiexec_and_where_there_is_none_pbs_itself_starts_each_node(nodefile, tmp_path):
-    pbs, site = tmp_path / "pbs", tmp_path / "site"
-    for name in ("mpiexec", "pbsdsh"):
-        program_in(pbs, name, "#!/bin/sh\necho no non-PBS mpiexec; exit 1\n")
-    mpiexec = str(program_in(site, "mpiexec"))
-    assert per_node(nodefile, [pbs, site])[0] == mpiexec
-    tmrsh = str(program_in(pbs, "pbs_tmrsh"))
-    assert per_node(nodefile, [pbs, site])[0] == mpiexec
-    shutil.rmtree(site)
-    if find_site_mpiexec({"PATH": "/usr/bin:/bin"}) is None:
-        assert per_node(nodefile, [pbs])[2:] == [tmrsh, "x1 x2"]
-    # Debian's Slurm installs one that is no MPI's either
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "mpiexec").symlink_to(program_in(tmp_path / "slurm", "mpiexec.slurm"))
-    assert find_site_mpiexec({"PATH": f"{tmp_path}/bin"}) is None
 
 
 @pytest.fixture
@@ -168,24 +120,6 @@ def test_a_signal_reaches_all_nodes_but_the_first_which_qdel_has_told_itself(tmr
     assert (tmp_path / "x1").read_text() == of_x1 and (tmp_path / "x2").read_text() == "runs\ntold\n"
 
 
-def test_open_mpi_gets_its_own_flag_for_ranks_per_node_and_a_site_may_say_another(nodefile, tmp_path):
-    mpiexec = str(program_in(tmp_path / "bin", "mpiexec", "#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n"))
-    assert per_node(nodefile, [tmp_path / "bin"]) == [mpiexec, "-n", "2", "--map-by", "ppr:1:node"]
-    found = per_node(nodefile, [tmp_path / "bin"], MPIEXEC_FLAGS="-npernode 1 --bind-to none")
-    assert found == [mpiexec, "-n", "2", "-npernode", "1", "--bind-to", "none"]
-
-
-def test_a_port_that_is_taken_is_left_to_whoever_has_it():
-    """torchrun on the first node would wait at it without a word, and so would all others."""
-    here = Allocation("slurm", (platform.node(), "other"), job=4321)
-    first = commands._port(here)
-    with socket.socket() as stranger:
-        stranger.bind(("", first))
-        stranger.listen()
-        assert first < commands._port(here) < first + 100
-    assert commands._port(Allocation("slurm", ("other", platform.node()), job=4321)) == 24321
-
-
 @pytest.mark.parametrize(
     ("environ", "ranks"),
     [
@@ -230,13 +164,6 @@ def ended(run, timeout_s=200):
     return run.returncode, said
 
 
-def test_dry_run_prints_the_command_for_train_py_and_runs_nothing(root):
-    status, said = ended(launch(root, "--nproc", 2, "--dry-run", "--", "--log.prompt", "a; touch /tmp/x $(id)"))
-    assert status == 0 and said.startswith("$ ") and said.count("\n") == 1
-    words = shlex.split(said[2:])  # as a shell would read what was printed
-    assert words[-3:] == [str(root / "scripts" / "train.py"), "--log.prompt", "a; touch /tmp/x $(id)"]
-
-
 def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):
     status, said = ended(launch(root, "--nproc", 2, "--retries", 2, "--", "--train.steps", 0))
     assert (status, said) == (2, "launch.py: train.steps=0 is too small; use at least 1\n")
@@ -246,11 +173,8 @@ def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_w
     ("words", "sentence"),
     [
         (["--nproc", "0"], "argument --nproc: 0 is less than 1"),
-        (["--retries", "-1"], "argument --retries: -1 is less than 0"),
-        (["--timeout", "x"], "argument --timeout: invalid int value: 'x'"),
         (["nowhere.py"], "no such program: nowhere.py; put the program's flags after `--`"),
         (["--starter", "srun", "--nproc", "2"], "job; use salloc or sbatch"),
-        (["--preset", "gpt2"], "unrecognized arguments"),
         (["--dry-run"], "MANYHANDS_DEVICE='gpu' is unknown; use one of auto, cpu, cuda, xpu"),
     ],
 )
@@ -299,12 +223,6 @@ def test_a_run_that_prints_nothing_is_ended_with_all_its_processes_and_it_says_s
     assert status == 124
     assert "working\n" in said and "launch.py: no output for 6 s; ending the run" in said
     gone(program)
-
-
-def test_a_run_that_prints_now_and_then_is_left_alone(root, script):
-    program = script("import time\nfor i in range(6):\n    print(i, flush=True)\n    time.sleep(1)\n")
-    status, said = ended(launch(root, *ALONE, "--timeout", 5, program))
-    assert status == 0 and "0\n1\n2\n3\n4\n5\n" in said and "no output" not in said
 
 
 def living(program):
@@ -360,28 +278,12 @@ def test_what_would_end_as_before_or_was_asked_to_end_is_not_started_again(monke
 
 
 @pytest.mark.parametrize(
-    ("number", "own", "status", "said"),
-    [
-        (signal.SIGTERM, 0, 0, "stopped cleanly on SIGTERM"),
-        (signal.SIGINT, None, 130, "ended by Ctrl-C"),
-        (signal.SIGINT, 130, 130, ""),  # the program has said so itself
-        (signal.SIGTERM, None, 143, "ended by SIGTERM"),
-        (signal.SIGUSR1, DIVERGED, DIVERGED, ""),
-    ],
-)
-def test_torchrun_dies_of_a_signal_that_it_passes_on_and_the_status_is_the_programs_own(number, own, status, said):
-    assert after_signal(number, own) == (status, said)
-
-
-@pytest.mark.parametrize(
     ("failures", "status", "sentence"),
     [
         # rank 1 was killed; rank 0 lost its connection, and rank 2 was ended by torchrun
         ([(0, 1, 50), (1, -9, 50), (2, -15, 50)], 137, "rank 1 was killed (signal 9): usually memory"),
         ([(1, 7, 50), (0, -15, 50)], 7, "rank 1 ended with status 7; the reason stands above"),
-        ([(1, 1, 50), (0, -9, 170)], 1, "rank 1 ended with status 1"),  # torchrun killed 0
         ([(0, 1, 50), (1, -11, 50)], 139, "rank 1 died of signal 11 (SIGSEGV)"),
-        ([(0, -15, 50)], 143, "rank 0 died of signal 15 (SIGTERM)"),
     ],
 )
 def test_of_several_ranks_that_failed_the_cause_is_named_and_not_the_effect(failures, status, sentence):
@@ -405,133 +307,11 @@ def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, 
     assert lines[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
 
 
-REFUSES = """\
-import os, sys, time
-if "FIRST" in os.environ:
-    sys.exit(2)
-time.sleep(600)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("real_python")
-def test_a_node_that_loses_the_first_one_says_so_in_one_line(root, script):
-    """torchrun's own words are a traceback and, from its store, 50 lines of C++ frames."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["--nproc-per-node=1", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=1"]
-    words += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", str(script(REFUSES))]
-    environ = os.environ | {"PYTHONPATH": str(root / "scripts"), "OMP_NUM_THREADS": "1"}
-
-    def node(**variables):
-        command = [sys.executable, "-m", "manyhands.launch.commands", *words]
-        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ | variables)
-
-    first, deadline = node(FIRST="1"), time.monotonic() + 100
-    while True:  # until it has the port: the store is on the first node
-        with suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            break
-        assert time.monotonic() < deadline and first.poll() is None
-        time.sleep(0.1)
-    second = node()
-    assert (second.communicate(timeout=100)[1], second.returncode) == (
-        f"launch.py: {platform.node()} lost the run's first node, which has ended; see its output\n",
-        1,
-    )
-    assert first.wait(timeout=100) == 2
-
-
-@pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])
-def test_on_several_nodes_a_refusal_is_the_last_line_again(monkeypatch, capsys, nodes, said):
-    def keep(command, environ, idle_s):
-        Path(environ[STATUS_FILE]).write_text(json.dumps([2, "mine.py: --stepz is unknown"]))
-        return 2, None
-
-    monkeypatch.setattr(commands, "keep", keep)
-    assert commands.run(["torchrun", *["--rdzv-backend=c10d"] * (nodes - 1)], None, 2) == 2
-    assert capsys.readouterr().err == said
-
-
-OUT_OF_MEMORY = """\
-import manyhands.launch.entry as entry
-class OutOfMemoryError(RuntimeError):
-    "As torch's, of which no GPU is needed to raise it."
-def main():
-    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB.")
-entry.run_program("train.py", main)
-"""
-
-
-def test_a_gpu_without_room_is_one_sentence_with_the_cure_and_a_status_that_is_not_tried_again(root, tmp_path):
-    environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), STATUS_FILE: str(tmp_path / "status")}
-    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], env=environ, capture_output=True, text=True)
-    assert ended.stderr == (
-        "train.py: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller micro-batch (--train.micro-batch),"
-        " more GPUs or a smaller model (--dry-run says what train.py needs)\n"
-    )
-    assert ended.returncode == json.loads((tmp_path / "status").read_text())[0] == NO_ROOM
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_under_the_log_of_launch_py_does_not_end_what_it_keeps(root, script, tmp_path):
-    program = script(f"print('x' * 200_000, flush=True)\nopen({str(tmp_path / 'done')!r}, 'w')")
-    words = [sys.executable, root / "scripts" / "launch.py", *ALONE, "--timeout", "60", program]
-    with open("/dev/full", "wb") as full:
-        ended = subprocess.run(list(map(str, words)), stdout=full, stderr=subprocess.PIPE)
-    assert (ended.returncode, ended.stderr) == (0, b"") and (tmp_path / "done").exists()
-
-
-HANGS_UP = """\
-import os, signal, sys
-os.kill(int(sys.argv[1]), signal.SIGHUP)
-sys.exit(5 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else 0)
-"""
-
-
-@pytest.mark.usefixtures("real_python")
-def test_under_nohup_a_hangup_reaches_neither_the_keeper_nor_what_it_keeps():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert processes.keep([sys.executable, "-c", HANGS_UP, str(os.getpid())]) == (5, None)
-        (flag,) = [word for word in command_for(PROGRAM, {}, nproc=4) if word.startswith("--signals-to-handle=")]
-        assert "SIGTERM" in flag and "SIGHUP" not in flag
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def statuses_on_the_way(ranks, folder):
-    """What stands in the file after a group was left, after another was joined, and after a corpus was refused."""
-    seen = []
-    os.environ |= {STATUS_FILE: f"{folder}/status", "MANYHANDS_SHAKESPEARE": f"{folder}/none.txt"}
-    leave()
-    seen.append(read_status())
-    seen.append(join(name="test") and read_status())
-    try:
-        load_corpus(joined())
-    except SystemExit:
-        seen.append(read_status())
-    return seen, Path(folder, "status").read_text()
-
-
-def test_a_program_that_leaves_has_status_0_until_it_joins_again_and_a_refused_corpus_has_2(tmp_path):
-    seen, said = run_on_ranks(1, statuses_on_the_way, str(tmp_path))[0]
-    assert seen == [0, None, 2] and "none.txt cannot be read" in said
-
-
 def until(run, text):
     for line in run.stdout:
         if text in line:
             return
     raise AssertionError(f"it ended without {text!r}")
-
-
-def test_srun_which_ends_its_ranks_on_sigterm_is_sent_sigusr1_instead():
-    for end in (signal.SIGTERM, signal.SIGHUP):
-        assert processes._translated(end, ["srun", "python"]) == signal.SIGUSR1
-    assert processes._translated(signal.SIGTERM, [sys.executable, "-m", "torch.distributed.run"]) == signal.SIGTERM
-    assert processes._translated(signal.SIGINT, ["/opt/bin/mpiexec"]) == signal.SIGINT
 
 
 @pytest.mark.parametrize(("starter", "sent"), [("torchrun", "SIGUSR1"), ("mpiexec", "SIGTERM")])
