@@ -5,8 +5,6 @@
         job = slurm.submit("sbatch", "jobs/ddp_shakespeare.slurm")
         state = slurm.wait(job)
 
-By hand, for a look: `python tests/slurm_nodes.py` starts them and opens a shell in which sbatch and squeue work.
-
 Each slurmd has host and mount names of its own, so that `hostname` differs per node while the machine's /etc/hosts
 stays as it is. The daemons are children in the foreground and get SIGTERM when the process that started them dies.
 Ports are free ones, the folder and the first job's number (from which the job files derive their port) are random, so
@@ -55,12 +53,12 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2
 EnforcePartLimits=ALL
 ReturnToService=2
 SlurmdParameters=config_overrides
-KillWait=5
+KillWait=120
 FirstJobId={first_job}
 PlugStackConfig={folder}/plugstack.conf
 TaskProlog={folder}/task_prolog.sh
-NodeName=node1 NodeHostname=node1 NodeAddr=127.0.0.2 Port={ports[1]} CPUs={cpus} RealMemory=4000
-NodeName=node2 NodeHostname=node2 NodeAddr=127.0.0.3 Port={ports[2]} CPUs={cpus} RealMemory=4000
+NodeName=node1 NodeHostname=node1 NodeAddr=127.0.0.2 Port={ports[1]} CPUs=2 RealMemory=4000
+NodeName=node2 NodeHostname=node2 NodeAddr=127.0.0.3 Port={ports[2]} CPUs=2 RealMemory=4000
 PartitionName=debug Nodes=node[1-2] Default=YES MaxTime=01:00:00 OverSubscribe=EXCLUSIVE
 """
 
@@ -94,13 +92,13 @@ def _free_ports(n):
 
 
 class SlurmNodes:
-    """A Slurm of two nodes with `cpus_per_node` CPUs each; `environ` is what its clients need.
+    """A Slurm of two nodes with two CPUs each; `environ` is what its clients need.
 
     `settings` go into slurm.conf, instead of its own: {"EnforcePartLimits": "NO"}.
     """
 
-    def __init__(self, cpus_per_node=2, settings=None):
-        self.cpus_per_node, self.settings = cpus_per_node, settings or {}
+    def __init__(self, settings=None):
+        self.settings = settings or {}
         self.folder = self.environ = self._janitor = None
         self._daemons = {}
 
@@ -133,11 +131,9 @@ class SlurmNodes:
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.0.1 {me}\n127.0.0.2 node1\n127.0.0.3 node2\n")
-        values = {"me": me, "folder": folder, "ports": _free_ports(3), "cpus": self.cpus_per_node}
-        values["first_job"] = random.randrange(1, 60_000)
-        lines = [
-            line for line in SLURM_CONF.format(**values).splitlines() if line.partition("=")[0] not in self.settings
-        ]
+        values = {"me": me, "folder": folder, "ports": _free_ports(3), "first_job": random.randrange(1, 60_000)}
+        lines = SLURM_CONF.format(**values).splitlines()
+        lines = [line for line in lines if line.partition("=")[0] not in self.settings]
         lines += [f"{name}={value}" for name, value in self.settings.items()]
         (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (folder / "plugstack.conf").write_text("optional spank_pbs.so\n")
@@ -257,13 +253,13 @@ def wait_until_gone(folder, word, patience_s=120):
         time.sleep(0.3)
 
 
-def slurm_of_this_machine(**options):
+def slurm_of_this_machine():
     """SlurmNodes, or a skipped test where there cannot be any; in the project's CI, which has it, that is a failure."""
     import pytest
 
     if why := missing():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
-    return SlurmNodes(**options)
+    return SlurmNodes()
 
 
 def clean_up(folder):
@@ -280,9 +276,3 @@ def clean_up(folder):
 if __name__ == "__main__" and sys.argv[1:2] == ["clean-up"]:
     sys.stdin.read()
     clean_up(sys.argv[2])
-elif __name__ == "__main__":
-    if why := missing():
-        sys.exit(why)
-    with SlurmNodes() as slurm:
-        print("two nodes, node1 and node2; leave this shell to stop them", flush=True)
-        subprocess.run([os.environ.get("SHELL", "bash")], env=slurm.environ, check=False)

@@ -16,7 +16,6 @@ from manyhands.launch import processes
 from manyhands.launch.allocation import OWN_MPIEXEC, PBS_NODE, Allocation, RanksError, find_mpiexec, mpi_launcher
 from manyhands.launch.commands import command_for
 from manyhands.launch.metrics import compare
-from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
 from manyhands.notebook.engine_processes import engine_launcher
 from manyhands.notebook.rank_pool import ControlLines, RankPool
@@ -103,28 +102,6 @@ def test_in_a_pbs_job_ranks_of_notebooks_and_scripts_reach_the_other_nodes_throu
     assert mpi_launcher(2)[1:5] == THROUGH_PBS
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("HYDRA_LAUNCHER", "ssh"), ("HYDRA_BOOTSTRAP_EXEC", "/x"), ("MPIEXEC_FLAGS", "-launcher ssh"), ("PATH", "/bin")],
-)
-def test_another_launcher_that_the_user_names_wins(pbs_job, monkeypatch, name, said):
-    monkeypatch.setenv(name, said)
-    command = engine_launcher(Allocation.find(), 4, mpi=True)
-    assert str(PBS_NODE) not in command
-    assert command[-2:] == said.split() or name != "MPIEXEC_FLAGS"
-
-
-def test_flags_of_mpiexec_reach_the_ranks_of_notebooks_but_not_those_of_another_mpiexec(pbs_job, monkeypatch):
-    monkeypatch.setenv("MPIEXEC_FLAGS", "-iface eth1")
-    assert engine_launcher(Allocation.find(), 4, mpi=True)[-6:] == [*THROUGH_PBS, "-iface", "eth1"]
-    assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True)[-2:] == ["-iface", "eth1"]
-    monkeypatch.delenv("MANYHANDS_MPIEXEC")
-    monkeypatch.setattr("manyhands.launch.allocation.OWN_MPIEXEC", pbs_job / "mpiexec")
-    monkeypatch.setattr(engine_processes, "OWN_MPIEXEC", pbs_job / "mpiexec")
-    monkeypatch.setenv("MPIEXEC", "/site/mpiexec")
-    assert "-iface" not in engine_launcher(Allocation.find(), 4, mpi=True)
-
-
 @pytest.mark.skipif(not OWN_MPIEXEC.exists(), reason="no MPI in this environment")
 def test_hydra_starts_its_ranks_on_each_node_through_pbs(pbs_job):
     command = [str(OWN_MPIEXEC), "-n", "4", "-ppn", "2", *THROUGH_PBS, "sh", "-c", 'echo "$PMI_RANK of $PMI_SIZE"']
@@ -138,26 +115,6 @@ def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch
     assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True) is None
     with pytest.raises(RanksError, match="2 nodes need MPI"):
         engine_processes.Processes(4, Allocation("pbs", TWO, 4), mpi=True)
-
-
-def test_ranks_that_do_not_start_in_time_show_what_their_launcher_printed(tmp_path, monkeypatch):
-    launcher = tmp_path / "mpiexec"
-    launcher.write_text("#!/bin/sh\necho 'step creation temporarily disabled, retrying'\nexec sleep 600\n")
-    launcher.chmod(0o755)
-    monkeypatch.setenv("MANYHANDS_MPIEXEC", str(launcher))
-    monkeypatch.setattr(engine_processes, "START_S", 3)
-    monkeypatch.setenv("MANYHANDS_PATIENCE", "1")
-    processes = engine_processes.Processes(2, Allocation("local", ("here",)), mpi=True)
-    try:
-        with pytest.raises(RanksError) as late:
-            processes.wait_until(lambda: False, lambda: "only 0 of 2 ranks started")
-    finally:
-        processes.stop()
-    said = str(late.value)
-    assert said.startswith("only 0 of 2 ranks started within 3 s; run `make doctor`, or start fewer with n_ranks. ")
-    assert f"What was printed ({launcher} -n 2):\n" in said
-    assert said.endswith("engines: step creation temporarily disabled, retrying")
-    assert Family(processes.mark, engine_processes.MARK).members() == []
 
 
 @pytest.mark.ranks
@@ -184,23 +141,6 @@ def test_a_rank_that_dies_while_it_starts_is_named_at_once_with_what_it_printed(
         ranks.start()
     assert re.match(f"the ranks did not start; {said}", str(died.value))
     assert "no memory for that" in str(died.value)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("which", [0, 2, 11])
-def test_ranks_start_anew_where_another_process_took_a_port_of_their_controller(which, monkeypatch):
-    """Some ports end the controller; with others gone it goes on, and ranks would be waited for in vain."""
-    free = engine_processes._free_ports
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        first = taken.getsockname()[1] - which
-        drawn = iter([f"{first}-{first + 19}"])
-        monkeypatch.setattr(engine_processes, "_free_ports", lambda host: next(drawn, None) or free(host))
-        ranks = RankPool("02_collectives", {"n_ranks": 1}, mpi=False)
-        ranks.start(quiet=True)
-        try:
-            assert ranks.run("1 + 1", 30).done and next(drawn, None) is None
-        finally:
-            ranks.stop()
 
 
 @pytest.fixture
@@ -248,18 +188,6 @@ def test_a_control_line_without_the_token_is_hung_up_and_changes_nothing():
     assert lines.wait_for_all(0.2) == [0]
     with talk(lines, hello=0, pid=1, token=lines.token):
         assert lines.wait_for_all(60) == []
-    lines.close()
-
-
-def test_a_rank_that_does_not_answer_is_silent_and_one_that_hangs_up_is_dead():
-    lines = ControlLines(1)
-    line = talk(lines, hello=0, pid=1, token=lines.token)
-    assert lines.wait_for_all(60) == []
-    assert lines.where([0], timeout_s=0.2) == {0: "silent"}
-    assert lines.dead == set()
-    line.close()
-    assert lines.where([0], timeout_s=60) == {0: "silent"}
-    assert lines.dead == {0}
     lines.close()
 
 

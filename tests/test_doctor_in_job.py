@@ -5,10 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from course_copy import copy_course
 from manyhands.launch import recorded_runs
 from manyhands.tools import doctor, doctor_in_job
-from slurm_nodes import slurm_of_this_machine
 
 NAMES = list(doctor_in_job.JUDGES)
 
@@ -47,9 +45,7 @@ def test_a_job_that_got_what_it_asked_for_is_well(question):
     ("question", "said", "words"),
     [
         ("cores", job(cores=[0], near=[]), "node1: 2 ranks take turns on 1 core (core 0)"),
-        ("cores", job(cores=[0, 1, 2, 3], near=[8, 9]), "its GPU is beside 8-9 -> torchrun --numa-binding node"),
         ("GPUs", job(gpu_id="the same"), "node1: 2 ranks share 1 GPU"),
-        ("GPUs", job(visible=4), "node1: 4 GPUs and 2 ranks"),
         ("channels", job(ways={"NET/Socket/0": 2, "P2P/CUMEM": 8}), "8 via NET/Socket"),
         ("imports", [*job()[:3], rank(3, "node2", import_s=95.0)], "3.0 to 95.0 s, slowest on node2"),
     ],
@@ -76,19 +72,3 @@ def test_two_ranks_answer_once_and_the_output_is_json_on_request(root):
     found = json.loads(done.stdout[done.stdout.index("[\n") :])
     assert [one["check"] for one in found] == NAMES
     assert "2 ranks" in found[0]["says"] and all(one["expect"] for one in found)
-
-
-@pytest.mark.slurm
-@pytest.mark.timeout(600)
-def test_a_real_slurm_job_answers_and_a_flag_that_binds_a_node_to_one_core_is_found(tmp_path):
-    course = copy_course(tmp_path / "many-hands", only=("15",))
-    environ = {"VENV": sys.prefix, "MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
-    with slurm_of_this_machine(settings={"TaskPlugin": "task/affinity"}) as slurm:
-        said = []
-        for flags in ("", "--cpu-bind=map_cpu:0"):
-            number = slurm.submit("sbatch", "jobs/doctor.slurm", cwd=course, environ=environ | {"SRUN_FLAGS": flags})
-            assert slurm.wait(number, timeout_s=240) == "COMPLETED"
-            said.append((course / f"doctor.o{number}").read_text())
-    assert "cores       OK       node1: 2 ranks on 2 cores (0-1); node2: 2 ranks on 2 cores (0-1)" in said[0]
-    assert "cores       warning  node1: 2 ranks take turns on 1 core (core 0)" in said[1]
-    assert all("gloo, TCP over 2 nodes" in text and "4 ranks, launcher torchrun" in text for text in said)
