@@ -1,13 +1,11 @@
 """Each check of the doctor on faked inputs: what is well, what is not, and that the remedy is named."""
 
-import errno
 import functools
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import tomllib
 from types import SimpleNamespace
 
@@ -88,57 +86,37 @@ def unknown_host(name):
 @pytest.mark.parametrize(
     ("check", "status", "words"),
     [
-        (case(doctor.python, (3, 11, 7)), "ok", ["3.11.7"]),
         (case(doctor.python, (3, 10, 18)), "error", ["older than 3.11", "make kernel PYTHON="]),
         (packages(), "ok", ["new enough"]),
         (packages(numpy=None), "error", ["missing: numpy", "pip install"]),
-        (packages(papermill=None, ipykernel=None), "error", ["missing: ipykernel, papermill"]),
         (packages(numpy="1.9.3"), "warning", ["numpy 1.9.3 (>=1.26)"]),  # as numbers, not as text
         (torch(), "ok", ["2.13.0 with gloo", "run on the CPU"]),
-        (torch(gloo=False), "error", ["no gloo"]),
-        (torch(seconds=63), "warning", ["63 s", "make shared"]),
         (case(doctor.torch, answering("", -4)), "error", ["crashed", "SITE_PYTHON"]),
         (torch(4, gpu_build="13.0", gpus=4, capability=[9, 0]), "ok", ["sees 4 GPUs"]),
         (torch(4, gpu_build="13.0", gpus=4, capability=[7, 0]), "error", ["7.0", "kernels from 7.5 on", "whl/cu126"]),
         (torch(4), "warning", ["4 GPUs here", "CPU build", "SITE_PYTHON"]),
-        (torch(4, gpu_build="13.0"), "warning", ["sees none", "older driver", "whl/cu126"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 2 2\nhello 2 2\n")), "ok", ["2 ranks say hello"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 1 1\nhello 1 1\n")), "error", ["than mpi4py", "use the"]),
-        (case(doctor.mpi, MPIEXEC, None, answering("no answer within 45 s", None)), "error", ["within 45 s"]),
-        (case(doctor.mpi, MPIEXEC, None, answering("hello 2 2\n")), "error", ["did not say hello"]),
         (case(doctor.mpi, MPIEXEC, "login3", pytest.fail), "warning", ["login3", "not tried", "compute node"]),
         (case(doctor.kernel, {"manyhands": SPEC}), "ok", [sys.executable]),
         (case(doctor.kernel, {"python3": SPEC}), "warning", ["make kernel"]),
-        (case(doctor.kernel, {"manyhands": {**SPEC, "env": {}}}), "warning", ["~/.local"]),
         (case(doctor.kernel, {"manyhands": {**SPEC, "argv": ["/gone/python"]}}), "error", ["/gone/python"]),
         # jupytext and widgets are looked for in the server's environment
         (server_with(), "ok", ["4.6.6 in /opt/hub/bin/python, running as pid 71"]),
         (server_with(jupytext=None), "warning", ["make sync", "/opt/hub/bin/python -m pip install jupytext"]),
-        (server_with(jupyterlab_widgets=None), "warning", ["static pictures", "pip install jupyterlab_widgets"]),
-        (server_with(jupyterlab="3.6.1"), "warning", ["3.6.1 in /opt/hub/bin/python", "a JupyterLab 4"]),
-        (server_with(jupyterlab=None), "warning", ["none in /opt/hub/bin/python"]),
         (case(doctor.jupyterlab, []), "warning", ["make lab"]),
-        (case(doctor.cores, 8, 2.5), "ok", ["2 of ", "control group: 2.5"]),
         (case(doctor.cores, 1, INF), "warning", ["take turns", "--cpus-per-task"]),
-        (case(doctor.memory, 16 * GIB), "ok", ["16.0 GiB"]),
         (case(doctor.memory, 2 * GIB), "warning", ["n_ranks = 2"]),
-        (case(doctor.memory, 1 * GIB), "error", ["ask for 4 GB"]),
-        (case(doctor.limits, None, -1), "ok", ["no limit of processes", "any number of open files"]),
-        (case(doctor.limits, 4000, 4096), "ok", ["4000 more"]),
         (case(doctor.limits, 60, -1), "error", ["only 60 more", "ps ux"]),
         (case(doctor.limits, None, 256), "warning", ["ulimit -n is 256", "ulimit -n 4096"]),
         (case(doctor.network, {}, resolve=str), "ok", ["127.0.0.1 answers"]),
         (case(doctor.network, {}, refuse_port), "error", ["Address already in use", "ss -tln"]),
         (case(doctor.network, {}, resolve=unknown_host), "warning", ["has no address", "to /etc/hosts"]),
         (case(doctor.network, PROXY, resolve=str), "warning", ["127.0.0.1 and localhost", "export NO_PROXY="]),
-        (case(doctor.network, {**PROXY, "no_proxy": "localhost,.local"}, resolve=str), "warning", ["lacks 127.0.0.1"]),
-        (case(doctor.network, {**PROXY, "NO_PROXY": "localhost, 127.0.0.1"}, resolve=str), "ok", ["no proxy stands"]),
         (case(doctor.compiler, {}, everything), "ok", ["/usr/bin/gcc, /usr/bin/g++"]),
         (case(doctor.compiler, {}, nothing), "warning", ["no C and no C++ compiler", "--train.compile", "module"]),
-        (case(doctor.compiler, {"CC": "cc", "CXX": "CC"}, {"CC": "/cray/CC"}.get), "warning", ["no C compiler"]),
         (case(doctor.scheduler, {}, nothing, None), "ok", ["none", "bash jobs/"]),
         (case(doctor.scheduler, {}, everything, None), "ok", ["Slurm (/usr/bin/sbatch), PBS (/usr/bin/qsub), no job"]),
-        (case(doctor.scheduler, {"PBS_JOBID": "123.server"}, everything, None), "ok", ["inside PBS job 123.server"]),
         (case(doctor.scheduler, {}, nothing, "its name is login3"), "warning", ["login3", "2 ranks"]),
     ],
 )  # fmt: skip
@@ -169,45 +147,17 @@ def test_what_comes_before_the_environments_packages_is_named(tmp_path, root, mo
     says(case(doctor.paths, conda, theirs, prefix=str(tmp_path)), "ok")
 
 
-@pytest.mark.parametrize("head", ["#!{}", "#!/bin/sh\n'''exec' {} \"$0\" \"$@\"\n' '''"])  # the form of long paths
-def test_servers_are_known_by_their_command_lines_or_by_what_the_script_on_path_starts_with(
-    tmp_path, monkeypatch, head
-):
-    script = tmp_path / "jupyter-lab"
-    script.write_text(head.format(sys.executable) + "\nimport sys\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    on_path = [(sys.executable, f"started by {script}")]
-    for command, is_server in (
-        ("python3.11 /opt/hub/bin/jupyterhub-singleuser --port=1", True),
-        ("python3.11 -I -m jupyter_server.serverapp", True),
-        ("python train.py", False),
-        ("bash -m jupyterlab", False),
-    ):
-        words = f"/opt/hub/bin/{command}".split()
-        parent = SimpleNamespace(pid=71, cmdline=lambda words=words: words)
-        monkeypatch.setattr("psutil.Process", lambda parent=parent: SimpleNamespace(parents=lambda: [parent]))
-        assert list(doctor.find_servers()) == [(words[0], "running as pid 71")] * is_server + on_path
-
-
 def disk_with(free=GIB, shm=GIB):
     return case(doctor.disk, lambda folder: SimpleNamespace(free=shm if folder == doctor.SHM else free))
 
 
-def test_a_full_disk_is_an_error_and_so_is_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     says(disk_with(), "ok", "home 1.0 GiB", "outputs go to")
     says(disk_with(free=GIB // 8), "error", "128 MiB", "home", "MANYHANDS_OUTPUTS")
     monkeypatch.setattr(doctor, "SHM", tmp_path / "shm")
     doctor.SHM.mkdir()
     says(disk_with(shm=64 * 2**20), "warning", "64 MiB", "--shm-size=1g")
-
-    def refuse(dir):
-        raise OSError(errno.EROFS, "Read-only file system", str(dir))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # root may write whatever the modes say
-    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "x"))
-    says(disk_with(), "error", f"MANYHANDS_OUTPUTS={tmp_path / 'x'} cannot be written", "set HOME")
 
 
 def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):
@@ -244,11 +194,6 @@ OK, POOR, BAD = "this is ok", doctor.warning("this is poor", "mend it"), doctor.
         ([OK], 0, "1 of 1 checks are OK"),
         ([OK, POOR], 0, "-> mend it\n1 of 2 checks are OK, 1 warning"),
         ([OK, POOR, BAD, BAD], 1, "1 warning and 2 errors"),
-        (
-            [ImportError("No module named 'psutil'"), OK],
-            0,
-            "could not be checked (ImportError: No module named 'psutil')",
-        ),
     ],
 )
 def test_the_exit_status_is_1_only_with_errors(whats, status, printed, capsys):
@@ -284,9 +229,3 @@ def test_it_runs_where_nothing_is_installed_and_says_so(root):
     done = run_python("-I", "-S", "-c", WITHOUT_SITE_PACKAGES, root / "scripts")
     assert done.returncode == 1 and done.stderr == ""
     assert "missing: torch, numpy" in done.stdout and "-m pip install -e" in done.stdout
-
-
-def test_a_program_that_hangs_is_ended():
-    status, text = doctor.ask([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)
-    assert status is None and "no answer within 0.5 s" in text
-    assert "did not start" in doctor.ask(["no-such-program"])[1]

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -15,20 +14,15 @@ from manyhands.config.options import (
     LogOptions,
     ModelOptions,
     OptimizerOptions,
-    OptionError,
     Options,
     TrainOptions,
     model_config,
     read_options,
 )
 from manyhands.data.corpus import open_text
-from manyhands.data.documents import Quality
 from manyhands.data.preparation import PrepareConfig, prepare_text
-from manyhands.data.tokenizer import SEPARATOR as SEPARATOR_TEXT
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.parallel.mesh_strategy import skips_blocks
 from one_process import assert_equal, one_process, options_of, steps_of
-from test_strategies import compiled_steps
 
 SEPARATOR = 3
 # few tokens, so that most windows hold several documents
@@ -60,25 +54,14 @@ def test_no_token_sees_another_document_and_each_sees_its_own(gpt):
             assert moved == expected, f"place {place}"
 
 
-def test_the_first_token_of_a_document_is_asked_from_its_separator_alone(gpt):
-    with torch.no_grad():
-        after_separator = [gpt(torch.tensor([[*before, SEPARATOR]]))[0][0, -1] for before in ([1, 2], [9, 9])]
-    assert torch.equal(*after_separator)
-
-
 def test_without_a_separator_the_model_is_the_one_it_was(gpt):
     ids = torch.randint(CONFIG.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
     plain = GPT(replace(CONFIG, separator=None)).double().eval()
     plain.load_state_dict(gpt.state_dict())
-    seen = []
-    plain.blocks[0].attention.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
-    )
     with torch.no_grad():
         assert not torch.equal(plain(ids)[0], gpt(ids)[0])
         ids[ids == SEPARATOR] = 0
         torch.testing.assert_close(plain(ids)[0], gpt(ids)[0], rtol=0, atol=1e-12)
-    assert seen[0] == {"allowed_B1TT": None}  # causal attention, by whichever kernel is best at that
 
 
 @pytest.fixture(scope="module")
@@ -90,62 +73,12 @@ CASES = {
     "flat": dict(strategy="ddp", all_reduce="flat", micro_batch=1),
     "fsdp": dict(strategy="fsdp", activation_checkpointing="block"),
     "tp, sequence and loss parallel": dict(strategy="tp", sequence_parallel=True, loss_parallel=True),
-    "pp, zero bubble": dict(strategy="ddp", pipeline=2, schedule="ZBVZeroBubble"),
-    "pp x tp": dict(strategy="ddp", pipeline=2, tensor=2, sequence_parallel=True, activation_checkpointing="block"),
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case != "fsdp")) for case in CASES])
 def test_four_ranks_mask_as_one_process_does(pool, reference, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case]), CONFIG), reference)
-
-
-@pytest.mark.full
-def test_one_graph_serves_all_blocks_of_a_model_that_masks(pool):
-    config = replace(CONFIG, n_layer=2, n_embd=16)
-    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True), config, "aot_eager")
-    assert_equal([result], one_process(options_of(), config))
-    assert num_graphs == 2, "and another the loss"
-
-
-def compiled_steps_by_blocks(ranks, options, config):
-    """As on a GPU, but for its kernels: a CPU's have no backward, so their products are written out in Python."""
-    from manyhands.parallel import mesh_strategy
-    from torch.nn.attention import flex_attention
-
-    with (
-        mock.patch.object(mesh_strategy, "skips_blocks", return_value=True),
-        mock.patch.object(flex_attention, "_validate_device"),
-        mock.patch.object(mesh_strategy, "document_blocks", wraps=mesh_strategy.document_blocks) as blocks,
-    ):
-        result, _ = compiled_steps(ranks, options, config, "aot_eager")
-    assert blocks.called
-    return result
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [dict(strategy="ddp", micro_batch=2), dict(strategy="fsdp")], ids=str)
-def test_attention_by_blocks_of_positions_is_that_of_the_whole_mask(pool, case):
-    # positions in two blocks of 128, the second not full, and documents that end within either
-    config = replace(CONFIG, n_layer=2, n_embd=16, block_size=160, vocab_size=61)
-    results = pool.run(2, compiled_steps_by_blocks, options_of(compile=True, **case), config)
-    assert_equal(results, one_process(options_of(), config))
-
-
-@pytest.mark.parametrize(
-    ("device", "changes", "flags", "expected"),
-    [
-        ("cuda", {}, {}, True),
-        ("cpu", {}, {}, False),
-        ("cuda", {"separator": None}, {}, False),
-        ("cuda", {"dropout": 0.1}, {}, False),
-        ("cuda", {}, {"precision": "fp64"}, False),
-        *(("cuda", {}, {"activation_checkpointing": kind}, False) for kind in ("block", "selective")),
-    ],
-)
-def test_what_flexattention_cannot_do_keeps_the_whole_mask(device, changes, flags, expected):
-    options = options_of(**{"precision": "bf16"} | flags, compile=True)
-    assert skips_blocks(replace(CONFIG, **changes), options, torch.device(device)) is expected
 
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "ée", "ll", "ck")]
@@ -255,50 +188,12 @@ def test_a_checkpoint_decodes_its_own_samples_without_the_folder(lives, texts, p
         assert tokenizer.encode("kann bée").tolist() == open_text(texts["bpe"]).encode("kann bée").tolist()
 
 
-def prepare_anything(ranks, files, folder):
-    config = PrepareConfig(tokenizer="char", near=2, quality=Quality(0, 0, 1, 1))
-    prepare_text([files], folder, config, ranks, tell=lambda text: None)
-
-
-@pytest.mark.parametrize("text", ["a", "\U0001f600\U0001f680", "\u3042\u0301"])
-def test_a_text_of_any_alphabet_prepares_and_trains(pool, tmp_path, text):
-    (tmp_path / "a.txt").write_text("\n\n\n".join(f"{'.' * (n // 30)}{text * n}." for n in (60, 90, 120)), "utf-8")
-    pool.run(1, prepare_anything, tmp_path / "a.txt", tmp_path / "text")
-    corpus = open_text(tmp_path / "text")
-    assert set(corpus.vocab) == {SEPARATOR_TEXT, ".", *text}
-    assert pool.run(1, train, tmp_path / "text", tmp_path / "run")[0][0] == 0
-
-
-def test_a_dry_run_counts_the_tokens_of_the_folder(texts):
-    from manyhands.train.dry_run import describe
-
-    flags = ["--data.folder", str(texts["bpe"]), "--dry-run", "--model.block-size", "32"]
-    text = describe(read_options(flags), 2)
-    assert "vocabulary of 300," in text
-    assert f'[data]\nfolder = "{texts["bpe"]}"\nmask_documents = true' in text
-    wide = describe(read_options([*flags, "--model.vocab-size", "1000"]), 2)
-    assert "vocabulary of 1,000," in wide
-    with pytest.raises(OptionError, match="vocab_size=100 is less than the corpus's 300 tokens"):
-        describe(read_options([*flags, "--model.vocab-size", "100"]), 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--data.folder", "nowhere"], r"nowhere is not a prepared text \(it has no manifest.json\)"),
-        (["--data.folder", ""], r"data.folder is empty \(is a variable of the shell unset\?\)"),
-        (
-            ["--data.folder", "~nobody-here/x"],
-            "data.folder: ~nobody-here/x cannot be used: there is no user nobody-here",
-        ),
-    ],
-)
-def test_a_folder_that_is_none_is_refused_with_the_cure(flags, sentence):
+def test_a_folder_that_is_none_is_refused_with_the_cure():
     from manyhands.launch.program import Refused
     from manyhands.train.start import corpus_of
 
-    with pytest.raises(Refused, match=sentence):
-        corpus_of(read_options(flags))
+    with pytest.raises(Refused, match=r"nowhere is not a prepared text \(it has no manifest.json\)"):
+        corpus_of(read_options(["--data.folder", "nowhere"]))
 
 
 def test_masks_can_be_switched_off_and_shakespeare_has_none(texts):
