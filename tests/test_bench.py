@@ -1,6 +1,5 @@
 """The bench: a real round, the arithmetic on made-up samples, and what fails is said."""
 
-import argparse
 import json
 from dataclasses import asdict
 
@@ -8,42 +7,11 @@ import psutil
 import pytest
 import torch
 from manyhands.config.options import read_options
-from manyhands.course.lessons import Lesson
-from manyhands.data.corpus import load_corpus
-from manyhands.launch.processes import Ended
 from manyhands.serve import load_test
 from manyhands.tools import bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
-from manyhands.tools.lesson_run import FirstError, Outcome, Run
 
 pytestmark = pytest.mark.ranks
-TRAIN = """
-import json, sys
-exec(open("configurator.py").read())
-json.dump([sys.argv[1:], len(open("data/corpus/train.bin", "rb").read())], open("seen.json", "w"))
-for step in range(8):
-    print(f"iter {step}: loss 4.1000, time {9000 if step == 0 else 20.0:.2f}ms, mfu 0.10%")
-sys.exit(started)
-"""
-GPT = """
-import torch
-from collections import namedtuple
-GPTConfig = namedtuple("GPTConfig", "sequence_len vocab_size n_layer n_head n_kv_head n_embd window_pattern")
-class GPT(torch.nn.Linear):
-    def __init__(self, config):
-        assert config == (64, len(corpus()), 4, 4, 4, 128, "L"), config
-        super().__init__(1, 1)
-    def init_weights(self):
-        torch.nn.init.ones_(self.weight)
-    def setup_optimizer(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-    def forward(self, ids, targets):
-        assert torch.equal(ids[:, 1:], targets[:, :-1])
-        return self.weight.sum()
-def corpus():
-    from manyhands.data.corpus import load_corpus
-    return load_corpus().vocab
-"""
 
 
 def row_of(name):
@@ -126,58 +94,6 @@ def test_each_switch_is_held_against_all_of_them_on(monkeypatch, tmp_path):
         changed = [[n for n, v in asdict(one.train).items() if v != getattr(first.train, n)] for one in others]
         assert all(len(names) == 1 for names in changed), "each row has one switch of its own"
         assert len({names[0] for names in changed}) == len(bench.SWITCHES)
-
-
-def test_clones_of_nanogpt_and_nanochat_run_on_the_same_sizes_and_their_steps_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "LINE_STEPS", 2)
-    clones = {"nanogpt": tmp_path / "nanogpt", "nanochat": tmp_path / "nanochat"}
-    (clones["nanochat"] / "nanochat").mkdir(parents=True)
-    (clones["nanochat"] / "nanochat" / "gpt.py").write_text(GPT)
-    clones["nanogpt"].mkdir()
-    (clones["nanogpt"] / "train.py").write_text(TRAIN)
-    (clones["nanogpt"] / "configurator.py").write_text("started = 0\n")
-    theirs, its = bench.reference_rows(argparse.Namespace(**clones))
-    lines = bench.run_world(theirs, tmp_path / "a", 7)
-    assert [line["tokens_per_s"] for line in lines] == [pytest.approx(12 * 64 / 0.02)] * 3
-    (seen,) = (tmp_path / "a").rglob("seen.json")
-    flags, size = json.loads(seen.read_text())
-    assert {"--n_layer=4", "--n_embd=128", "--block_size=64", "--batch_size=12", "--device=cpu"} <= set(flags)
-    assert size == 2 * len(load_corpus().train_ids)
-    assert len(bench.run_world(its, tmp_path / "b", 7)) == 3
-    (clones["nanogpt"] / "configurator.py").write_text("started = 3\n")
-    with pytest.raises(RuntimeError, match="it ended with status 3"):
-        bench.run_world(theirs, tmp_path / "c", 7)
-    two, gpt = Row("2 ranks", 2, tokens_per_s=[150.0, 250.0]), Row(bench.NANOGPT, tokens_per_s=[100.0, 200.0])
-    (number,) = [n for n in bench.trainer_numbers(bench.compared([two, gpt])) if "nanoGPT" in n.what]
-    assert (number.value, number.aim, number.verdict) == (1.375, 1.25, "within")
-
-
-def test_a_lesson_is_timed_and_what_it_measured_is_read(tmp_path, monkeypatch):
-    measured = {"sizes_b": [1024, 2**24], "all_reduce_s": {"our ring": [1.0, 3.0], "gloo": [1.0, 2.0]}}
-
-    def carry_out(run, timeout_s):
-        error = FirstError("it broke (cell 3)") if run.lesson.number == "04" else None
-        return Outcome(run, Ended(0, 7.0, 2**30), error, {"measured": measured, "device": "cpu"})
-
-    monkeypatch.setattr(Run, "carry_out", carry_out)
-    lessons = [Lesson("02_collectives", tmp_path), Lesson("04_raises", tmp_path)]
-    first, seconds, memory, ring, *failed = bench.lesson_numbers(lessons, tmp_path / "runs")
-    assert {(n.value, n.verdict) for n in failed} == {(None, "it broke (cell 3)")}
-    assert (seconds.value, seconds.aim, memory.value, memory.unit) == (7.0, 90, 1.0, "GiB")
-    assert (ring.value, ring.verdict) == (1.5, "within")
-    assert first.value is None and first.verdict == "not measured"  # this one has no ranks
-
-
-def test_the_first_answer_is_timed_from_the_first_cell_on(tmp_path):
-    def cell(source, start, end):
-        times = {"start_time": f"2026-01-01T00:00:{start}+00:00", "end_time": f"2026-01-01T00:00:{end}+00:00"}
-        return {"source": [source], "metadata": {"papermill": times}}
-
-    cells = [cell("import os", 10, 12), cell("%%ranks\nsay()", 13, 17), cell("%%ranks", 18, 30)]
-    path = tmp_path / "x.ipynb"
-    path.write_text(json.dumps({"cells": [{"source": ["text"], "metadata": {}}, *cells]}))
-    assert bench.seconds_to_first_output(path) == 7
-    assert bench.seconds_to_first_output(tmp_path / "none.ipynb") is None
 
 
 def test_the_engine_is_held_against_a_plain_loop_that_writes_the_same_tokens(one_thread, monkeypatch, tmp_path):

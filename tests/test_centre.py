@@ -7,13 +7,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import fake_course
 import pytest
 import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 from manyhands.jobs import directives, stamp
-from manyhands.tools import preflight
 
 ROOT = Path(__file__).resolve().parents[1]
 CENTRE, *WORKFLOWS = PIPELINES = [ROOT / ".gitlab-ci.yml", *sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
@@ -25,12 +23,9 @@ JACAMARS_OWN = {"-N", "-j", "-k", "--job-name", "--output"}  # it names its job,
 AGAIN = {"-r", "--requeue", "--open-mode", "--signal"}  # a job that comes back: Jacamar has ended it by then
 
 
-@pytest.mark.parametrize("path", [*PIPELINES, "whole"], ids=lambda path: getattr(path, "name", path))
-def test_gitlab_and_github_know_every_key(path, tmp_path):
+@pytest.mark.parametrize("path", PIPELINES, ids=lambda path: path.name)
+def test_gitlab_and_github_know_every_key(path):
     kind = ["github-workflows"] if path in WORKFLOWS else ["gitlab-ci", "--data-transform", "gitlab-ci"]
-    if path == "whole":  # each job with what it extends
-        whole = {name: {key: value for key, value in job.items() if key != "extends"} for name, job in JOBS.items()}
-        (path := tmp_path / "whole.yml").write_text(yaml.safe_dump({"stages": GITLAB["stages"], **whole}))
     done = CliRunner().invoke(check_jsonschema, ["--builtin-schema", f"vendor.{kind[0]}", *kind[1:], str(path)])
     assert done.exit_code == 0, done.output
 
@@ -40,13 +35,6 @@ def test_the_centres_pipeline_offers_sites_that_there_are():
     assert set(offered["options"]) == set(SITES) <= set(stamp.sites()) and offered["value"] in SITES
     for site, variables in SITES.items():
         assert variables.get("SETUP", "") == stamp.site_named(site).login
-
-
-def test_make_jobs_says_what_a_site_needs_before_an_environment_is_built(tmp_path, monkeypatch, capsys):
-    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
-    monkeypatch.chdir(tmp_path)
-    stamp.main(["stamp", "--site", "aurora", "--account", "Hands"])
-    assert f"on a login node there: {stamp.site_named('aurora').login}\n" in capsys.readouterr().out
 
 
 def options_for(site):
@@ -102,23 +90,6 @@ def test_every_job_has_an_end_and_what_costs_gpus_is_alone_starts_by_hand_or_by_
     assert "secrets." not in "".join(path.read_text() for path in PIPELINES)
     assert JOBS["preflight"]["needs"] == ["environment"] and "batch" in JOBS["preflight"]["tags"]
     assert not re.search("make|pip|uv|curl|prepare_data", " ".join(JOBS["preflight"]["script"]))
-
-
-@pytest.mark.ranks
-@pytest.mark.full
-def test_the_artifacts_are_what_preflight_leaves(tmp_path, monkeypatch):
-    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
-    fake_course.write_lesson(tmp_path, "01_good", fake_course.GOOD)
-    assert preflight.main(["--lesson=01", "--notebooks"], root=tmp_path) == 0
-    steps = GITHUB["gpu"]["jobs"]["preflight"]["steps"]
-    (upload,) = [step["with"]["path"].split() for step in steps if "path" in step.get("with", {})]
-    assert upload == JOBS["preflight"]["artifacts"]["paths"]
-    found = {pattern: list(tmp_path.glob(pattern)) for pattern in upload}
-    (only_on_gpus,) = [pattern for pattern, paths in found.items() if not paths]
-    assert only_on_gpus == "outputs/preflight/recorded/"
-    names = {path.name for paths in found.values() for path in paths}
-    assert {"report.html", "junit.xml", "01_good.ipynb", "01_good.html", "log.txt"} <= names
-    assert (tmp_path / JOBS["preflight"]["artifacts"]["reports"]["junit"]).exists()
 
 
 @pytest.mark.ranks

@@ -1,6 +1,5 @@
 """The commands of README and the guides exist as written, with their flags; `make jobs` and plan.py run."""
 
-import os
 import re
 import shlex
 import shutil
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from manyhands.course.folders import ROOT
@@ -19,23 +17,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "jobs" / "README.m
 OURS = r"(?:[A-Z_]+=\S+ )*(?:make|python3?|sbatch|qsub|bash|mpiexec|pip)\b"
 # programs of the system, with the options that pages give them: nothing of ours can break them
 OTHERS = {
-    "cp",
-    "conda",
-    "git",
-    "pre-commit",
-    "py-spy",
-    "qdel",
-    "qstat",
-    "scancel",
-    "scontrol",
-    "source",
-    "squeue",
-    "ss",
-    "mkdir",
-    "pbs_rstat",
-    "pbs_rsub",
-    "tar",
-}
+    "cp", "conda", "git", "pre-commit", "py-spy", "qdel", "qstat", "scancel", "scontrol", "source", "squeue", "ss",
+    "mkdir", "pbs_rstat", "pbs_rsub", "tar",
+}  # fmt: skip
 PROGRAM_OF_TARGET = {"preflight": "preflight.py", "serve": "serve.py", "doctor": "doctor.py", "bench": "bench.py"}
 MAKEFILE = (ROOT / "Makefile").read_text("utf-8")
 
@@ -132,22 +116,3 @@ def test_a_command_of_a_page_exists_with_its_flags(page, command, tmp_path):
     else:
         program, flags = program_and_flags(words)
         assert (ROOT / program).is_file() and (program.startswith("tests/") or unknown_flags(flags, program) == [])
-
-
-@pytest.mark.parametrize("page", ["new_site", "troubleshooting"])
-def test_the_commands_of_a_page_run_one_after_the_other(page, tmp_path):
-    """All but those that need a scheduler, and `make doctor`, whose test is `tests/test_doctor.py`."""
-    for part in ("jobs", "scripts"):
-        shutil.copytree(ROOT / part, tmp_path / part)
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / f"assets/site/{page}.md").read_text("utf-8"), re.S | re.M)
-    lines = [line for line in block.splitlines() if not re.match("sbatch|make doctor", line)]
-    assert len(lines) >= 2
-    environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    command = ["bash", "-ec", "\n".join(lines)]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_flag_that_there_is_not_is_found():
-    assert unknown_flags(["--steps", "3", "--stepps=3"], "scripts/03_data_parallel.py") == ["--stepps"]

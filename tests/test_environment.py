@@ -4,7 +4,6 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -69,29 +68,11 @@ def test_the_lock_holds_hashes_of_each_pin_but_torchs(pins, root):
     assert {canonicalize_name(p.split("==")[0]): f"=={p.split('==')[1]}" for p in locked} == names, "make lock"
 
 
-def test_what_is_installed_here_is_what_is_pinned(pins):
-    for pin in pins:
-        if pin.name == "uv" and not Path(sys.executable).with_name("uv").exists():
-            continue  # pip has installed the others
-        here = importlib.metadata.distribution(pin.name)
-        if Path(here.locate_file("")).is_relative_to(sys.prefix):  # a site's own packages are exempt
-            version = here.version.split("+")[0]
-            assert version in pin.specifier, f"{pin.name} {version} is installed, {pin} is pinned"
-
-
 def test_conda_gives_python_and_pip_and_no_mpi_and_pip_installs_the_pins_and_the_course_itself(environment):
     packages = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
     assert [re.split("[=<>]", package)[0] for package in packages] == ["python", "pip"]
     (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
     assert by_pip == ["-r requirements.txt", "-e ."]
-
-
-def test_condas_python_is_one_that_the_project_and_every_pin_accept(environment, pins, project):
-    python = next(e.split("=")[1] for e in environment["dependencies"] if str(e).startswith("python="))
-    newest = f"{python}.99"  # conda takes the newest patch release
-    ranges = [project["requires-python"]]
-    ranges += [importlib.metadata.metadata(pin.name).get("Requires-Python") or "" for pin in pins]
-    assert all(newest in Requirement(f"python{range_}").specifier for range_ in ranges)
 
 
 def test_the_extra_notebook_brings_every_package_that_ranks_in_a_notebook_import(root, project):

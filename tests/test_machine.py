@@ -2,7 +2,6 @@
 node is told from a laptop and from a compute node, by name, by scheduler, or because somebody said so."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 from manyhands.launch import machine
@@ -36,29 +35,6 @@ def test_the_narrowest_group_counts_and_never_goes_below_zero(write):
     write("user", pids__max=1000, pids__current=900)
     write("user/job", pids__max=64, pids__current=70)
     assert machine.cgroup_headroom("pids.max", "pids.current") == 0
-
-
-def test_version_1_is_read_by_its_own_names(write):
-    machine.OWN_CGROUP.write_text("4:memory:/job\n9:name=systemd:/\n")
-    write("memory/job", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
-    write("memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
-    assert machine.cgroup_headroom("memory.max", "memory.current") == 3 * GIB
-
-
-@pytest.mark.parametrize(("group", "available"), [(None, 6 * GIB), (GIB // 2, GIB // 2)])
-def test_available_memory_is_the_machines_or_the_groups(monkeypatch, group, available):
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * GIB))
-    monkeypatch.setattr(machine, "cgroup_headroom", lambda *_: group)
-    assert machine.available_memory_bytes() == available
-
-
-@pytest.mark.parametrize(("group", "ulimit", "available"), [(None, 100, 60), (7, 100, 7), (None, -1, None)])
-def test_available_processes_are_what_ulimit_and_the_group_leave(monkeypatch, group, ulimit, available):
-    monkeypatch.setattr(machine, "cgroup_headroom", lambda *_: group)
-    monkeypatch.setattr(machine, "own_threads", lambda: 40)
-    monkeypatch.setattr(machine.os, "getuid", lambda: 1000)
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (ulimit, ulimit))  # -1: RLIM_INFINITY
-    assert machine.available_processes() == available
 
 
 SINFO = "node1 node1\nnode2 node2\n"

@@ -1,14 +1,11 @@
 """Lines carry their rank and do not run together; figures appear where the reader is."""
 
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 from manyhands import say, show
 from manyhands.launch import ranks as ranks_module
-from manyhands.plots.terminal import text_plot
 from rank_pool import ranks_of
 
 
@@ -68,26 +65,3 @@ def test_a_figure_of_a_notebook_is_displayed_with_its_text(monkeypatch, figure):
     assert data["image/png"].startswith(b"\x89PNG")
     assert "a rising line" in data["text/plain"]
     assert options["metadata"]["image/png"]["alt"] == "a rising line"
-
-
-@pytest.mark.parametrize("height", [9, 12])
-def test_a_text_plot_is_plain_characters_of_the_given_size_with_levels_at_their_rows(height):
-    lines = text_plot([800 - 8 * i for i in range(101)], "loss", width=60, height=height).split("\n")
-    assert len(lines) == height and max(map(len, lines)) <= 60
-    assert "loss" in lines[0] and "\x1b" not in "".join(lines) and "•" in lines[2]
-    rows, steps = lines[2 : height - 2], lines[-1].split()
-    levels = [(row, float(line.split("┤")[0])) for row, line in enumerate(rows) if "┤" in line]
-    assert len(levels) > 1 and steps == ["0", "25", "50", "75", "100"]
-    for row, value in levels:
-        assert value == pytest.approx(800 * (1 - row / (len(rows) - 1)), abs=0.5)
-    assert "•" in text_plot([5, 5, 5], "as it was", height=height)
-
-
-SAYS = "from manyhands.launch.program import write; write('\u2713 caf\u00e9\\non\\n')"
-
-
-@pytest.mark.parametrize(("encoding", "seen"), [("ascii", b"? caf?\non\n"), ("latin-1", b"? caf\xe9\non\n")])
-def test_a_stream_that_lacks_a_character_shows_a_question_mark(encoding, seen):
-    environ = {**os.environ, "PYTHONIOENCODING": encoding}
-    ended = subprocess.run([sys.executable, "-c", SAYS], env=environ, capture_output=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, seen, b"")
