@@ -6,7 +6,6 @@ import sys
 import tomllib
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -21,11 +20,6 @@ def pins(root):
 @pytest.fixture(scope="module")
 def project(root):
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]
-
-
-@pytest.fixture(scope="module")
-def environment(root):
-    return yaml.safe_load((root / "environment.yml").read_text())
 
 
 OPT_IN = {"deepspeed", "tensorboard", "wandb", "profile"}  # extras that requirements.txt leaves out
@@ -66,13 +60,6 @@ def test_the_lock_holds_hashes_of_each_pin_but_torchs(pins, root):
     assert "".join(f"{pin} \\\n{hashes}" for pin, hashes in locked.items()) == text
     names = {canonicalize_name(pin.name): str(pin.specifier) for pin in pins[1:]}
     assert {canonicalize_name(p.split("==")[0]): f"=={p.split('==')[1]}" for p in locked} == names, "make lock"
-
-
-def test_conda_gives_python_and_pip_and_no_mpi_and_pip_installs_the_pins_and_the_course_itself(environment):
-    packages = [entry for entry in environment["dependencies"] if isinstance(entry, str)]
-    assert [re.split("[=<>]", package)[0] for package in packages] == ["python", "pip"]
-    (by_pip,) = [entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict)]
-    assert by_pip == ["-r requirements.txt", "-e ."]
 
 
 def test_the_extra_notebook_brings_every_package_that_ranks_in_a_notebook_import(root, project):

@@ -137,16 +137,6 @@ def test_figures_become_one_commit_on_a_branch_and_what_is_staged_stays(tmp_path
 # ------------------------------------------------------------------ a class
 
 
-def test_thirty_notebooks_on_one_node_are_held_against_its_memory_cores_ports_and_processes():
-    gib = 2**30
-    memory, cores, ports, processes, imports = classroom.on_one_node(30, 2 * gib, 256 * gib, 64, None)
-    assert (memory.together, ports.together, imports.together) == ("60", "600", "150")
-    assert not any(need.wrong for need in (memory, cores, ports, processes, imports))
-    memory, cores, ports, processes, imports = classroom.on_one_node(30, 2 * gib, 22 * gib, 2, 1000)
-    assert "room for 11 attendees" in memory.wrong and "60 ranks per core" in cores.wrong
-    assert "pids.max" in processes.wrong and not ports.wrong
-
-
 @pytest.fixture
 def course_of(tmp_path, root, monkeypatch):
     """course_of(site, **wishes): we are in a course whose job files are written for it."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 import psutil
 import pytest
 from manyhands.launch import commands
-from manyhands.launch.allocation import Allocation
 from manyhands.launch.commands import blame, command_for
 from manyhands.launch.program import DIVERGED, NO_ROOM
 
@@ -134,21 +133,6 @@ def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkey
     command = command_for(PROGRAM, environ)
     assert f"--nproc-per-node={ranks}" in command or f"--ntasks-per-node={ranks}" in command
     assert f"--ntasks-per-node={5}" in command_for(PROGRAM, {**SLURM, **environ}, nproc=5)
-
-
-@pytest.mark.parametrize(
-    ("flags", "cpus"),
-    [("", ["--cpus-per-task=15"]), ("-c 3", []), ("--cpus-per-task=7", ["--cpus-per-task=7"]), ("-c9 --mpi=none", [])],
-)
-def test_ranks_that_slurm_starts_share_all_cores_of_the_job_unless_the_site_says_it(flags, cpus):
-    """A step does not take over its job's --cpus-per-task: each rank would have one core."""
-    environ = {**SLURM, "SLURM_JOB_CPUS_PER_NODE": "64,60", "SRUN_FLAGS": flags}
-    for command in (
-        command_for(PROGRAM, environ, nproc=4, starter="srun"),
-        Allocation.find(environ).srun_mpi(8, environ=environ),
-    ):
-        assert [word for word in command if word.startswith("--cpus-per-task")] == cpus
-    assert flags or "--cpus-per-task=60" in command_for(PROGRAM, environ, 4, "torchrun")
 
 
 def launch(root, *words, environ=None, **options):

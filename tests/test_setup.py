@@ -246,22 +246,6 @@ def spec_in(prefix):
     return json.loads((prefix / "share" / "jupyter" / "kernels" / "manyhands" / "kernel.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("packages", "sentence"),
-    [
-        ([], "has no mpi4py and no torch; load the site's modules"),
-        ([("torch", "2.5.1a0+gitdeadbee"), ("mpi4py", "4.0.0")],
-         "has torch 2.5.1a0+gitdeadbee; the course needs 2.6 or newer"),
-    ],
-)  # fmt: skip
-def test_a_site_without_torch_or_mpi_or_with_an_old_one_is_refused_with_a_sentence(
-    course, commands, venv, tmp_path, monkeypatch, capsys, packages, sentence
-):
-    site = site_with(tmp_path / "site", *packages)
-    assert sentence in refusal(monkeypatch, capsys, venv, "--site-python", site)
-    assert not venv.exists() and commands == []
-
-
 @pytest.fixture
 def make(root, tmp_path):
     """make(*words): runs make in a folder of its own for a user with an empty home; `venv` is where it would build."""

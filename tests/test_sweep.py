@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from manyhands.jobs import stamp
 from slurm_nodes import slurm_of_this_machine
 
 pytestmark = pytest.mark.timeout(600)
@@ -107,14 +106,6 @@ def test_without_a_scheduler_each_row_runs_once_and_the_header_does_not(course, 
     assert done.returncode == 0, done.stderr
     ran = [line.split("--train.steps 7 ")[1] for line in done.stdout.splitlines() if line.startswith("ran with")]
     assert ran == ROWS
-
-
-def test_the_check_of_job_files_counts_the_rows(course):
-    for name, option in zip(FILES, ("#PBS -J 1-3", "#SBATCH --array=1-3"), strict=True):
-        said = stamp.table_complaints(course / "jobs" / name, name.split(".")[1])
-        assert said == [f"sweep.tsv has 3 rows, the array is 1-6: write {option}"]
-    (course / "jobs" / "sweep.tsv").write_text("a\n" + "1\n" * 6)
-    assert stamp.table_complaints(course / "jobs" / FILES[0], "pbs") == []
 
 
 def test_each_row_of_the_table_as_committed_is_one_that_the_trainer_takes(root):
