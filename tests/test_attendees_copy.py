@@ -1,4 +1,4 @@
-"""What attendees get: no output and no note, links that lead somewhere, and lessons that go on."""
+"""What attendees get: no output and no note, links that lead somewhere, and nothing of somebody else's."""
 
 import os
 import re

@@ -43,18 +43,6 @@ def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes(
     assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7, cpus_per_node=4)
 
 
-def test_inside_a_job_step_srun_starts_the_ranks_with_what_the_sites_srun_needs(monkeypatch):
-    def command():
-        return engine_launcher(Allocation("slurm step", TWO, 8), 4, mpi=True)  # mpiexec dies there
-
-    assert command()[:2] == ["srun", "--overlap"]
-    assert {"--mpi=pmi2", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(command())
-    monkeypatch.setenv("SRUN_FLAGS", "--mpi=cray_shasta --gpus-per-task=1")
-    assert {"--mpi=cray_shasta", "--gpus-per-task=1"} < set(command()) and "--mpi=pmi2" not in command()
-    monkeypatch.setenv("SRUN_FLAGS", "--mpi=none --cpu-bind=none")  # of ranks that meet without MPI
-    assert {"--mpi=pmi2", "--cpu-bind=none"} < set(command()) and "--mpi=none" not in command()
-
-
 def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_path(tmp_path, monkeypatch):
     other = tmp_path / "mpiexec"
     other.write_text("#!/bin/sh\nexit 1\n")

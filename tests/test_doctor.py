@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from types import SimpleNamespace
 
 import pytest
 from manyhands.tools import doctor
@@ -145,19 +144,6 @@ def test_what_comes_before_the_environments_packages_is_named(tmp_path, root, mo
     conda = {"CONDA_PREFIX": str(tmp_path)}
     says(case(doctor.paths, conda, theirs, prefix="/other/.venv"), "warning", "conda deactivate")
     says(case(doctor.paths, conda, theirs, prefix=str(tmp_path)), "ok")
-
-
-def disk_with(free=GIB, shm=GIB):
-    return case(doctor.disk, lambda folder: SimpleNamespace(free=shm if folder == doctor.SHM else free))
-
-
-def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    says(disk_with(), "ok", "home 1.0 GiB", "outputs go to")
-    says(disk_with(free=GIB // 8), "error", "128 MiB", "home", "MANYHANDS_OUTPUTS")
-    monkeypatch.setattr(doctor, "SHM", tmp_path / "shm")
-    doctor.SHM.mkdir()
-    says(disk_with(shm=64 * 2**20), "warning", "64 MiB", "--shm-size=1g")
 
 
 def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The doctor in a job: each of the four questions on made-up ranks, and all of them on real ones, also under Slurm."""
+"""The doctor in a job: each of the four questions on made-up ranks, and all of them on real ones."""
 
 import json
 import subprocess

@@ -193,9 +193,6 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
     assert "1 run of 6 went well before: kept" in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------ in a job of several nodes
-
-
 def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
     by_way = {run.way: run.parameters for run in preflight.plan(find_lessons(only=["04"]), Path("x"), ranks=[2])}
     assert by_way["notebook"] == {"submit_via": "bash"} and by_way["torchrun"] == {}
@@ -297,21 +294,3 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     assert not alive(pid)
     ended = processes.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
     assert ended.status is None and "no-such-program did not start" in ended.error
-
-
-def test_what_ranks_wrote_is_told_apart_with_every_launcher_and_kept_in_the_log(tmp_path):
-    """Of torchrun and MPICH as files of each rank, of Open MPI in the launcher's log; torch and `say` label too."""
-    log = tmp_path / "log.txt"
-    log.write_text("[1,2]<stderr>:KeyError: 'c'\n")
-    for name, text in {
-        "run/attempt_0/0/stderr.log": "[rank0]: KeyError: 'a'\n",
-        "1.stdout.log": "[rank 1] b\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    texts = runs.rank_output(tmp_path, log)
-    assert {rank: text.strip() for rank, text in texts.items() if rank is not None} == {
-        0: "KeyError: 'a'", 1: "b", 2: "KeyError: 'c'",
-    }  # fmt: skip
-    assert list(texts)[-1] is None
-    assert "[0] [rank0]: KeyError: 'a'\n" in log.read_text()

@@ -1,7 +1,7 @@
 """jobs/train.*: run on this machine without a scheduler, and on a real Slurm of two nodes.
 
-There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the numbers of
-a run that nobody disturbed. `fake_train.py` stands in for the trainer where its numbers do not matter (see there).
+There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the sum of a
+run that nobody disturbed. `fake_train.py` stands in for the trainer (see there).
 """
 
 import json
@@ -232,20 +232,3 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm, course, environ):
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", job.number).stdout
     assert "goes back into the queue" not in job.output
     wait_until_gone(slurm.folder, b"train.py")
-
-
-@pytest.mark.slurm
-def test_the_pbs_file_on_two_nodes_saves_on_a_signal_and_the_command_that_it_names_goes_on(slurm, course, environ):
-    """Through Debian's qsub: Slurm's srun starts torchrun on both nodes, and passes the signal on. Its qrerun (22.05)
-    is broken: it refuses, as that of a PBS does for a user who is no operator.
-    """
-    passed = {**environ, "TRAIN_ARGS": LINGER}
-    job = Submitted(slurm, course, passed, "qsub", "-V", "jobs/train.pbs")
-    job.until("step 10")
-    job.signal_the_script()
-    assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
-    assert "node2: rank 1" in job.output and "stopped by SIGUSR1 and saved at step" in job.output
-    assert f"saved in {job.run}: qsub -v RUN={job.run} jobs/train.pbs goes on from there" in job.output
-    again = Submitted(slurm, course, {**passed, "RUN": job.run, "TRAIN_ARGS": ""}, "qsub", "-V", "jobs/train.pbs")
-    assert slurm.wait(again.number, PATIENCE_S) == "COMPLETED", again.output
-    assert f"done, sum {ALL}" in again.output and "from step 0\n" not in again.output
