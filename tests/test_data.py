@@ -3,7 +3,6 @@
 import hashlib
 import http.server
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -168,18 +167,6 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
     assert shakespeare.from_cache() == (path, b"text")
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, elsewhere, web):
-    web.content = real_file.read_bytes()
-    done = run(
-        [sys.executable, SCRIPTS / "prepare_data.py"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "cannot be stored" in done.stderr and "set MANYHANDS_DATA to a folder" in done.stderr
-    assert list(elsewhere.iterdir()) == []
-
-
 # The offline corpus
 
 
@@ -258,15 +245,6 @@ def test_a_script_ends_with_status_2_and_one_sentence(launcher, elsewhere, tmp_p
     assert sentences[0].startswith("05_lesson.py: /nowhere cannot be read (No such file")
     assert sentences[0].endswith("unset the variable MANYHANDS_SHAKESPEARE")
     assert "data.py" not in done.stderr  # no traceback of ours
-
-
-def test_prepare_data_copies_a_named_file_so_that_later_runs_need_no_variable(real_file, elsewhere):
-    environ = os.environ | {"MANYHANDS_SHAKESPEARE": str(real_file)}
-    command = [sys.executable, SCRIPTS / "prepare_data.py", "--require"]
-    done = run(command, env=environ)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"sha256 checked, in {elsewhere}" in done.stdout
-    assert hashlib.sha256((elsewhere / shakespeare.FILE_NAME).read_bytes()).hexdigest() == shakespeare.SHA256
 
 
 # Tokens and batches

@@ -88,12 +88,11 @@ def test_it_counts_for_as_many_ranks_as_it_is_told(monkeypatch, capsys):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("gib", [40, 80])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_preset_takes_the_largest_micro_batch_that_fits_on_8_ranks(preset, gib):
-    options = read_options(["--preset", preset])
+def test_each_preset_takes_the_largest_micro_batch_that_fits_on_8_ranks(preset):
+    options, room = read_options(["--preset", preset]), 80 * 2**30
     config = model_config(options, 65)
-    chosen = with_micro_batch(options, config, 8, 8, gib * 2**30)
+    chosen = with_micro_batch(options, config, 8, 8, room)
     share = options.train.global_batch // 8
 
     def takes(size):
@@ -101,11 +100,9 @@ def test_each_preset_takes_the_largest_micro_batch_that_fits_on_8_ranks(preset, 
         return bytes_per_rank(config, resolve_layout(tried, config, 8), tried).on_gpu
 
     size = chosen.train.micro_batch or share
-    assert takes(size) <= 0.9 * gib * 2**30 or size == 1
+    assert takes(size) <= 0.9 * room or size == 1
     larger = next((more for more in range(size + 1, share + 1) if share % more == 0), None)
-    assert larger is None or takes(larger) > 0.9 * gib * 2**30 or larger * config.block_size > 65536
-    named = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=1))
-    assert with_micro_batch(named, config, 8, 8, 1) == named, "what was asked for stays, whatever the room"
+    assert larger is None or takes(larger) > 0.9 * room or larger * config.block_size > 65536
 
 
 def shown_gib(text, kind):
@@ -137,8 +134,6 @@ def test_it_says_what_activations_take_and_with_which_checkpointing():
     [
         ("--model.vocab-size 10", "model.vocab_size=10 is less than the corpus's"),
         ("--log.prompt ä", "log.prompt='ä': 'ä' is not among the vocabulary's"),
-        ("--preset gpt2 --log.prompt ä", "log.prompt='ä': 'ä' is not among the vocabulary's"),
-        ("--model.block-size 2000000", "model.block_size=2000000 needs"),
         ("--gpu-gib 8", "gpu_gib=8 is for --dry-run"),
     ],
 )
