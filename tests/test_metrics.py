@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import threading
 import time
 
 import numpy as np
@@ -35,17 +34,6 @@ def test_each_run_has_its_own_folder_and_latest_points_to_the_last(tmp_path):
     assert sorted(p.name for p in lesson.iterdir()) == sorted(
         ["latest", run_folder(first).name, run_folder(second).name]
     )
-
-
-def test_many_runs_that_start_in_one_second_do_not_collide(tmp_path):
-    folders = []
-    threads = [threading.Thread(target=lambda: folders.append(run_folder(ranks_of()))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(folders)) == 8
-    assert (tmp_path / "outputs" / "05_test" / "latest").resolve() in folders
 
 
 def test_a_course_that_cannot_be_written_sends_outputs_home_and_says_so(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.predict.layouts import Question, families
-from manyhands.predict.machines import LINK_SHARE, Group, machine_named
+from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import bytes_per_rank, state_of_rank
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan, unbalanced_s
@@ -143,15 +143,6 @@ def test_gradients_of_experts_are_summed_over_the_ranks_that_have_the_same_ones(
     assert sum(summed("zero3 16, experts over 8", 16)) < sum(summed("zero3 16", 16))
 
 
-def test_an_all_to_all_crosses_nodes_with_all_that_is_for_them_where_a_ring_crosses_once_per_node():
-    two_nodes = Group(H100, 16)
-    to_all, ring = (two_nodes.sent(operation, 16e9) for operation in ("all_to_all", "all_gather"))
-    assert (to_all.inside, to_all.between) == (pytest.approx(7e9), pytest.approx(8e9))
-    assert ring.between == pytest.approx(15e9 * 2 / 16)
-    seconds = two_nodes.seconds("all_to_all", 16e9)
-    assert seconds == pytest.approx(8e9 / (50e9 * LINK_SHARE), rel=1e-3), "each GPU has one network card"
-
-
 def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     """Mixtral's sizes as published, Jiang et al. 2024, section 1: 47 B parameters, of which a token uses 13 B."""
     question = Question(MOE, H100, 8, 32)
@@ -180,10 +171,3 @@ def test_the_commands_of_a_gpt_with_experts_run_as_they_were_planned(model):
         options = read_options(train_flags(question, one))
         assert options.model.experts == model.n_expert
         assert resolve_layout(options, model_config(options, 65), 8) == one.layout
-
-
-def test_experts_that_drop_tokens_have_no_command_and_it_says_so():
-    model = dataclasses.replace(preset_model("olmo-1b"), name="olmo", n_expert=4, top_k=1, capacity=1.25)
-    answer = plan(Question(model, H100, 8, 512))
-    assert answer.best_trained is None
-    assert "train.py drops no token: there is no command" in " ".join(as_text(answer).split())

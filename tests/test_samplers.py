@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,18 +128,13 @@ def test_a_loader_that_asks_ahead_resumes_where_the_training_stood(workers):
     ("change", "sentence"),
     [
         ({"length": 11}, "saved with length=11 and this sampler has length=10.*resume with length=11"),
-        ({"seed": 1}, "saved with seed=1 and this sampler has seed=0"),
-        ({"shuffle": False}, "saved with shuffle=False and this sampler has shuffle=True"),
         ({"position": 11}, "position=11 cannot be; use a whole number from 0 to 10"),
-        (None, "saved with length=None and this sampler has length=10"),
     ],
 )
 def test_a_state_of_another_order_is_refused(change, sentence):
     sampler = PartitionedSampler(10, 0, 2)
-    state = sampler.state_dict() | change if change else {"epoch": 0}
     with pytest.raises(ValueError, match=sentence):
-        sampler.load_state_dict(state)
-    assert len(list(sampler)) == 5
+        sampler.load_state_dict(sampler.state_dict() | change)
 
 
 # Drawn at random
@@ -164,10 +158,3 @@ def test_draws_resume_bit_for_bit(length, num_samples, epoch, data):
     assert len(second) == num_samples - position
     assert begun + list(second) == expected
     assert all(0 <= index < length for index in expected)
-
-
-def test_every_item_can_be_drawn_and_about_37_percent_are_missed():
-    counts = np.bincount(list(DrawnSampler(1000, 0, 1, 1000)), minlength=1000)
-    assert len(counts) == 1000
-    assert abs((counts == 0).mean() - np.exp(-1)) < 0.05
-    assert set(DrawnSampler(4, 0, 1, 200)) == {0, 1, 2, 3}
