@@ -1,5 +1,6 @@
 """Checkpoints on real ranks: any number reads what any number wrote, and nothing damaged is ever read."""
 
+import contextlib
 import errno
 import os
 import re
@@ -124,36 +125,6 @@ def test_m_ranks_read_bit_for_bit_what_1_2_or_4_ranks_wrote_in_any_way(pool, m, 
     assert pool.run(m, _read_each_way, written) == [[]] * m
 
 
-def _save_two_axes(ranks, folder):
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 65), torch.nn.Linear(65, 7))  # nothing splits evenly
-    right = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    fully_shard(model, mesh=mesh["shard"])
-    checkpoints = Checkpoints(folder, ranks)
-    tensors = {f"model.{name}": p for name, p in model.named_parameters()}
-    checkpoints.save(1, tensors, about(ranks, 1))
-    with torch.no_grad():
-        for tensor in tensors.values():
-            tensor.zero_()
-    checkpoints.load(checkpoints.newest(), tensors)
-    again = {name: tensor.full_tensor().detach() for name, tensor in tensors.items()}
-    return right, all(torch.equal(again[name], right[name]) for name in right)
-
-
-def test_fsdp_over_tensor_parallel_comes_back_whole_in_one_process(pool, tmp_path):
-    right, same = pool.run(4, _save_two_axes, tmp_path)[0]
-    assert same
-    (path,) = manifest.steps_in(tmp_path)
-    found = whole_tensors(path, "model.")
-    assert {name.removeprefix("model.") for name in right} == found.keys()
-    assert all(torch.equal(found[name.removeprefix("model.")], right[name]) for name in right)
-
-
 def _save_in_the_background(ranks, folder):
     value = held(ranks, "sharded", whole)
     now, later = Checkpoints(folder / "now", ranks), Checkpoints(folder / "later", ranks, asynchronous=True)
@@ -239,11 +210,7 @@ def _flipped(content):
 
 
 def _damage(path, name, change):
-    """Change a file's bytes; remove it if `change` is None; put an earlier step in its place if `name` is None."""
-    if name is None:
-        shutil.rmtree(path)
-        shutil.copytree(path.parent / "step-00000010", path)
-        return
+    """Change a file's bytes; remove it if `change` is None."""
     content = (path / name).read_bytes()
     (path / name).unlink()
     if change:
@@ -263,8 +230,6 @@ DAMAGES = {
         "manifest.json", lambda content: content.replace(b'"world_size": 2', b'"world_size": 1'),
         "manifest.json cannot be used",
     ),
-    "a cut manifest": ("manifest.json", lambda content: content[:100], "manifest.json cannot be used"),
-    "another step": (None, None, "manifest.json is of step 10, but its folder says step 20"),
 }  # fmt: skip
 
 
@@ -341,6 +306,49 @@ def test_the_last_two_and_the_best_are_kept(pool, tmp_path):
     (kept,) = pool.run(1, _retain, tmp_path)
     steps = [[int(name.removeprefix("step-")) for name in names] for names in kept]
     assert steps == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]], "of equals the newest"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, tmp_path, two_steps, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    unfinished = manifest.make_partial(folder, 20, set())
+    shutil.copytree(folder / "step-00000020", unfinished, dirs_exist_ok=True)
+    files = manifest.read_manifest(unfinished).files
+    (unfinished / "manifest.json").unlink()
+    left, rename = [None] * renames, Path.rename
+
+    def renamed_until_killed(path, target):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", renamed_until_killed)
+        manifest.complete(unfinished, 20, None, about_of(2, 20) | {"new": True}, files, keep=9)
+    newest = manifest.steps_in(folder)[0]
+    manifest.verify(newest)
+    assert manifest.step_of(newest) == 20
+    assert manifest.read_manifest(newest).metadata.get("new", False) == (renames == 2)
+
+
+def _broken_then_later(ranks, folder):
+    checkpoint_module.say = lambda text: None
+    checkpoints = Checkpoints(folder, ranks)
+    assert checkpoints.newest().name == "step-00000010"
+    checkpoints.save(15, held(ranks, "plain", whole), about(ranks, 15))
+    checkpoints.close()
+    fresh = Checkpoints(folder, ranks)
+    return error_of(lambda: fresh.save(12, held(ranks, "plain", whole), about(ranks, 12)))
+
+
+def test_a_later_step_is_put_aside_if_it_was_found_broken_and_else_it_is_another_runs(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    _damage(tmp_path / "step-00000020", SHARD_2, _flipped)
+    told = "holds step 15 of another run, later than this run's step 12; name another folder"
+    assert all(told in sentence for sentence in run_on_ranks(2, _broken_then_later, tmp_path))
+    assert names_in(tmp_path) == ["step-00000010", "step-00000015", "step-00000020.broken"]
 
 
 def _refuse(number, *_, **__):

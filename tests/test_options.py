@@ -154,6 +154,15 @@ def test_a_flag_of_a_wrong_type_or_name_is_refused_by_name(flags):
         read_options(flags.split())
 
 
+@pytest.mark.filterwarnings("ignore:get_parser")
+def test_every_option_says_what_it_is():
+    import tyro
+
+    help_of = {action.option_strings[0]: action.help for action in tyro.extras.get_parser(Options)._actions}
+    assert len(help_of) > 50
+    assert [flag for flag, text in help_of.items() if not text or text.startswith("(default")] == []
+
+
 def test_help_lists_every_group_with_its_defaults(capsys):
     with pytest.raises(SystemExit) as ended:
         read_options(["--help"])
