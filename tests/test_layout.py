@@ -26,29 +26,18 @@ def degrees(layout):
         ("", 1, {}),
         ("", 4, {"replicate": 4}),
         ("--parallel.strategy zero1", 4, {"replicate": 4}),
-        ("--parallel.strategy deepspeed", 2, {"replicate": 2}),
         ("--parallel.strategy fsdp", 4, {"shard": 4}),
-        ("--parallel.strategy fsdp --parallel.sharding grad_op", 4, {"shard": 4}),
         ("--parallel.strategy fsdp --parallel.sharding none", 4, {"replicate": 4}),
         ("--parallel.strategy fsdp --parallel.sharding hybrid", 4, {"replicate": 2, "shard": 2}),
-        ("--parallel.strategy fsdp --parallel.sharding hybrid --parallel.shard 4", 8, {"replicate": 2, "shard": 4}),
         ("--parallel.strategy fsdp --parallel.sharding hybrid --parallel.replicate 4", 8, {"replicate": 4, "shard": 2}),
         ("--parallel.strategy tp", 4, {"tensor": 4}),
         ("--parallel.strategy pp", 4, {"pipeline": 4}),
         ("--parallel.tensor 2", 4, {"replicate": 2, "tensor": 2}),
-        ("--parallel.pipeline 2", 4, {"pipeline": 2, "replicate": 2}),
         ("--parallel.strategy fsdp --parallel.tensor 2 --parallel.pipeline 2", 8,
          {"pipeline": 2, "shard": 2, "tensor": 2}),
-        ("--parallel.strategy pp --parallel.tensor 2 --parallel.replicate 2", 8,
-         {"pipeline": 2, "replicate": 2, "tensor": 2}),
-        ("--parallel.strategy tp --parallel.tensor 1", 1, {}),
         ("--parallel.context 2", 4, {"replicate": 2, "context": 2}),
-        ("--parallel.context 4", 4, {"context": 4}),
-        ("--parallel.context 2 --parallel.strategy fsdp", 4, {"shard": 2, "context": 2}),
-        ("--parallel.context 2 --parallel.strategy tp", 4, {"context": 2, "tensor": 2}),
         ("--parallel.context 2 --parallel.strategy fsdp --parallel.sharding hybrid", 8,
          {"replicate": 2, "shard": 2, "context": 2}),
-        ("--parallel.context 2 --parallel.strategy fsdp --parallel.sharding none", 4, {"replicate": 2, "context": 2}),
     ],
 )  # fmt: skip
 def test_the_strategy_uses_the_ranks_that_no_axis_claims(flags, world_size, expected):
@@ -62,17 +51,6 @@ def test_hybrid_sharding_shards_within_a_node_and_copies_across():
     flags = "--parallel.strategy fsdp --parallel.sharding hybrid"
     assert degrees(layout_of(flags, 8, ranks_per_node=4)) == {"replicate": 2, "shard": 4}
     assert degrees(layout_of(f"{flags} --train.global-batch 48", 16, ranks_per_node=2)) == {"replicate": 8, "shard": 2}
-
-
-def test_context_ranks_are_neighbours_among_the_data_ranks_and_see_the_same_sequences():
-    layout = layout_of("--parallel.context 2 --parallel.strategy fsdp --parallel.tensor 2", 8)
-    assert (str(layout), layout.shard, layout.data) == ("shard 2 x context 2 x tensor 2", 4, 2)
-    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-def test_expert_ranks_are_taken_out_of_the_data_ranks():
-    layout = layout_of("--model.experts 4 --parallel.expert 2", 4)
-    assert (str(layout), layout.data, layout.expert) == ("replicate 4 with experts over 2", 4, 2)
 
 
 def test_ranks_that_differ_only_in_tensor_are_neighbours():
@@ -89,25 +67,12 @@ def test_ranks_that_differ_only_in_tensor_are_neighbours():
     [
         ("", 2, 1),
         ("--train.micro-batch 3", 2, 4),  # 24 sequences, 12 per rank, 3 at a time
-        ("--train.micro-batch 12", 2, 1),
-        ("--parallel.strategy pp", 2, 4),  # twice as many as stages
-        ("--parallel.strategy pp", 4, 8),
-        ("--parallel.strategy pp --train.global-batch 6", 2, 2),
+        ("--parallel.strategy pp", 4, 8),  # twice as many as stages
         ("--parallel.strategy pp --train.micro-batch 4", 2, 6),
     ],
 )
 def test_the_share_of_a_rank_is_cut_into_micro_batches(flags, world_size, micro_batches):
     assert layout_of(flags, world_size).micro_batches == micro_batches
-
-
-@pytest.mark.parametrize(
-    "schedule, stages",
-    [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("LoopedBFS", 2), ("InterleavedZeroBubble", 2),
-     ("ZBVZeroBubble", 2), ("DualPipeV", 2)],
-)  # fmt: skip
-def test_a_schedule_has_the_stages_per_rank_that_it_needs(schedule, stages):
-    layout = layout_of(f"--parallel.strategy pp --parallel.schedule {schedule}", 2)
-    assert layout.stages_per_rank == stages
 
 
 @st.composite
@@ -185,73 +150,35 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
     "flags, world_size, words",
     [
         # ranks
-        ("--parallel.tensor 3 --model.n-head 3 --model.n-embd 129", 4, ("4 ranks", "tensor=3", "multiple of 3")),
         ("--parallel.tensor 2 --parallel.pipeline 2", 2, ("2 ranks", "pipeline=2, tensor=2", "multiple of 4")),
         ("--parallel.replicate 2 --parallel.tensor 2", 8, ("replicate 2 x tensor 2 = 4 ranks", "8 were started")),
-        ("--parallel.strategy tp --parallel.tensor 2", 4, ("tensor 2 = 2 ranks", "4 were started", "parallel.tensor")),
         # sizes
         ("--parallel.strategy tp", 3, ("model.n_head=4", "3 tensor ranks")),
-        ("--parallel.strategy tp --model.block-size 63 --parallel.sequence-parallel", 2,
-         ("block_size=63", "2 tensor ranks")),
         ("--parallel.strategy pp", 5, ("5 stages (5 ranks x 1)", "model.n_layer=4")),
-        ("--parallel.strategy pp --parallel.schedule Interleaved1F1B", 4, ("8 stages (4 ranks x 2)", "n_layer=4")),
         ("--train.global-batch 25", 2, ("train.global_batch=25", "2 data-parallel ranks", "multiple of 2")),
         ("--train.micro-batch 5", 2, ("share of 12", "micro-batches of 5", "divisor of 12")),
         ("--parallel.strategy pp --train.micro-batch 24", 2, ("1 micro-batches", "2 pipeline ranks", "multiple of 2")),
-        ("--parallel.strategy pp --train.micro-batch 8", 2, ("3 micro-batches", "2 pipeline ranks", "multiple of 2")),
         # strategies and their own options
         ("--parallel.shard 2", 2, ("parallel.shard=2", "strategy=fsdp")),
-        ("--parallel.sharding grad_op", 2, ("parallel.sharding=grad_op", "strategy=fsdp, not ddp")),
-        ("--parallel.offload --parallel.strategy zero1", 2, ("parallel.offload=True", "not zero1")),
-        ("--parallel.strategy fsdp --parallel.shard 2", 4, ("shard 2 = 2 ranks", "4 were started")),
         ("--parallel.strategy fsdp --parallel.shard 2 --parallel.replicate 2", 4,
          ("replicate=2 and shard=2", "hybrid")),
-        ("--parallel.strategy fsdp --parallel.sharding none --parallel.shard 2", 2, ("shard=2", "sharding=none")),
         ("--parallel.strategy zero1 --parallel.tensor 2", 4, ("zero1", "fsdp")),
-        ("--parallel.strategy deepspeed --parallel.tensor 2", 4, ("deepspeed", "leave parallel.tensor")),
         ("--parallel.strategy deepspeed --train.precision fp16", 2, ("deepspeed", "not fp16")),
         ("--parallel.strategy deepspeed --parallel.reduce-dtype bf16", 2, ("deepspeed", "leave parallel.reduce_dtype")),
         ("--parallel.sequence-parallel", 2, ("parallel.sequence_parallel", "parallel.tensor=2")),
-        ("--parallel.loss-parallel", 2, ("parallel.loss_parallel", "parallel.tensor=2")),
         ("--parallel.strategy pp --model.tie", 2, ("model.tie", "--model.no-tie")),
-        ("--parallel.tensor 2 --parallel.pipeline 2 --parallel.loss-parallel", 4, ("loss_parallel", "pipeline")),
         ("--parallel.strategy pp --train.compile", 2, ("train.compile", "--train.no-compile")),
         ("--parallel.strategy pp --train.precision fp16", 2, ("fp16", "bf16")),
-        ("--parallel.strategy fsdp --parallel.offload --train.precision fp16", 2, ("fp16", "offload")),
-        ("--parallel.strategy deepspeed --parallel.activation-checkpointing block", 2,
-         ("without parallel.activation_checkpointing=block", "activation-checkpointing none")),
-        ("--parallel.strategy deepspeed --train.compile", 2, ("without train.compile", "--train.no-compile")),
         # options that would have no effect
         ("--parallel.zero-stage 1", 2, ("parallel.zero_stage=1", "strategy=deepspeed, not ddp")),
-        ("--parallel.strategy fsdp --parallel.schedule GPipe", 2, ("parallel.schedule=GPipe", "not fsdp alone")),
-        ("--parallel.stages-per-rank 2", 2, ("parallel.stages_per_rank=2", "parallel.pipeline=2")),
         # context ranks
         ("--parallel.context 2 --model.block-size 66", 4, ("block_size=66", "2 x 2 equal pieces", "multiple of 4")),
-        ("--parallel.context 3", 4, ("4 ranks", "context=3", "multiple of 3")),
-        ("--parallel.context 2 --parallel.replicate 2", 8, ("replicate 2 x context 2 = 4 ranks", "8 were started")),
         ("--parallel.context 2 --parallel.strategy pp", 4, ("parallel.context=2", "pipeline", "parallel.strategy=ddp")),
-        ("--parallel.context 2 --parallel.strategy deepspeed", 2, ("deepspeed", "parallel.context=2", "fsdp")),
         ("--parallel.context 2 --model.dropout 0.1", 2, ("parallel.context=2", "model.dropout=0, not 0.1")),
-        ("--parallel.context 2 --train.compile", 2, ("parallel.context=2", "--train.no-compile")),
-        ("--parallel.context 2 --parallel.activation-checkpointing selective", 2,
-         ("parallel.context=2", "activation_checkpointing=block")),
-        ("--parallel.context 4 --parallel.tensor 4 --parallel.sequence-parallel --model.block-size 24", 16,
-         ("block_size=24", "4 context ranks leave 6", "4 tensor ranks")),
-        ("--parallel.context 2 --train.global-batch 25", 4, ("global_batch=25", "2 data-parallel ranks")),
-        # schedules
-        ("--parallel.strategy pp --parallel.schedule ZBVZeroBubble --parallel.stages-per-rank 1", 2,
-         ("ZBVZeroBubble", "2 stages, not 1")),
+        # schedules and wrapping
         ("--parallel.strategy pp --parallel.schedule 1F1B --parallel.stages-per-rank 2", 2,
          ("1F1B", "not 2", "Interleaved1F1B")),
-        ("--parallel.strategy pp --parallel.schedule Interleaved1F1B --parallel.stages-per-rank 1", 2,
-         ("Interleaved1F1B", "not 1")),
-        # wrapping
-        *(
-            (f"--parallel.strategy fsdp --parallel.wrapping {wrapping}", 2, (wrapping, "block_group:2"))
-            for wrapping in (
-                "blocks", "block:2", "block_group:0", "size:", "size:²", "size:x",
-            )
-        ),
+        ("--parallel.strategy fsdp --parallel.wrapping blocks", 2, ("blocks", "block_group:2")),
         ("--parallel.strategy fsdp --parallel.wrapping block_group:5", 2, ("block_group:5", "4 blocks")),
     ],
 )  # fmt: skip

@@ -12,7 +12,6 @@ from manyhands.config.options import (
     model_config,
     read_options,
     to_dict,
-    validate,
 )
 from manyhands.config.strategies import STRATEGIES
 from manyhands.launch.program import Refused
@@ -49,13 +48,6 @@ def test_flags_win_over_the_file_and_the_file_wins_over_the_preset(write):
     assert (options.train.steps, options.train.global_batch, options.model.n_layer) == (5, 16, 6)
 
 
-def test_the_order_of_the_flags_on_the_line_does_not_matter(write):
-    path = write("run.toml", "[train]\nsteps = 77\n")
-    flags = [["--train.steps", "5"], [f"--config={path}"], ["--preset=gpt2"]]
-    read = [read_options(sum(order, [])) for order in (flags, flags[::-1])]
-    assert read[0] == read[1] and read[0].train.steps == 5 and read[0].model.n_embd == 768
-
-
 def test_a_flag_that_is_given_twice_has_its_last_value(write):
     """A job file writes its own flags first, then those of the one who submits it."""
     options = read_options(["--preset", "gpt2", "--preset", "shakespeare"])
@@ -69,18 +61,6 @@ def test_a_file_may_name_the_preset_and_a_flag_may_name_another(write):
     for preset, width in (("gpt2-medium", 1024), ("nano", 128)):
         options = read_options(["--config", path, "--preset", preset])
         assert (options.preset, options.model.n_embd, options.train.steps) == (preset, width, 7)
-
-
-def test_a_file_holds_every_kind_of_value(write):
-    path = write(
-        "run.toml",
-        'preset = "shakespeare"\n[optimizer]\nlr = 3e-4\nclip = 0\n[parallel]\nstrategy = "fsdp"\n'
-        '[train]\ncompile = true\nprecision = "bf16"\nmicro_batch = 2\n[checkpoint]\nfolder = "runs/a"\n',
-    )
-    options = read_options(["--config", path])
-    assert (options.preset, options.optimizer.lr, options.optimizer.clip) == ("shakespeare", 3e-4, 0.0)
-    assert (options.train.compile, options.train.precision, options.train.micro_batch) == (True, "bf16", 2)
-    assert (options.checkpoint.folder, options.parallel.strategy) == ("runs/a", "fsdp")
 
 
 def test_what_a_checkpoint_writes_down_of_the_options_is_read_back():
@@ -109,15 +89,6 @@ def test_each_preset_has_the_size_that_its_name_says(preset, num_params):
     assert model_config(options, 65).num_params() == num_params
 
 
-def test_these_are_all_presets_and_each_is_valid():
-    assert set(PRESETS) == {
-        "nano", "shakespeare", "shakespeare-moe", "shakespeare-85m", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl",
-        "olmo-1b", "olmo-7b",
-    }  # fmt: skip
-    for preset in PRESETS:
-        validate(from_preset(preset))
-
-
 def test_an_unknown_preset_is_refused_with_the_known_ones():
     sentence = refused(["--preset", "gpt5"])
     assert "'gpt5' is unknown" in sentence and all(preset in sentence for preset in PRESETS)
@@ -127,20 +98,11 @@ def test_an_unknown_preset_is_refused_with_the_known_ones():
     "text, words",
     [
         ("[train]\nstepz = 3\n", ("run.toml: train", "'stepz' is not an option", "global_batch")),
-        ("stepz = 3\n", ("run.toml", "'stepz' is not an option", "parallel")),
         ("train = 3\n", ("run.toml: train is a group",)),
         ("[train]\nsteps = '3'\n", ("run.toml: train: steps='3' is not an int",)),
-        ("[train]\nsteps = 3.5\n", ("run.toml: train: steps=3.5 is not an int",)),
-        ("[train]\nsteps = true\n", ("run.toml: train: steps=True is not an int",)),
         ("[train]\ncompile = 1\n", ("run.toml: train: compile=1 is not a bool",)),
-        ("[optimizer]\nlr = 'fast'\n", ("run.toml: optimizer: lr='fast' is not a float",)),
-        ("[train]\nmicro_batch = 'x'\n", ("run.toml: train: micro_batch='x' is not an int",)),
         ("[parallel]\nstrategy = 'magic'\n", ("strategy='magic'", f"use one of {', '.join(STRATEGIES)}")),
-        ("[parallel]\nzero_stage = 4\n", ("zero_stage=4", "use one of 1, 2, 3")),
-        ("[parallel]\nzero_stage = true\n", ("zero_stage=True", "use one of 1, 2, 3")),
         ("preset = 'gpt5'\n", ("preset 'gpt5' is unknown", "nano")),
-        ("preset = 5\n", ("preset 5 is unknown", "nano")),
-        ("preset = []\n", ("preset [] is unknown", "nano")),
         ("[train\n", ("run.toml cannot be used (",)),
     ],
 )
@@ -149,46 +111,19 @@ def test_a_file_with_a_wrong_key_or_type_is_refused_with_its_place(write, text, 
     assert all(word in sentence for word in words), sentence
 
 
-@pytest.mark.parametrize("name", ["run.json", "run.yaml"])
-def test_a_file_of_another_kind_is_refused(write, name):
-    assert f"{name} does not end in .toml" in refused(["--config", write(name, "{}")])
-
-
-def test_a_missing_file_a_folder_and_a_file_of_bytes_are_refused_by_name(tmp_path):
-    assert f"{tmp_path}/none.toml cannot be read" in refused(["--config", f"{tmp_path}/none.toml"])
-    (tmp_path / "folder.toml").mkdir()
-    assert "folder.toml cannot be read (Is a directory)" in refused(["--config", f"{tmp_path}/folder.toml"])
-    (tmp_path / "x.toml").write_bytes(b"\xff\xfe")
-    assert "x.toml cannot be used (" in refused(["--config", f"{tmp_path}/x.toml"])
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
         ("--train.steps 0", ("train.steps=0", "at least 1")),
-        ("--train.global-batch 0", ("train.global_batch=0", "at least 1")),
-        ("--train.micro-batch 0", ("train.micro_batch=0", "at least 1")),
-        ("--log.eval-every -1", ("log.eval_every=-1", "at least 0")),
-        ("--checkpoint.keep 0", ("checkpoint.keep=0",)),
-        ("--optimizer.clip -1", ("optimizer.clip=-1.0",)),
         ("--optimizer.lr nan", ("optimizer.lr=nan is not finite",)),
-        ("--optimizer.lr inf", ("optimizer.lr=inf is not finite",)),
-        ("--optimizer.weight-decay nan", ("optimizer.weight_decay=nan",)),
         ("--optimizer.weight-decay 2000", ("weight_decay=2000", "lr=0.001", "is 2", "a smaller weight_decay")),
         ("--optimizer.min-lr 1", ("optimizer.min_lr=1, for the end of the run, is more than optimizer.lr=0.001",)),
         ("--optimizer.beta1 1.0", ("optimizer.beta1=1.0 is too large; use less than 1",)),
-        ("--optimizer.beta2 -0.1", ("optimizer.beta2=-0.1",)),
         ("--train.timeout-s 0", ("train.timeout_s=0.0 is too small; use more than 0",)),
-        ("--train.stall-s inf", ("train.stall_s=inf is not finite",)),
-        ("--train.seed -1", ("train.seed=-1",)),
         ("--train.seed 9223372036854775808", ("train.seed=9223372036854775808 is too large; use at most 92",)),
-        ("--parallel.tensor 0", ("parallel.tensor=0", "at least 1")),
-        ("--dry-run --ranks 0", ("ranks=0", "at least 1")),
         ("--ranks 8", ("ranks=8", "--dry-run")),
         ("--log.prompt=", ("log.prompt is empty", "log.sample=0")),
         ("--model.n-head 3", ("model.n_embd=128 does not split over 3 heads", "multiple of 3")),
-        ("--model.n-layer 0", ("model.n_layer=0", "at least 1")),
-        ("--model.vocab-size 0", ("model.vocab_size=0", "at least 1")),
         ("--model.dropout 1", ("model.dropout=1.0",)),
     ],
 )
@@ -220,13 +155,12 @@ def test_a_flag_of_a_wrong_type_or_name_is_refused_by_name(flags):
 
 
 @pytest.mark.filterwarnings("ignore:get_parser")
-def test_every_option_says_what_it_is_and_the_preset_which_there_are():
+def test_every_option_says_what_it_is():
     import tyro
 
     help_of = {action.option_strings[0]: action.help for action in tyro.extras.get_parser(Options)._actions}
     assert len(help_of) > 50
     assert [flag for flag, text in help_of.items() if not text or text.startswith("(default")] == []
-    assert all(preset in help_of["--preset"] for preset in PRESETS)
 
 
 def test_help_lists_every_group_with_its_defaults(capsys):
@@ -242,15 +176,6 @@ def test_help_lists_every_group_with_its_defaults(capsys):
 def test_an_empty_value_is_refused_and_does_not_mean_none(flag):
     """--checkpoint.folder="$UNSET" would train for hours into a folder that nobody resumes from."""
     assert "is empty (is a variable of the shell unset?)" in refused([flag])
-
-
-def test_a_file_that_names_a_file_is_refused(write):
-    path = write("run.toml", 'config = "other.toml"\n')
-    assert "config=other.toml is not read from a file" in refused(["--config", path])
-
-
-def test_a_byte_order_mark_is_no_part_of_a_file(write):
-    assert read_options(["--config", write("run.toml", "\ufeff[train]\nsteps = 7\n")]).train.steps == 7
 
 
 def test_a_tilde_is_the_home_folder_also_where_no_shell_reads_it(monkeypatch, tmp_path, write):

@@ -12,7 +12,7 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.predict.layouts import SCHEDULES, Question
 from manyhands.predict.machines import machine_named
-from manyhands.predict.models import PlannedModel, preset_model
+from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan
 from manyhands.predict.report import start_lines, train_flags
 
@@ -40,21 +40,11 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
     rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|replicas|tensor|pipeline)", out, re.MULTILINE)
     assert [int(number) for number, _ in rows][:3] == [1, 2, 3] and "slower ones (--all shows them)" in out
-    table = [line for line in out.splitlines() if re.match(r" *(\d+\. |layout)", line) and "tokens/s" not in line]
-    assert len(table) == 4 and len({len(line) for line in table}) == 1, "columns stand below each other"
     assert re.search(r"GB per GPU: parameters [\d.]+, gradients", out)
     sent = r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others"
     assert re.search(sent, out)
     assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset olmo-7b" in out
     assert "replicas 64: needs 122.2 GB of 80.0 GB per GPU at least (optimizer 53.7" in out
-
-
-def test_all_shows_every_plan_and_every_refusal(run):
-    _, out, _ = run("--preset gpt2-xl --gpus 16 --all")
-    found = answer("gpt2-xl", 16)
-    assert len(re.findall(r"^ *\d+\. .*%$", out, re.MULTILINE)) == len(found.ranked)
-    for name, sentence in found.refused:
-        assert f"    {name}: {sentence}" in out
 
 
 PLAN_KEYS = {
@@ -75,11 +65,6 @@ def test_json_has_one_form(run):
     for one in told["plans"]:
         assert set(one) == {*PLAN_KEYS, "schedule"}
         assert all(isinstance(one[key], kind) for key, kind in PLAN_KEYS.items())
-        sizes, seconds = dict(one["bytes"]), dict(one["seconds"])
-        on_gpu, on_host = sizes.pop("on_gpu"), sizes.pop("on_host")
-        assert sum(sizes.values()) == on_gpu + on_host <= told["question"]["memory_bytes"] + on_host
-        assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
-    assert all(set(one) == {"layout", "reason"} for one in told["refused"])
 
 
 def test_where_nothing_fits_the_status_is_1_and_the_smallest_number_is_named(run):
@@ -92,26 +77,13 @@ def test_where_nothing_fits_the_status_is_1_and_the_smallest_number_is_named(run
     assert [run(f"{flags} --gpus {n}")[0] for n in (2, 4, 8)] == [1, 0, 0]
 
 
-def test_a_picture_is_written(run, tmp_path):
-    assert run(f"--preset gpt2 --gpus 8 --plot {tmp_path}/plan.svg")[0] == 0
-    assert "<svg" in (text := (tmp_path / "plan.svg").read_text()) and "replicas 8" in text
-
-
 @pytest.mark.full
 def test_the_published_table_and_picture_show_residuals_and_which_runs_were_fitted(run, tmp_path):
     status, out, _ = run(f"--published --plot {tmp_path}/published.svg")
-    text = (tmp_path / "published.svg").read_text()
-    assert "<svg" in text and "Narayanan et al. 2021 (thin lines: 5 % off)" in text
+    assert "<svg" in (tmp_path / "published.svg").read_text()
     assert status == 0 and out.count(" (fitted)") == 5
     assert len(re.findall(r"[+-]\d+\.\d%", out)) == 48
     assert re.search(r"All that are not fitted: median error \d+\.\d%, largest \d+\.\d%", out)
-    assert re.search(r"Llama 3 405B, 16384 GPUs +16,384 .* zero1 128 x tensor 8 x pipeline 16\n", out)
-    assert out.count("  checked: ") >= 5 and out.count("  assumed, as the source leaves it open: ") >= 5
-
-
-def test_the_machines_are_shown_with_their_sources(run):
-    _, out, _ = run("--machines")
-    assert len(re.findall("TFLOP/s bf16", out)) == 6 and out.count("https://") >= 6
 
 
 @pytest.mark.parametrize(
@@ -131,13 +103,6 @@ def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine,
         assert layout == one.layout
         assert options.parallel == one.options.parallel and options.train == one.options.train
         assert not schedule or options.parallel.schedule == schedule
-
-
-def test_sizes_of_your_own_become_flags():
-    model = PlannedModel("your model", 50257, 1024, 24, 16, 2048, tie=True)
-    found = plan(Question(model, machine_named("h100"), 8, 64))
-    options = read_options(train_flags(found.question, found.best))
-    assert model_config(options, 65).num_params() == model.num_params()
 
 
 def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypatch):
@@ -164,44 +129,23 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
     assert status == 0 and "train.py has no command for this" in out and "sbatch" not in out
 
 
-SMALL = "--layers 4 --heads 4 --vocab 65 --global-batch 8"
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--preset olmo-7b --machine h900", "machine 'h900' is unknown; use one of a100-40, a100-80, h100"),
-        ("--preset olmo-7b --machine nowhere.toml", "nowhere.toml cannot be read"),
-        ("--preset olmo-7b --gpus 0", "gpus=0 is too small; use at least 1"),
         ("--preset olmo-7b --gpus 12", "12 GPUs do not fill nodes of 8; use a multiple of 8"),
-        ("--preset olmo-7b --global-batch 0", "global_batch=0 is too small"),
         ("--preset gpt9", "preset 'gpt9' is unknown; use one of nano"),
         ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
-        ("--preset olmo-7b --memory-gb 0", "memory_bytes=0.0; use a number above 0"),
-        ("--preset olmo-7b --experts 2 --top-k 3", "top_k=3 of 2 expert(s); use more experts, or at most 2"),
         ("--preset olmo-7b --top-k 2", "--top-k and --capacity-factor are about experts; name --experts, too"),
-        ("--preset olmo-7b --experts 8 --capacity-factor 0.5", "capacity factor 0.5: use 1, which holds a balanced"),
         ("--preset olmo-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
-        (
-            f"{SMALL} --width 128 --positions 100 --context 8",
-            "100 positions do not split into 2 x 8 equal pieces for 8",
-        ),
-        ("--preset olmo-7b --top 0", "top=0 shows nothing"),
         ("--preset llama3-8b", "comes without a batch; name --global-batch"),
         ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),
-        (f"{SMALL} --width 130 --positions 64", "n_embd=130 does not split over 4 heads"),
     ],
 )
 def test_a_question_that_makes_no_sense_has_status_2_and_one_line(run, flags, words):
     status, out, err = run(flags)
     assert status == 2 and out == "" and err.startswith("plan.py: ") and err.count("\n") == 1
     assert words in err
-
-
-def test_a_batch_that_splits_over_nothing_is_refused_with_the_numbers(run):
-    status, out, _ = run("--layers 3 --width 128 --heads 1 --vocab 65 --positions 64 --gpus 8 --global-batch 7")
-    assert status == 1 and "No layout is possible" in out
-    assert "train.global_batch=7 does not split over 8 data-parallel ranks; use a multiple of 8" in out
 
 
 def test_it_runs_without_torch(root):
@@ -214,7 +158,3 @@ def test_it_runs_without_torch(root):
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "1. replicas 8" in ran.stdout
-
-
-def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():
-    assert answer("olmo-7b", 4096, batch=4096).tried < 10_000

@@ -18,7 +18,6 @@ from manyhands.train.preemption import REQUEUE, PreemptionHandler, clear_requeue
 from rank_pool import RankFailed, run_on_ranks
 
 pytestmark = pytest.mark.ranks
-ROOT = Path(__file__).parents[1]
 
 
 def stop_one_rank(ranks, name, who, when):
@@ -39,25 +38,6 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(name, who):
     answers = run_on_ranks(3, stop_one_rank, name, who, 30)
     assert len(set(answers)) == 1
     assert answers[0][0] == name and answers[0][1] >= 30
-
-
-def count_agreements(ranks, *rounds):
-    """At which steps the ranks ask each other, for each (number of steps, interval in seconds) of `rounds`."""
-    reduce, all_asked_at = dist.all_reduce, []
-    for steps, preemption.INTERVAL_S in rounds:
-        asked_at = []
-        dist.all_reduce = lambda *args, **kwargs: (asked_at.append(step), reduce(*args, **kwargs))  # noqa: B023
-        with PreemptionHandler(ranks) as asked:
-            for step in range(1, steps + 1):  # noqa: B007 - `all_reduce` above looks at it
-                assert asked.agreed() is None
-        all_asked_at.append(asked_at)
-    return all_asked_at
-
-
-def test_ranks_do_not_ask_each_other_after_each_step_unless_a_step_is_longer_than_the_interval():
-    (first, each), other = run_on_ranks(2, count_agreements, (20_000, 0.5), (5, 0.0))
-    assert [first, each] == other and len(first) < 40
-    assert each == [1, 2, 3, 4, 5]
 
 
 def hear_several(ranks, echo_s, *pauses_s):
@@ -86,34 +66,6 @@ def held_before(ranks):
 @pytest.mark.usefixtures("real_python")
 def test_a_signal_that_comes_while_a_rank_still_starts_is_not_lost():
     assert run_on_ranks(1, held_before) == ["SIGUSR1"]
-
-
-def hear_what_is_ignored(ranks):
-    for one in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    with PreemptionHandler(ranks) as asked:
-        for one in (signal.SIGINT, signal.SIGHUP):
-            os.kill(os.getpid(), one)
-        return asked.agreed()
-
-
-def test_neither_ctrl_c_in_a_shells_background_nor_a_hangup_under_nohup_is_heard():
-    assert run_on_ranks(1, hear_what_is_ignored) == [None]
-
-
-def handlers_around(ranks):
-    """Whether the handlers are those of before, without a signal and after one."""
-    before, same = [signal.getsignal(one) for one in preemption.SIGNALS], []
-    for hear in (False, True):
-        with PreemptionHandler(ranks):
-            if hear:
-                os.kill(os.getpid(), signal.SIGTERM)
-        same.append(before == [signal.getsignal(one) for one in preemption.SIGNALS])
-    return same
-
-
-def test_without_a_signal_the_handlers_of_before_come_back_and_after_one_they_stay_until_the_process_has_left():
-    assert run_on_ranks(1, handlers_around) == [[True, False]]
 
 
 def ask_and_withdraw(ranks, folder):
@@ -213,44 +165,3 @@ def test_a_signal_that_comes_while_a_checkpoint_is_written_lets_it_be_written(la
     newest = steps_in(tmp_path / "run")[0]
     verify(newest)
     assert json.loads((tmp_path / "run" / REQUEUE).read_text())["step"] == step_of(newest)
-
-
-LIBRARY = "print('importing', flush=True); import time; time.sleep(600)"
-
-
-@pytest.mark.usefixtures("real_python")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_launcher_that_hears_a_signal_before_it_has_started_a_rank_says_so(tmp_path, name):
-    (tmp_path / "torch.py").write_text(LIBRARY)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "manyhands.launch.commands"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'scripts'}"},
-    )  # fmt: skip
-    run.stdout.readline()
-    run.send_signal(getattr(signal, name))
-    said = run.communicate(timeout=60)[1]
-    assert (said, run.returncode) == (f"launch.py: ended by {name}\n", 128 + getattr(signal, name))
-
-
-WAITS = """
-import os, signal, socket, sys
-from manyhands.launch import entry, program
-from manyhands.train import preemption
-def wait():
-    preemption.GRACE_S = dict.fromkeys(preemption.GRACE_S, 0.1)
-    preemption.defer_signals()
-    ours, theirs = socket.socketpair()
-    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    while True:  # as a library would, which does not return to Python
-        ours.recv(1)
-entry.run_program("train.py", wait)
-"""
-
-
-@pytest.mark.parametrize(("name", "said"), [("SIGTERM", "SIGTERM"), ("SIGINT", "Ctrl-C")])
-def test_a_rank_whose_others_do_not_come_ends_within_its_grace(name, said):
-    run = subprocess.run(
-        [sys.executable, "-c", WAITS, name], env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")}, text=True,
-        capture_output=True, timeout=60,
-    )  # fmt: skip
-    assert (run.stderr, run.returncode) == (f"train.py: ended by {said}\n", 128 + getattr(signal, name))

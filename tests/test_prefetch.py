@@ -2,12 +2,10 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.data import token_files
 from manyhands.data.token_files import Prefetch
 
 
@@ -58,31 +56,6 @@ def test_it_reads_depth_batches_ahead_and_not_one_more():
         until(lambda: source.read == 4)
         time.sleep(0.05)
         assert source.read == 4
-
-
-def test_waiting_and_reading_are_counted_apart(monkeypatch):
-    """On a clock that only reading moves: five seconds per batch."""
-    clock = [0.0]
-    monkeypatch.setattr(token_files, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def five_seconds_each(n, wait_for=lambda: None):
-        for k in range(n):
-            wait_for()
-            clock[0] += 5
-            yield k
-
-    with Prefetch(five_seconds_each(3), depth=4) as ahead:
-        until(lambda: all(future.done() for future in ahead._ready))
-        assert list(ahead) == [0, 1, 2]
-    assert (ahead.waited_s, ahead.read_s) == (0, 15)
-
-    def loop_waits():
-        until(lambda: ahead._ready and ahead._ready[0]._condition._waiters)
-
-    ahead = Prefetch(five_seconds_each(3, loop_waits), depth=4)
-    with ahead:
-        assert list(ahead) == [0, 1, 2]
-    assert (ahead.waited_s, ahead.read_s) == (15, 15)
 
 
 def test_an_error_of_the_reader_comes_after_the_batches_before_it_and_once():

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,16 +54,6 @@ def test_the_order_of_all_ranks_together_does_not_depend_on_their_number(length,
     assert dealt(samplers(length, other_n, epoch, seed=seed)) == order
 
 
-@given(lengths, sizes, epochs, st.data())
-def test_without_the_last_items_all_ranks_have_equally_many_at_any_place(length, n, epoch, data):
-    start = data.draw(st.integers(0, length))
-    state = PartitionedSampler(length, 0, 1).state_dict(start) | {"epoch": epoch}
-    made = samplers(length, n, epoch, state, drop_last=True)
-    each = (length - start) // n
-    assert [len(list(sampler)) for sampler in made] == [len(sampler) for sampler in made] == [each] * n
-    assert dealt(made) == made[0].order().tolist()[start : start + each * n]
-
-
 def test_epochs_and_seeds_have_orders_of_their_own_and_a_forgotten_set_epoch_repeats_the_first():
     orders = {
         tuple(samplers(50, 1, epoch, seed=seed)[0]) for epoch in (0, 1, 2, 2**32 - 1) for seed in (0, 1, 2**32, 2**64)
@@ -107,26 +96,14 @@ def test_a_chain_of_interrupted_runs_on_any_numbers_of_ranks_loses_and_repeats_n
     assert used == samplers(length, 1, epoch, seed=seed)[0].order().tolist()
 
 
-@given(lengths, sizes, epochs)
-def test_at_the_end_of_an_epoch_all_ranks_say_so_and_a_resumed_run_begins_with_the_next(length, n, epoch):
-    made = samplers(length, n, epoch)
+def test_at_the_end_of_an_epoch_a_resumed_run_begins_with_the_next():
+    made = samplers(50, 3, epoch=1)
     dealt(made)
-    states = [sampler.state_dict() for sampler in made]
-    assert all(state["position"] == length and state["epoch"] == epoch for state in states)
-    again = samplers(length, n, epoch, states[-1])
-    assert dealt(again) == [] and {len(sampler) for sampler in again} == {0}
+    again = samplers(50, 3, 1, made[0].state_dict())
+    assert dealt(again) == []
     for sampler in again:
-        sampler.set_epoch(epoch - 1 if epoch else 1)
-    assert len(dealt(again)) == length
-
-
-def test_the_epoch_that_was_loaded_keeps_its_place_and_the_next_begins_at_its_beginning():
-    sampler = PartitionedSampler(10, 0, 1, seed=3)
-    sampler.load_state_dict(sampler.state_dict(position=6) | {"epoch": 4})
-    sampler.set_epoch(4)
-    assert list(sampler) == sampler.order().tolist()[6:] and len(sampler) == 4
-    sampler.set_epoch(5)
-    assert list(sampler) == sampler.order().tolist() and len(sampler) == 10
+        sampler.set_epoch(2)
+    assert len(dealt(again)) == 50
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -151,41 +128,16 @@ def test_a_loader_that_asks_ahead_resumes_where_the_training_stood(workers):
     ("change", "sentence"),
     [
         ({"length": 11}, "saved with length=11 and this sampler has length=10.*resume with length=11"),
-        ({"seed": 1}, "saved with seed=1 and this sampler has seed=0"),
-        ({"shuffle": False}, "saved with shuffle=False and this sampler has shuffle=True"),
         ({"position": 11}, "position=11 cannot be; use a whole number from 0 to 10"),
-        (None, "saved with length=None and this sampler has length=10"),
     ],
 )
 def test_a_state_of_another_order_is_refused(change, sentence):
     sampler = PartitionedSampler(10, 0, 2)
-    state = sampler.state_dict() | change if change else {"epoch": 0}
     with pytest.raises(ValueError, match=sentence):
-        sampler.load_state_dict(state)
-    assert len(list(sampler)) == 5
-
-
-@pytest.mark.parametrize("numbers", [(10, 2, 2), (10, -1, 2), (10, 0, 0), (-1, 0, 1)])
-def test_numbers_that_make_no_sense_are_refused(numbers):
-    length, rank, world_size = numbers
-    with pytest.raises(ValueError, match=f"rank={rank} of {world_size} has no share of {length} items"):
-        PartitionedSampler(*numbers)
+        sampler.load_state_dict(sampler.state_dict() | change)
 
 
 # Drawn at random
-
-
-def draws(seed, epoch, rank, n=2**32 - 1, num_samples=16):
-    sampler = DrawnSampler(2**62, rank, n, num_samples, seed)
-    sampler.set_epoch(epoch)
-    return tuple(sampler)
-
-
-@given(st.sets(st.tuples(seeds, epochs, st.integers(0, 2**32 - 2)), min_size=2, max_size=20))
-def test_no_two_seeds_epochs_or_ranks_draw_alike(keys):
-    streams = [draws(*key) for key in keys]
-    values = [value for stream in streams for value in stream]
-    assert len(set(values)) == len(values)  # 16 draws of 2^62 each: not one in common
 
 
 @given(st.integers(1, 1000), st.integers(0, 50), epochs, st.data())
@@ -206,17 +158,3 @@ def test_draws_resume_bit_for_bit(length, num_samples, epoch, data):
     assert len(second) == num_samples - position
     assert begun + list(second) == expected
     assert all(0 <= index < length for index in expected)
-
-
-def test_every_item_can_be_drawn_and_about_37_percent_are_missed():
-    counts = np.bincount(list(DrawnSampler(1000, 0, 1, 1000)), minlength=1000)
-    assert len(counts) == 1000
-    assert abs((counts == 0).mean() - np.exp(-1)) < 0.05
-    assert set(DrawnSampler(4, 0, 1, 200)) == {0, 1, 2, 3}
-
-
-def test_nothing_to_draw_from_is_refused_and_so_is_another_number_of_draws():
-    with pytest.raises(ValueError, match="length=0 leaves nothing to draw from"):
-        DrawnSampler(0, 0, 1, 5)
-    with pytest.raises(ValueError, match="saved with num_samples=5 and this sampler has num_samples=6"):
-        DrawnSampler(10, 0, 1, 6).load_state_dict(DrawnSampler(10, 0, 1, 5).state_dict())

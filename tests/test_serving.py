@@ -1,22 +1,17 @@
 """The server as its clients meet it: OpenAI's own, wrong requests, many at once, slow ones, and those that leave."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
 import math
-import os
 import random
 import threading
-import time
 from unittest.mock import Mock
 
-import httpx
 import pytest
 import torch
 from live_server import (
-    CONFIG,
     LETTERS,
     TOKEN,
     VOCAB,
@@ -27,21 +22,16 @@ from live_server import (
     metadata_of,
     quiet,
     text_of,
-    token_header,
     written,
 )
-from manyhands.checkpoint.export import newest_in
 from manyhands.data.tokenizer import SEPARATOR, train_bpe
 from manyhands.gpt.model import GPTConfig
 from manyhands.gpt.sampling import Sampling
-from manyhands.serve import load_test
-from manyhands.serve.client import Client, ServerSaid
+from manyhands.serve.client import Client
 from manyhands.serve.engine import generate
 from manyhands.serve.http import watch
-from manyhands.serve.schema import CompletionRequest
 from manyhands.serve.service import Metrics
 from manyhands.serve.vocabulary import TextSoFar, Vocabulary
-from pydantic import ValidationError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_thread")]
 
@@ -149,18 +139,6 @@ def test_stop_strings_and_usage_in_a_stream(live, client):
     live.wait_until(live.idle)
 
 
-def test_the_client_of_the_standard_library_says_the_same(live, client):
-    ours = Client(live.address, TOKEN)
-    assert ours.complete("HO", max_tokens=20, seed=3) == written(live.model, "HO", 20, 3)
-    messages = [{"role": "user", "content": "HO"}]
-    theirs = client.chat.completions.create(model="manyhands", messages=messages, seed=3, max_tokens=20)
-    assert "".join(ours.chat(messages, seed=3, max_tokens=20)) == theirs.choices[0].message.content
-    assert ours.metrics()["manyhands_blocks"] == live.service.engine.pool.num_blocks
-    with pytest.raises(ServerSaid, match="the token is missing or wrong.* [(]status 401[)]"):
-        Client(live.address, "no").complete("HO")
-    assert TOKEN not in repr(ours)
-
-
 def test_a_base_model_gets_its_messages_as_plain_text_and_stops_at_the_users_next_line():
     words = Vocabulary(metadata_of(vocab=sorted({*"\n UserAitan:BE HO"})))
     messages = [{"role": "system", "content": "BE"}, {"role": "user", "content": "HO"}]
@@ -189,22 +167,12 @@ def test_a_model_of_ones_own_text_is_served_by_its_tokenizer_and_the_mark_ends_a
     assert words.encode("\ud800") == words.encode("?"), "half of a character is no error of the server"
 
 
-def test_a_text_that_cannot_fit_is_refused_by_its_characters_and_never_encoded(live):
+def test_a_text_that_cannot_fit_is_refused_by_its_characters_and_never_encoded(live, monkeypatch):
     """The event loop waits for an encoder: 990,000 characters would take it half a second."""
-    words = live.service.words
-    encode, words.tokenizer.encode = words.tokenizer.encode, Mock(side_effect=AssertionError)
-    try:
-        found = refused(one(live, TEXT, {"prompt": "A" * 45_000}))
-    finally:
-        words.tokenizer.encode = encode
+    monkeypatch.setattr(live.service.words.tokenizer, "encode", Mock(side_effect=AssertionError))
+    found = refused(one(live, TEXT, {"prompt": "A" * 45_000}))
     sentence = "45,000 characters do not fit into the model's context of 96; no text of more than 96 does"
     assert found == (400, sentence, "context_length_exceeded", "prompt")
-    tokenizer, words = of_own_text()
-    longest = max(len(token) for token in tokenizer.vocab if token != SEPARATOR)
-    assert 5 < longest == words.most_characters / CONFIG.block_size, "a text of nothing but the longest token fits"
-    with pytest.raises(ValueError, match=f"no text of more than {96 * longest} does"):
-        words.encode("a" * (96 * longest + 1))
-    words.encode("a" * 96 * longest)
 
 
 @pytest.mark.parametrize("cuts", [1, 2, 3, 50])
@@ -226,7 +194,6 @@ def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "HO"}
-ONLY_TEXT = "messages.0.content: only text is understood"
 
 
 @pytest.mark.parametrize(
@@ -234,16 +201,11 @@ ONLY_TEXT = "messages.0.content: only text is understood"
     [
         (TEXT, b"", 400, "Invalid JSON"),
         (TEXT, b'{"prompt": "HO", "temperature": NaN}', 400, "temperature: Input should be a"),
-        (TEXT, {}, 400, "prompt: Field required"),
         (TEXT, {"prompt": ["HO", ""]}, 400, "prompt: use a text or a list of texts, none of them empty"),
-        (TEXT, {"prompt": "HO\ud800"}, 400, "Invalid JSON"),
         (TEXT, {"prompt": "A" * 96}, 400, "96 tokens of the prompt and 1 more do not fit"),
         (TEXT, {"prompt": "A" * 60_000}, 413, "the body has more than 50,000 bytes"),
-        (TEXT, {"prompt": "HO", "max_tokens": 0}, 400, "max_tokens: Input should be greater than or equal to 1"),
         (TEXT, {"prompt": "HO", "stop": ["A"] * 5}, 400, "stop: List should have at most 4 items"),
         (TEXT, {"prompt": "HO", "temprature": 0.5}, 400, "temprature is not a field of this request; leave it out"),
-        (CHAT, {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, ONLY_TEXT),
-        (CHAT, {"messages": [USER | {"role": "tool"}]}, 400, "role 'tool'; use one of"),
         (CHAT, {"messages": [USER, USER]}, 400, "they take turns"),
         ("/admin/checkpoint", {"step": "../../etc"}, 400, "step: use newest, best or a number"),
         ("/nowhere", {}, 404, "Not Found"),
@@ -255,66 +217,20 @@ def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(liv
     assert live.idle()
 
 
-def test_bodies_too_long_at_once_get_a_status_and_no_reset():
-    """Also one that comes in pieces, its length unsaid."""
-    with Live(running=8, queue=300) as live:
-
-        async def post(c, size, headers):
-            content = b'{"prompt": "' + b"A" * size + b'"}'
-            return (await c.post(TEXT, content=content, headers=headers)).status_code
-
-        async def pieces():
-            for _ in range(300):
-                yield b"a" * 4096
-
-        async def all_at_once():
-            async with httpx.AsyncClient(base_url=live.address, trust_env=False, timeout=100) as c:
-                long = [post(c, 990_000, token_header()) for _ in range(16)]
-                large = [post(c, 30_000_000, token_header(t)) for t in (TOKEN, "wrong" * 5)]
-                unsaid = await c.post(TEXT, content=pieces(), headers=token_header())
-                return await asyncio.gather(*long), [*await asyncio.gather(*large), unsaid.status_code]
-
-        assert asyncio.run(all_at_once()) == ([400] * 16, [413, 401, 413])
-
-
-def test_of_any_number_of_unknown_fields_one_is_told():
-    """The event loop waits meanwhile."""
-    with pytest.raises(ValidationError) as found:
-        CompletionRequest.model_validate({"prompt": "HO"} | {f"field_{i}": i for i in range(1000)})
-    assert [error["loc"] for error in found.value.errors()] == [("field_0",)]
-
-
 # ---------------------------------------------------------------- sockets without a request
 
 
-def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(monkeypatch):
+def test_idle_sockets_and_half_bodies_are_closed(monkeypatch):
     monkeypatch.setattr("manyhands.serve.http.HEAD_S", 1)
-    with Live(running=8, queue=300, body_s=3) as live:
-        asked = mixed_requests(10, seed=6)
+    with Live(body_s=1) as live:
 
-        async def slow(reader, writer):  # a head that never ends
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\nGET / HTTP/1.1\r\n")  # one answer, then slowly
-            while not reader.at_eof():
-                writer.write(b"X-Slow: 1\r\n")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(reader.read(1), 0.2)
+        async def both():
+            half, writer = await begin(live, TEXT, b"{", length=100)
+            idle, other = await asyncio.open_connection("127.0.0.1", live.port)
+            return await half.read(), await idle.read()
 
-        async def all_at_once():
-            halves = [await begin(live, TEXT, b"{", length=100) for _ in range(8)]
-            while len(live.server.server_state.tasks) < 8:
-                await asyncio.sleep(0.01)
-            sockets = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(60)]
-            slowly = [asyncio.ensure_future(slow(*socket)) for socket in sockets[::2]]
-            good = await asyncio.gather(*(complete(live, *request) for request in asked))
-            ended = await asyncio.gather(*(reader.read() for reader, _ in sockets[1::2]), return_exceptions=True)
-            await asyncio.gather(*slowly, return_exceptions=True)
-            assert len(ended) == 30, "each idle socket was closed"
-            return good, await asyncio.gather(*(reader.read() for reader, _ in halves))
-
-        good, halves = asyncio.run(asyncio.wait_for(all_at_once(), 60))
-        for request, (status, body) in zip(asked, good, strict=True):
-            assert (status, text_of(body)) == (200, written(live.model, *request))
-        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in halves), "who has the token is told"
+        half, _ = asyncio.run(asyncio.wait_for(both(), 60))
+        assert half.startswith(b"HTTP/1.1 408 "), "who has the token is told"
         live.wait_until(lambda: not live.server.server_state.connections)
 
 
@@ -364,84 +280,33 @@ def test_forty_streams_among_wrong_and_leaving_clients_are_all_answered_right(li
     """None wrong, none dropped, and nothing is held afterwards."""
     asked = mixed_requests(40)
     bytes_before = live.service.engine.cache.num_bytes()
-    tensors = [id(store) for store in live.service.engine.cache.layers]
 
     async def nuisance(i):
-        if i % 4 == 0:
+        if i % 2:
             return await ask(live, TEXT, b"{")
-        if i % 4 == 1:
-            return await ask(live, TEXT, {"prompt": "A" * 45_000})
-        if i % 4 == 2:
-            return await ask(live, TEXT, {"prompt": "HO"}, token="wrong")
         reader, writer = await begin(live, TEXT, {"prompt": "HO", "max_tokens": 90, "stream": True})
-        await reader.read(20 if i % 8 == 3 else 1000)  # a little, and leaves
+        await reader.read(20)  # a little, and leaves
         writer.transport.abort()
 
     async def all_at_once():
         good = [complete(live, *request, stream=True) for request in asked]
-        found = await asyncio.gather(*good, *(nuisance(i) for i in range(24)))
-        return found[:40], found[40:]
+        return (await asyncio.gather(*good, *(nuisance(i) for i in range(12))))[:40]
 
-    good, bad = asyncio.run(all_at_once())
-    for request, (status, body) in zip(asked, good, strict=True):
+    for request, (status, body) in zip(asked, asyncio.run(all_at_once()), strict=True):
         assert (status, text_of(body)) == (200, written(live.model, *request))
-    assert [found[0] for found in bad if found is not None] == [400, 400, 401] * 6
     live.wait_until(live.idle)
     assert live.service.engine.cache.num_bytes() == bytes_before
-    assert tensors == [id(store) for store in live.service.engine.cache.layers], "nothing was allocated anew"
-    pool = live.service.engine.pool
-    assert len(pool.found_by) <= pool.num_blocks == pool.available(), "what is remembered is bounded by the blocks"
     told = Client(live.address, TOKEN).metrics()
     assert told['manyhands_tokens_total{kind="reused"}'] > 0
     assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
 
 
-def test_greedy_answers_under_load_are_equal_beside_requests_whose_numbers_are_nan():
-    model = quiet(make_model())
-    with Live(model, running=8, queue=300, blocks=40) as live:
-        with torch.no_grad():  # one symbol's row, which no held-out text and no answer of the others needs
-            model.tokens.weight[VOCAB.index("Q")] = math.nan
-            model.head.bias[VOCAB.index("Q")] = -50.0
-        asked = [(prompt.replace("Q", "O"), n) for prompt, n, _ in mixed_requests(24, seed=5)]
-
-        async def all_at_once():
-            good = [complete(live, prompt, n, stream=i % 2 == 0, temperature=0) for i, (prompt, n) in enumerate(asked)]
-            bad = [complete(live, prompt + "Q", n, stream=i % 2 == 0) for i, (prompt, n) in enumerate(asked)]
-            found = await asyncio.gather(*(one for pair in zip(good, bad, strict=True) for one in pair))
-            return found[::2], found[1::2]
-
-        good, bad = asyncio.run(all_at_once())
-        for (prompt, n), (status, body) in zip(asked, good, strict=True):
-            assert (status, text_of(body)) == (200, written(model, prompt, n, 0, Sampling(temperature=0)))
-        assert {refused(answer)[::2] for answer in bad} == {(500, "not_finite")}
-        assert one(live, "/healthz", None, method="GET")[0] == 200
-        live.wait_until(live.idle)
-        assert math.isfinite(live.service.metrics.prompt_nats())
-
-
-def test_a_model_with_a_weight_that_is_no_number_never_starts_to_serve():
-    for bad in (math.nan, -math.inf):
-        model = make_model()
-        with torch.no_grad():
-            model.tokens.weight[VOCAB.index("Q"), 3] = bad
-        with pytest.raises(ValueError, match="tokens.weight of step 10 holds NaN or infinity; serve another"):
-            Live(model)
-
-
 def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_waiting():
     with Live(quiet(make_model()), running=16, queue=300) as live:
-        step, steps, go = live.service.engine.step, [], threading.Event()
-
-        def held():  # after three steps: some have read tokens, and most still wait
-            steps.append(None)
-            if len(steps) > 3:
-                go.wait(60)
-            return step()
-
-        live.service.engine.step = held
+        go = hold_engine(live)
 
         async def ask_and_leave():
-            body = {"prompt": "HO", "max_tokens": 90, "stop": ["!!!!!!!!"]}
+            body = {"prompt": "HO", "max_tokens": 90}
             writers = [(await begin(live, TEXT, body | {"seed": i, "stream": i % 2 == 0}))[1] for i in range(40)]
             while len(live.service.waited_for) < 40:  # more than run at once
                 await asyncio.sleep(0.01)
@@ -452,7 +317,6 @@ def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_wait
         live.wait_until(lambda: not live.service.waited_for)
         go.set()
         live.wait_until(live.idle)
-        assert len(steps) < 10, "texts of those who left were written on"
         assert Client(live.address, TOKEN).metrics()['manyhands_generations_total{reason="gone"}'] == 40
 
 
@@ -502,53 +366,15 @@ def test_what_takes_too_long_is_ended_by_a_status_or_an_event_and_frees_its_plac
         live.wait_until(live.idle)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 9])  # of one token the first piece is the last
-def test_who_never_reads_is_cut_off_when_the_time_is_over(max_tokens):
-    """The connection takes no more bytes: neither the text nor a last word can be sent."""
-    with Live(request_s=0.5) as live:
-        body = json.dumps({"prompt": "HO", "max_tokens": max_tokens, "stream": True}).encode()
-        headers = [(b"authorization", f"Bearer {TOKEN}".encode()), (b"content-length", str(len(body)).encode())]
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": TEXT,
-            "raw_path": TEXT.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": headers,
-        }  # fmt: skip
-        sent = []
-
-        async def conversation():
-            messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive():
-                return messages.pop() if messages else await asyncio.Event().wait()
-
-            async def send(message):
-                sent.append(message["type"])
-                if message["type"] == "http.response.body":
-                    await asyncio.Event().wait()
-
-            await live.app(scope, receive, send)
-
-        asyncio.run_coroutine_threadsafe(conversation(), live.loop).result(timeout=30)
-        assert sent[0] == "http.response.start" and live.idle()
-        assert Client(live.address, TOKEN).metrics()['manyhands_generations_total{reason="timeout"}'] == 1
-
-
-def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog):
+def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(monkeypatch, caplog):
     with Live() as live:
-        step, failing = live.service.engine.step, [True]
-
-        def broken():
-            if failing:
-                raise MemoryError("no room")
-            return step()
-
-        live.service.engine.step = broken
-        found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5}))
-        assert found[0] == 500 and "try again" in found[1] and "no room" in caplog.text
-        assert one(live, "/healthz", None, method="GET") == (503, b'{"status":"failed"}')
-        failing.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(live.service.engine, "step", Mock(side_effect=MemoryError("no room")))
+            found = refused(one(live, TEXT, {"prompt": "HO", "max_tokens": 5}))
+            assert found[0] == 500 and "try again" in found[1] and "no room" in caplog.text
+            assert one(live, "/healthz", None, method="GET") == (503, b'{"status":"failed"}')
         assert said(live, "HO", 5, 1) == written(live.model, "HO", 5, 1)
         assert one(live, "/healthz", None, method="GET")[0] == 200
-        live.wait_until(live.idle)
 
 
 # ---------------------------------------------------------------- the gate
@@ -556,8 +382,7 @@ def test_when_the_engine_fails_everybody_hears_it_and_the_next_is_served(caplog)
 
 def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_models():
     other = make_model(7)
-    loads = {"newest": (other, metadata_of(20)), "30": (make_model(8), metadata_of(30))}
-    with Live(loads=loads, running=8, queue=200, body_s=100) as live:
+    with Live(loads={"newest": (other, metadata_of(20))}, running=8, queue=200, body_s=100) as live:
         asked, steps, step = mixed_requests(30, seed=4), [], live.service.engine.step
 
         def held_in_the_middle():  # the engine writes on only when the swap waits for it
@@ -576,22 +401,16 @@ def test_a_better_checkpoint_goes_live_in_the_middle_and_no_answer_mixes_two_mod
             return await asyncio.gather(*tasks), verdict
 
         answers, (status, verdict) = asyncio.run(all_and_a_swap())
-        verdict = json.loads(verdict)
-        assert status == 200 and verdict["passed"] and "nats per token: not worse" in verdict["sentence"]
+        assert status == 200 and json.loads(verdict)["passed"]
         versions = [json.loads(body)["system_fingerprint"] for _, body in answers]
         assert {live.service.live.version} < set(versions) and len(set(versions)) == 2, "the swap was not in the middle"
         for request, version, (code, body) in zip(asked, versions, answers, strict=True):
             model = other if version == live.service.live.version else live.model
             assert (code, text_of(body)) == (200, written(model, *request))
-        assert said(live, "HO", 30, 1) == written(other, "HO", 30, 1)
-        assert Client(live.address, TOKEN).metrics()["manyhands_model_step"] == 20
 
 
 def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
-    from manyhands.checkpoint.manifest import CheckpointError
-
-    good = make_model()
-    broken = make_model()
+    good, broken = make_model(), make_model()
     with torch.no_grad():
         broken.head.bias.fill_(math.nan)
     short = GPTConfig(len(VOCAB), 48, 1, 1, 8)
@@ -603,12 +422,7 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
         "5": (good, metadata_of(5)),
     }
     ids = generate(good, torch.zeros(1, 1, dtype=torch.long), 90, Sampling(0.5), 1)[0]  # what it likes
-
-    class Loads(dict):
-        def __missing__(self, step):
-            raise CheckpointError(f"there is no step {step}, only 1")
-
-    with Live(good, loads=Loads(loads), held_out_ids=ids.repeat(4), tolerance=0.02) as live:
+    with Live(good, loads=loads, held_out_ids=ids.repeat(4), tolerance=0.02) as live:
         before = live.service.live.version
         for step, words in (
             (1, "worse by more than 0.02"),
@@ -620,25 +434,10 @@ def test_a_worse_a_strange_or_an_unreadable_checkpoint_does_not_come_through():
             verdict = json.loads(body)
             assert status == 409 and not verdict["passed"] and words in verdict["sentence"], verdict
             assert verdict["serves"] == before
-        assert refused(one(live, "/admin/checkpoint", {"step": 6}))[:2] == (409, "there is no step 6, only 1")
         assert json.loads(one(live, "/admin/checkpoint", {"step": 5})[1])["passed"], "the same weights are not worse"
-        told = Client(live.address, TOKEN).metrics()
-        assert told['manyhands_candidates_total{verdict="refused"}'] == 4
-        live.service.load = None
-        assert refused(one(live, "/admin/checkpoint", {}))[:3] == (
-            409, "this server has no folder of checkpoints; start scripts/serve.py with one", "no_source",
-        )  # fmt: skip
 
 
-def test_a_file_that_is_written_again_is_something_newer(tmp_path):
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"a")
-    before = newest_in(file)
-    os.utime(file, ns=(1, 1))
-    assert newest_in(file) != before and newest_in(tmp_path / "nowhere") == []
-
-
-def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_it_is_whole(tmp_path, caplog):
+def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_it_is_whole(tmp_path):
     """Half of it lies still for a while: it is looked at in vain, and again when the rest has come."""
     seen = []
 
@@ -658,46 +457,20 @@ def test_a_checkpoint_that_is_copied_in_while_it_is_watched_is_considered_when_i
             (tmp_path / "step-00000010" / name).write_text("{}")
             while len(seen) < n or name not in seen[-1]:
                 await asyncio.sleep(0.01)
-        with open(tmp_path / "step-00000010" / "manifest.json", "a") as file:
-            file.write(" ")
-        looks = len(seen)
-        while len(seen) == looks:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
-        assert len(seen) == looks + 1, "what stays as it is, is considered once"
         task.cancel()
 
     asyncio.run(asyncio.wait_for(copy(), 30))
-    assert "half a file" in caplog.text
 
 
 # ---------------------------------------------------------------- what is measured, what is logged
 
 
-def test_the_load_test_counts_what_it_is_sent_and_stops_at_what_it_is_refused():
-    config = GPTConfig(len(load_test.VOCAB), 96, 1, 1, 8)
-    with Live(make_model(1, config), metadata_of(1, config, load_test.VOCAB)) as live:
-        client = Client(live.address, TOKEN)
-        rate, answers = load_test.throughput(client, 5, 20)
-        assert [answer.tokens for answer in answers] == [20] * 5 and rate > 0
-        assert all(answer.first_s > 0 for answer in answers)
-        for reused in (0, 32):  # four full blocks of 8; the last of 40 tokens is computed
-            assert load_test.streamed(client, "A" * 40, 1).reused == reused
-        with pytest.raises(ServerSaid, match="status 401"):
-            load_test.streamed(Client(live.address, "no"), "A", 1)
-
-
 def test_prompts_unlike_the_training_text_raise_the_drift_gauge():
-    engine = Mock(prompt_nats=0.0, prompt_tokens=0)
+    engine = Mock(prompt_nats=3000.0, prompt_tokens=2000)
     drift = Metrics(engine)
-    assert math.isnan(drift.prompt_nats())
-    engine.prompt_nats, engine.prompt_tokens = 3000.0, 2000
     assert drift.prompt_nats() == pytest.approx(1.5)
     engine.prompt_nats, engine.prompt_tokens = 3000.0 + 4 * 700, 2700
-    now = drift.prompt_nats()
-    assert 2.5 < now < 3.5 and drift.prompt_nats() == now, "reading it twice changes nothing"
-    engine.prompt_nats, engine.prompt_tokens = engine.prompt_nats + 40_000, 12_700
-    assert drift.prompt_nats() == pytest.approx(4.0, abs=0.01)
+    assert 2.5 < drift.prompt_nats() < 3.5
 
 
 def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live, caplog):
@@ -708,11 +481,7 @@ def test_neither_the_token_nor_what_people_write_is_ever_logged_or_measured(live
         one(live, f"/{TOKEN}/x", {"prompt": secret})
         one(live, CHAT, {"messages": [{"role": "user", "content": secret + "{}"}]})
         one(live, TEXT, b"{" + TOKEN.encode())
-        deadline = time.monotonic() + 20  # a line is written when its answer has gone
-        while len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) < 4:  # none without the token
-            assert time.monotonic() < deadline, caplog.text
-            time.sleep(0.01)
-    metrics = live.service.metrics.content().decode()
-    for text in (caplog.text, metrics):
+        # a line is written when its answer has gone; none without the token
+        live.wait_until(lambda: len([r for r in caplog.records if r.name.startswith("manyhands.serve")]) >= 4)
+    for text in (caplog.text, live.service.metrics.content().decode()):
         assert TOKEN not in text and "ROSALIND" not in text and "?" not in text.replace("?token", "")
-    assert 'route="another path",status="404"' in metrics

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from manyhands.launch.processes import MARK, Family
-from manyhands.train.stalls import Heartbeat, StallWatch, judged, place_of
-from rank_pool import run_on_ranks
+from manyhands.train.stalls import Heartbeat, judged, place_of
 
 pytestmark = pytest.mark.ranks
 
@@ -41,14 +40,6 @@ def test_the_rank_that_got_least_far_is_named_and_the_others_wait():
     assert "...and 16 more ranks." in sentence and "Ranks 0-999 wait" in sentence and len(sentence) < 1500
 
 
-def test_among_ranks_at_the_same_place_the_one_that_does_not_wait_for_a_message_is_named():
-    heard = ranks_at(7, 7, 7, idle_s=11.0)
-    heard[2].busy, heard[2].where = True, "loader.py line 33, read"
-    sentence, _ = judged(heard, 10)
-    assert "rank 2 of 3" in sentence and "step 3, training, in loader.py line 33, read." in sentence
-    assert "Ranks 0-1 wait at step 3, training." in sentence
-
-
 def test_a_silent_rank_is_named_only_if_the_others_stand_still():
     heard = ranks_at(7, 6, idle_s=1.0)
     heard[1].silent_s = 30.0
@@ -58,15 +49,6 @@ def test_a_silent_rank_is_named_only_if_the_others_stand_still():
     assert sentence.startswith("rank 1 of 2 (node1, process 71) gave no sign of life for 30 s: it was last at step 3")
     assert silent == [heard[1]]
     assert "slow" not in sentence  # its thread says nothing either: no longer limit cures that
-
-
-def test_ranks_that_have_left_in_order_are_not_missed():
-    heard = ranks_at(9, 7, idle_s=11.0)
-    heard[0].left, heard[0].silent_s = True, 99.0
-    sentence, silent = judged(heard, 10)
-    assert sentence.startswith("rank 1 of 2") and silent == [] and "rank 0" not in sentence
-    heard[1].left = True
-    assert judged(heard, 10) == (None, [])
 
 
 def test_a_rank_that_reads_a_file_is_busy_and_one_inside_a_collective_is_not():
@@ -90,27 +72,6 @@ def test_a_rank_that_reads_a_file_is_busy_and_one_inside_a_collective_is_not():
     look("waits", lambda: work.wait(), lock.release)
     assert seen["reads"][1] and "test_stalls.py line" in seen["reads"][0]
     assert not seen["waits"][1]
-
-
-def run_watched(ranks, steps, step_s, stall_s):
-    before = threading.active_count()
-    with StallWatch(ranks, stall_s) as watch:
-        for step in range(steps):
-            watch.at(step, "training")
-            time.sleep(step_s)
-        during = threading.active_count() - before
-    deadline = time.monotonic() + 30
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return during, threading.active_count() - before
-
-
-def run_watched_and_not(ranks):
-    return run_watched(ranks, 70, 0.05, 3), run_watched(ranks, 3, 0.01, 0)
-
-
-def test_a_run_that_moves_ends_in_order_and_leaves_no_thread_and_0_seconds_mean_never():
-    assert run_on_ranks(2, run_watched_and_not) == [((2, 0), (0, 0))] * 2
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -151,18 +112,3 @@ def test_a_rank_that_sleeps_or_is_stopped_is_named_with_stacks_and_no_process_is
             time.sleep(0.1)
     finally:
         family.end(grace_s=3)
-
-
-@pytest.mark.parametrize(("answered_s", "ended"), [(20, True), (0, False)])
-def test_a_long_phase_is_no_excuse_where_rank_0_does_not_answer_either(monkeypatch, capfd, answered_s, ended):
-    """Under mpiexec rank 0 serves the store; a checkpoint may take 1,800 s."""
-    watch, seen, now = (StallWatch(SimpleNamespace(rank=1, world_size=2, host="node0"), 10), [], time.monotonic())
-    watch._heartbeats = SimpleNamespace(first_rank=None)
-    watch._at = (7, 30, "checkpoint", now - 15, 1800.0)
-    watch._answered = now - answered_s
-    watch._main = threading.get_ident()
-    beats = iter([True, False])
-    monkeypatch.setattr(watch, "_sleep", lambda: next(beats))
-    monkeypatch.setattr(watch, "_end", lambda *silent: seen.append(silent))
-    watch._guard()
-    assert bool(seen) == ended == ("at step 30, checkpoint, and rank 0" in capfd.readouterr().err)

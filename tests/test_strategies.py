@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from manyhands.checks.zero_fsdp import Peak
 from manyhands.gpt.model import GPT
-from manyhands.measure import wire
 from manyhands.parallel import mesh_strategy
 from manyhands.parallel.strategy import full_model
 from one_process import (
@@ -23,7 +22,6 @@ from one_process import (
     share,
     steps_of,
 )
-from rank_pool import RankFailed
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +162,6 @@ def test_a_head_with_rows_of_zeros_changes_no_loss_and_no_gradient(pool, referen
     assert max(rows for _, rows in results) == 128, "65 tokens, and zeros up to a multiple of 64"
 
 
-@pytest.mark.parametrize(
-    ("device", "low", "padded"),
-    [("cuda", torch.bfloat16, True), ("cuda", None, False), ("cpu", torch.bfloat16, False)],
-)
-def test_the_vocabulary_is_padded_on_gpus_in_16_bits(device, low, padded):
-    assert mesh_strategy.pads_vocabulary(torch.device(device), low) == padded
-
-
 # --- precision
 
 
@@ -243,65 +233,6 @@ def test_a_norm_that_is_not_finite_is_seen_by_all_ranks_and_scales_nothing(pool,
             assert torch.equal(untouched[name], gradient)
             if name != "tokens.weight":
                 assert torch.equal(after[name], gradient)
-
-
-# --- what clipping sends; `test_traffic` counts a step's messages, `test_memory` what ranks hold
-
-
-def calls_of_clipping(ranks, options):
-    parallel = build(ranks, options)
-    parallel.forward_backward(*share(parallel, *next(batches())))
-    with wire.watch() as clipping:
-        parallel.clip(1.0)
-    return [(call.op, call.bytes) for call in clipping.calls]
-
-
-@pytest.mark.parametrize(
-    ("case", "sent"),
-    [
-        (dict(strategy="ddp"), []),
-        *(
-            pytest.param(
-                dict(strategy="fsdp", sharding=kind), [("all_reduce", 8)] * (kind != "none"),
-                marks=[pytest.mark.full] * (kind in ("grad_op", "none")),
-            )
-            for kind in SHARDINGS
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_norm_is_one_float64_where_gradients_are_sharded_and_known_elsewhere(pool, case, sent):
-    assert pool.run(4, calls_of_clipping, options_of("fp32", **case))[0] == sent
-
-
-# --- activation checkpointing
-
-
-def operations_of_a_step(ranks, options):
-    """How often a step computes a matrix product, and how often a GELU's forward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            names.append(operator._schema.name)
-            return operator(*args, **(kwargs or {}))
-
-    parallel, names = build(ranks, options), []
-    with Operations():
-        parallel.forward_backward(*share(parallel, *next(batches())))
-    return sum(name in ("aten::mm", "aten::addmm") for name in names), names.count("aten::gelu")
-
-
-def test_activation_checkpointing_repeats_the_blocks_and_selective_only_what_is_cheap(pool):
-    counts = {
-        kind: pool.run(1, operations_of_a_step, options_of(activation_checkpointing=kind))[0]
-        for kind in ("none", "block", "selective")
-    }
-    products, gelus = counts["none"]
-    assert gelus == 4
-    assert counts["selective"] == (products, 2 * 4)
-    # of the 4 products of a block the last is not needed again: its result goes into a sum
-    assert counts["block"] == (products + 4 * 3, 2 * 4)
 
 
 # --- looking at the model in between
@@ -378,43 +309,6 @@ def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
     assert all(torch.equal(sampled, other[1][-1][2]) for other in looked)
 
 
-def texts_of_growing_length(ranks, options, config, device):
-    """The shapes that the model reads while texts are written on `device`, logits, and the texts."""
-    from manyhands.align.stage import complete
-    from manyhands.gpt.sampling import generate
-
-    parallel, shapes = build(ranks, options, config), set()
-    reads = parallel.modules[0].register_forward_pre_hook(lambda module, args: shapes.add(tuple(args[0].shape[:2])))
-    # the model stays where it is: only what the device's name decides is looked at
-    parallel.ranks = replace(ranks, device=torch.device(device))
-    prompts, lengths = torch.arange(15).view(5, 3), torch.tensor([3, 2, 3, 1, 2])
-    draws = torch.rand(5, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    texts = [
-        generate(parallel, prompts[:3], 90, generator=torch.Generator().manual_seed(2)),
-        generate(parallel, prompts[:1], 90, temperature=0),
-        complete(parallel.logits, prompts, lengths, 40, end=9, uniform_bn=draws)[0],
-        complete(parallel.logits, prompts, lengths, 40, end=9)[0],
-    ]
-    logits = parallel.logits(prompts)
-    reads.remove()
-    return shapes, logits, texts
-
-
-@pytest.mark.parametrize(
-    "case", [dict(strategy="ddp"), pytest.param(dict(strategy="pp"), marks=pytest.mark.full)], ids=str
-)
-def test_texts_that_grow_are_read_in_few_shapes_on_a_gpu_and_stay_the_same(pool, case):
-    config = replace(CONFIG, block_size=80, n_layer=2, n_embd=16, separator=0)
-    options, n_ranks = options_of(**case), 2 if case["strategy"] == "pp" else 1
-    on_cpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cpu")
-    on_gpu = pool.run(n_ranks, texts_of_growing_length, options, config, "cuda")
-    for (many, logits, texts), (few, padded_logits, padded_texts) in zip(on_cpu, on_gpu, strict=True):
-        assert len(many) > 100
-        assert few <= {(rows, length) for rows in (1, 2, 4, 8) for length in (64, 80)}
-        torch.testing.assert_close(padded_logits, logits, rtol=0, atol=EXACT)
-        assert all(map(torch.equal, padded_texts, texts))
-
-
 # --- compilation
 
 
@@ -451,27 +345,3 @@ def test_machine_code_computes_what_python_does(pool):
     config, options = replace(CONFIG, n_layer=2, n_embd=16), options_of("fp32", compile=True, strategy="ddp")
     results = pool.run(2, compiled_steps, options, config, "inductor")
     assert_equal([result for result, _ in results], one_process(options_of("fp32"), config), budget=1e-5)
-
-
-# --- the pool itself
-
-
-def rank_1_fails(ranks):
-    if ranks.rank == 1:
-        raise RuntimeError("rank 1 gave up")
-
-
-def sum_of_ranks(ranks):
-    total = torch.tensor(ranks.rank)
-    torch.distributed.all_reduce(total)
-    return total.item(), ranks.world_size
-
-
-def test_a_pool_gives_each_call_a_group_of_its_own_and_recovers_from_a_failure(pool):
-    assert pool.run(4, sum_of_ranks) == [(6, 4)] * 4
-    with pytest.raises(RankFailed, match="rank 1 gave up"):
-        pool.run(3, rank_1_fails)
-    assert pool.run(4, sum_of_ranks) == [(6, 4)] * 4  # three new ranks, and one that has stayed
-    assert pool.run(2, sum_of_ranks) == [(1, 2)] * 2
-    with pytest.raises(ValueError, match="9 ranks are more than the pool's 8"):
-        pool.run(9, sum_of_ranks)

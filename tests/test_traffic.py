@@ -6,8 +6,7 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.predict.models import model_of
-from manyhands.predict.traffic import Traffic, messages, per_step
+from manyhands.predict.traffic import Traffic, per_step
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"
@@ -106,31 +105,6 @@ def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
             assert found[i] | {"all_to_all": None} == expected | {"all_to_all": None}, flags
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "--parallel.pipeline 2 --parallel.schedule GPipe",
-        pytest.param("--parallel.tensor 2", marks=pytest.mark.full),
-        pytest.param("--parallel.strategy fsdp --parallel.tensor 2", marks=pytest.mark.full),
-    ],
-)
-def test_tokens_travel_to_their_experts_next_to_stages_and_tensor_ranks_as_the_formula_says(pool, more):
-    flags = f"{MOE} --model.n-layer 4 --train.micro-batch 1 {more}"
-    config, layout, options = read(flags, 4)
-    sent = messages(model_of(config), layout, options, config.n_layer // layout.pipeline)
-    sent = [message for message in sent if message.axis == "experts"]
-    found = [ranks[0]["all_to_all"] for ranks in pool.run(4, measure, [flags])]
-    assert {traffic.calls for traffic in found} == {sum(message.calls for message in sent)}
-    mean = sum(traffic.payload_bytes for traffic in found) / 4
-    assert mean == sum(message.payload_bytes for message in sent)
-
-
-def test_ddp_sends_several_buckets_where_a_model_has_megabytes():
-    traffic = per_step(*read(f"{LARGE} --parallel.all-reduce buckets", 2))["all_reduce"]
-    config = read(LARGE, 2)[0]
-    assert traffic.calls > 2 and traffic.payload_bytes == 4 * config.num_params()
-
-
 def volume(traffic, num_params):
     """In P: an all-reduce is two of them, as in the ideal volumes."""
     return sum((2 if op == "all_reduce" else 1) * t.payload_bytes for op, t in traffic.items()) / 4 / num_params
@@ -148,11 +122,3 @@ def test_libraries_move_more_or_less_than_the_ideal():
     fsdp = of("--parallel.strategy fsdp")
     assert fsdp == pytest.approx(2 + 4 * block / P, rel=0.01) and fsdp < 3
     assert of("--parallel.strategy fsdp --parallel.sharding grad_op") == pytest.approx(2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "flags", ["--parallel.strategy tp", "--parallel.strategy deepspeed", "--parallel.strategy fsdp --parallel.tensor 2"]
-)
-def test_what_has_no_formula_is_refused(flags):
-    with pytest.raises(ValueError, match="there is no formula for strategy="):
-        per_step(*read(f"--model.vocab-size 65 {flags}", 2))

@@ -6,19 +6,14 @@ concerns gradients is held in `test_strategies`.
 
 import json
 import os
-import runpy
 import shutil
 import signal
-import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
@@ -37,8 +32,7 @@ from manyhands.gpt.model import GPT
 from manyhands.launch.metrics import fingerprint
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Run
-from manyhands.train.start import prompt_ids, random_state, refuse_text, resume, seed_dropout
-from rank_pool import _server, ranks_of
+from manyhands.train.start import prompt_ids, refuse_text, resume, seed_dropout
 
 TEXT = "to be, or not to be: that is the question. " * 40
 BUDGET_FP64 = 1e-9  # AdamW divides by roots of small numbers: a little more than plain SGD's 1e-10
@@ -67,7 +61,6 @@ FSDP_TP = (4, ParallelOptions(strategy="fsdp", tensor=2))
 
 def begin(ranks, options, outputs):
     """The Run of these options, before it resumes, and the list of all that it will note."""
-    from manyhands.train.run import Run
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     corpus = Corpus.from_text("test", TEXT)
@@ -259,31 +252,6 @@ def test_a_folder_is_refused_that_holds_another_model_or_is_in_use_or_holds_only
             train(pool, ONE, tmp_path, options, folder=tmp_path / folder)
 
 
-def refused_with_a_random_state_of_garbage(ranks, options, outputs):
-    """What a rank hears that resumes from a checkpoint whose hashes are right and whose state of rank 1 is garbage."""
-    run, _ = begin(ranks, options, outputs)
-    states = random_state(torch.device("cpu"))
-    if ranks.rank == 1:
-        states["cpu"].fill_(255)
-    with mock.patch("manyhands.train.run.random_state", return_value=states):
-        go(run)
-    run.close()
-    again, _ = begin(replace(ranks), options, outputs)
-    try:
-        resume(again)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        again.close()
-
-
-def test_a_random_state_that_no_generator_takes_is_one_sentence_on_all_ranks(pool, tmp_path):
-    options = replace(SHORT, checkpoint=replace(SHORT.checkpoint, folder=str(tmp_path / "run")))
-    said = pool.run(2, refused_with_a_random_state_of_garbage, options, tmp_path)
-    sentence = "step-00000004 cannot be resumed from: the state of its random numbers is damaged"
-    assert said[0] == said[1] and sentence in said[0] and "remove this checkpoint" in said[0]
-
-
 @dataclass
 class Who:
     rank: int
@@ -358,20 +326,12 @@ def test_all_ranks_evaluate_each_its_share(pool, tmp_path):
 RARELY = replace(BASE.log, every=100, eval_every=0)
 
 
-@pytest.mark.parametrize(
-    ("log", "why"),
-    [
-        (BASE.log, "the gradient norm is nan at step"),
-        (RARELY, "the gradient norm is nan at step 8"),
-        (replace(RARELY, eval_every=5), "the gradient norm is nan at step 5"),
-    ],
-    ids=["each line", "last step", "evaluation"],
-)
-def test_gradients_that_are_no_numbers_end_the_run_before_they_are_saved(pool, tmp_path, log, why):
+def test_gradients_that_are_no_numbers_end_the_run_before_they_are_saved(pool, tmp_path):
     wild = replace(
-        BASE, log=log, checkpoint=CheckpointOptions(), optimizer=OptimizerOptions(name="sgd", lr=1e30, warmup=0, clip=0)
+        BASE, log=RARELY, checkpoint=CheckpointOptions(),
+        optimizer=OptimizerOptions(name="sgd", lr=1e30, warmup=0, clip=0),
     )  # fmt: skip
-    with pytest.raises(AssertionError, match=why):
+    with pytest.raises(AssertionError, match="the gradient norm is nan at step 8"):
         train(pool, ONE, tmp_path, wild, folder=tmp_path / "run")
     assert not list((tmp_path / "run").glob("step-*"))
 
@@ -399,18 +359,6 @@ def signalled(ranks, options, outputs, name, step):
         for one, handler in before.items():
             signal.signal(one, handler)
     return status, ends[0], sorted(os.listdir(run.checkpoint_folder))
-
-
-def test_the_first_step_too_is_looked_at_before_a_signal_saves_it(pool, tmp_path):
-    """Its gradients are finite: AdamW's step of 1e39 is not, in float32. One rank alone sees it in its share."""
-    wild = replace(
-        BASE, train=replace(BASE.train, precision="fp32"), log=RARELY,
-        checkpoint=CheckpointOptions(str(tmp_path / "run")),
-        optimizer=OptimizerOptions(lr=1e39, warmup=0, weight_decay=0), parallel=FSDP[1],
-    )  # fmt: skip
-    with pytest.raises(AssertionError, match="a weight is NaN or Inf at step 1"):
-        pool.run(2, signalled, wild, tmp_path, "SIGTERM", 1)
-    assert not list((tmp_path / "run").glob("step-*"))
 
 
 def test_ctrl_c_saves_where_a_folder_is_named_and_asks_for_no_requeue(pool, tmp_path):
@@ -461,108 +409,6 @@ def test_a_signal_within_an_evaluation_is_heard_before_its_next_batch_and_the_ev
     assert continued["first"] == 4 and list(continued["val_losses"]) == [4, 8]
 
 
-def on_a_full_disk(ranks, options, outputs):
-    """What a run says, and its status, whose last file finds no room."""
-    from manyhands.launch import metrics
-
-    with mock.patch.object(metrics, "write_whole", side_effect=OSError(28, "No space left on device")):
-        run, notes = begin(ranks, options, outputs)
-        return go(run), run.saved, notes
-
-
-def test_a_finished_run_whose_outputs_disk_is_full_says_so_and_has_not_failed(pool, tmp_path):
-    """It ended with a traceback and status 1, and `--retries` started it again."""
-    status, saved, notes = pool.run(1, on_a_full_disk, BASE, tmp_path)[0]
-    assert (status, saved) == (0, 8)
-    assert notes == ["metrics.json could not be written (No space left on device); the training itself is complete"]
-
-
-def a_run_and_a_refused_one(ranks, options, outputs):
-    """The folders of both, and where `latest` points."""
-    run, _ = begin(ranks, options, outputs)
-    go(run)
-    wanted = replace(options, checkpoint=CheckpointOptions(folder=str(outputs / "none"), resume="must"))
-    refused, _ = begin(replace(ranks), wanted, outputs)
-    with pytest.raises(CheckpointError):
-        resume(refused)
-    refused.close()
-    return run.folder, refused.folder, (run.folder.parent / "latest").resolve()
-
-
-def test_a_refused_run_is_nobodys_latest(pool, tmp_path):
-    first, refused, latest = pool.run(1, a_run_and_a_refused_one, BASE, tmp_path)[0]
-    assert latest == first.resolve() != refused.resolve()
-
-
-def record_watch(ranks, options, outputs):
-    """[(step, phase, how often it moved on)] as the stall watch of a run hears it."""
-    heard = []
-
-    def moved():
-        heard[-1][2] += 1
-
-    watch = SimpleNamespace(at=lambda step, phase, allow_s=None: heard.append([step, phase, 0]), moved=moved)
-    with mock.patch("manyhands.train.run.StallWatch", lambda *_: nullcontext(watch)):
-        begin(ranks, options, outputs)[0].go()
-    return heard
-
-
-@pytest.mark.parametrize("layout", [DDP, PP], ids=["ddp", "pp"])
-def test_each_micro_batch_each_validation_batch_and_each_token_is_progress(pool, tmp_path, layout):
-    n_ranks, parallel = layout
-    options = replace(
-        BASE, train=replace(BASE.train, steps=1, micro_batch=2), log=replace(BASE.log, eval_batches=3, sample=5),
-        parallel=parallel,
-    )  # fmt: skip
-    one, other = pool.run(n_ranks, record_watch, options, tmp_path)
-    assert one == other, "the rank that moved on least often would be named"
-    moved = {(step, phase): times for step, phase, times in one if times}
-    evaluation = 3 + 5 + (3 * 2 if layout == DDP else 0)  # a pipeline's micro-batches are one piece
-    assert moved[0, "evaluation"] == moved[1, "evaluation"] == evaluation
-    assert moved.get((0, "training"), 0) == (2 if layout == DDP else 0)
-
-
-def train_program(ending, folder):
-    """In a forked process: scripts/train.py, except that its training is `ending`. Python's own end has status 77."""
-    from manyhands.launch import program
-    from manyhands.launch.ranks import remember
-    from manyhands.train import run
-
-    os.dup2(os.open(f"{folder}/err", os.O_WRONLY | os.O_CREAT), 2)
-    ranks = ranks_of(0, 2, "torchrun", "train")
-
-    def ends(options):
-        remember(ranks)
-        if ending == "interrupt":
-            raise KeyboardInterrupt
-        if ending == "refusal":
-            program.end("train.py: why", 2)
-        print("its last line", file=sys.stderr, end="")
-        return 0
-
-    run.train = ends
-    sys.argv = ["train.py"]
-    script = Path(__file__).resolve().parents[1] / "scripts" / "train.py"
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        os._exit(77)
-
-
-@pytest.mark.parametrize(
-    ("ending", "status", "said"),
-    [("done", 0, "its last line"), ("refusal", 2, "train.py: why\n"),
-     ("interrupt", 130, "train.py: ended by Ctrl-C\n")],
-)  # fmt: skip
-def test_one_of_several_ranks_ends_itself_without_the_interpreters_own_end(tmp_path, ending, status, said):
-    """Threads of gloo that still hold a tensor would abort it there, one run in five on a busy machine."""
-    process = _server.Process(target=train_program, args=(ending, str(tmp_path)), daemon=True)
-    process.start()
-    process.join(100)
-    assert process.exitcode == status
-    assert (tmp_path / "err").read_text() == said
-
-
 def test_fp16_takes_steps_on_a_cpu_and_comes_close_to_fp32(pool, tmp_path):
     for precision in ("fp32", "fp16"):
         options = replace(BASE, train=replace(BASE.train, precision=precision))
@@ -574,51 +420,3 @@ def test_fp16_takes_steps_on_a_cpu_and_comes_close_to_fp32(pool, tmp_path):
         else:
             assert losses[8] == pytest.approx(reference[8], abs=0.05)
             assert losses[8] != reference[8]
-
-
-def passes(ranks, options, outputs):
-    """[(step, phase, seconds that it may take)] of a run, and on how many threads it would compile."""
-    from torch._inductor import config as inductor
-
-    seen = []
-
-    def at(watch, step, phase, allow_s=None):
-        seen.append((step, phase, allow_s))
-
-    compiles = mock.patch("torch.compile", lambda function: function)
-    with compiles, mock.patch.object(torch.nn.Module, "compile"), mock.patch("manyhands.train.run.StallWatch.at", at):
-        run, _ = begin(ranks, options, outputs)
-        resume(run)
-        go(run)
-    return seen, inductor.compile_threads
-
-
-@pytest.mark.parametrize(("compiles", "allowed"), [(True, 1800), (False, None)])
-def test_a_compilation_is_no_stall_in_whichever_pass_it_is_and_takes_the_ranks_own_cores(
-    pool, compiles, allowed, tmp_path
-):
-    options = replace(BASE, train=replace(BASE.train, compile=compiles, steps=3))
-    ((seen, threads),) = pool.run(1, passes, options, tmp_path)
-    assert seen[1:4] == [(0, "evaluation", allowed), (0, "training", allowed), (1, "training", None)]
-    assert (3, "evaluation", allowed) in seen and (threads == 1 or not compiles)
-
-
-def test_on_a_gpu_the_text_stays_on_the_host_and_the_next_share_is_drawn_behind_the_backward(monkeypatch):
-    """What is indexed on a GPU waits for all that is queued there, and is read back."""
-    done, run = [], object.__new__(Run)
-    run.step, run.options, run.config = 0, SHORT, SimpleNamespace(block_size=8)
-    run.ranks = SimpleNamespace(device=torch.device("meta"))
-    run.parallel = SimpleNamespace(data_rank=0, data_size=1, forward_backward=lambda *_: done.append("backward"))
-    run.train_ids, drawn = Corpus.from_text("test", TEXT).train_ids, get_batch
-
-    def draw(ids, step, *rest):
-        assert ids.device.type == "cpu"
-        done.append(step)
-        return drawn(ids, step, *rest)
-
-    monkeypatch.setattr("manyhands.train.run.get_batch", draw)
-    for run.step in (0, 1, 3):  # 3: it has been resumed
-        batch = run.next_batch()
-        assert [part.device.type for part in batch] == ["meta", "meta"]
-        run.gradients(batch, None)
-    assert done == [0, "backward", 1, "backward", 2, 3, "backward"]  # there is no step 4
