@@ -1,6 +1,6 @@
 """A JupyterHub on loopback with two users, set up as assets/site/hub.md tells an administrator to.
 
-    with shared_by_a_class() as sw, Hub(sw) as hub:
+    with shared_by_a_class() as sw, Hub(sw, accounts=False) as hub:
         user = hub.users["user1"]                   # logged in, with a server of his own
         user.terminal("make doctor")
         kernel = user.kernel("many-hands/notebooks")
@@ -31,6 +31,7 @@ from manyhands.course.folders import ROOT
 
 INSTALLED = Path(sys.prefix) / "hub"
 USERS = "user1", "user2"
+UIDS = 61_001, 61_002
 TYPED = re.search(r"```bash\n(cp -r .*)\n```", (ROOT / "assets" / "site" / "hub.md").read_text())[1]
 
 CONFIG = """
@@ -48,10 +49,27 @@ c.Spawner.cmd = ["{installed}/bin/jupyterhub-singleuser"]
 c.Spawner.environment = {environment}
 c.Spawner.start_timeout = 120
 c.Spawner.http_timeout = 120
+"""
 # one account for both: what keeps them apart is the course, not the permissions of files
+ONE_ACCOUNT = """
 c.JupyterHub.spawner_class = "simple"
 c.SimpleLocalProcessSpawner.home_dir_template = "{folder}/{{username}}"
 c.Spawner.args = ["--allow-root"]
+"""
+# an account each, which only the hub and its children see: $1 holds passwd and group, then come paths that accounts
+# must reach although a folder above them, such as root's home, is closed to them
+NAMESPACE = """
+set -e
+mount --bind "$1/passwd" /etc/passwd
+mount --bind "$1/group" /etc/group
+closed=$2 open=$3; shift 3
+if [ -n "$closed" ]; then
+    mkdir -p /run/manyhands-hub && mount -t tmpfs none /run/manyhands-hub
+    mkdir /run/manyhands-hub/kept && mount --bind "$open" /run/manyhands-hub/kept
+    mount -t tmpfs -o mode=755 none "$closed"
+    mkdir -p "$open" && mount --bind /run/manyhands-hub/kept "$open"
+fi
+exec "$@"
 """
 
 
@@ -77,13 +95,15 @@ def shared_by_a_class():
 
 
 class Hub:
-    """`with Hub(sw) as hub`: `users` by name, `folder` with their homes. `environment`: of their servers.
+    """`with Hub(sw, accounts) as hub`: `users` by name, `folder` with their homes. `environment`: of their servers.
 
     sw: the folder of `shared_by_a_class`.
+
+    accounts: each user has an account and a home of mode 0700; needs root.
     """
 
-    def __init__(self, sw, **environment):
-        self.sw, self.token = sw, uuid.uuid4().hex
+    def __init__(self, sw, accounts, **environment):
+        self.sw, self.accounts, self.token = sw, accounts, uuid.uuid4().hex
         # the course's own recommendation for many users of a node
         self.environment = {"MANYHANDS_PATIENCE": "10", **environment}
 
@@ -95,11 +115,15 @@ class Hub:
         self.folder.joinpath("state").mkdir(mode=0o700)
         ports = _free_ports(3)
         values = {"ports": ports, "installed": INSTALLED, "users": {*USERS}, "folder": self.folder, "token": self.token}
-        config = CONFIG.format(**values, environment=self.environment)
+        config = (CONFIG + ONE_ACCOUNT * (not self.accounts)).format(**values, environment=self.environment)
         (self.folder / "state" / "config.py").write_text(config)
         command = [INSTALLED / "bin" / "jupyterhub", "-f", "config.py"]
-        for name in USERS:
+        for name, uid in zip(USERS, UIDS, strict=True):
             (self.folder / name).mkdir(mode=0o700)
+            if self.accounts:
+                os.chown(self.folder / name, uid, uid)
+        if self.accounts:
+            command = [*self._namespace(), *command]
         # `python3` and `make` are the machine's; variables of the tests are not for the hub
         path = [INSTALLED / "bin", Path(sys.base_prefix) / "bin", "/usr/local/bin", "/usr/bin", "/bin"]
         environ = {"PATH": os.pathsep.join(map(str, path)), "HOME": str(self.folder / "state"), "LANG": "C.UTF-8"}
@@ -119,6 +143,16 @@ class Hub:
             self.__exit__()
             raise
         return self
+
+    def _namespace(self):
+        """Return the command in front of the hub's, which gives the users their accounts; see NAMESPACE."""
+        for file, line in (("passwd", "{0}:x:{1}:{1}::{2}/{0}:/bin/bash\n"), ("group", "{0}:x:{1}:\n")):
+            added = "".join(line.format(*user, self.folder) for user in zip(USERS, UIDS, strict=True))
+            (self.folder / file).write_text(Path("/etc", file).read_text().rstrip("\n") + "\n" + added)
+        python = Path(sys.base_prefix).resolve()
+        closed = [str(path) for path in reversed(python.parents) if not path.stat().st_mode & 0o001][:1]
+        words = [str(self.folder), *(closed or [""]), str(python)]
+        return ["unshare", "--mount", "--propagation", "private", "bash", "-c", NAMESPACE, "bash", *words]
 
     def _answers(self):
         try:

@@ -1,5 +1,6 @@
 """The bench: a real round, the arithmetic on made-up samples, and what fails is said."""
 
+import argparse
 import json
 from dataclasses import asdict
 
@@ -7,11 +8,41 @@ import psutil
 import pytest
 import torch
 from manyhands.config.options import read_options
+from manyhands.data.corpus import load_corpus
 from manyhands.serve import load_test
 from manyhands.tools import bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
 
 pytestmark = pytest.mark.ranks
+
+TRAIN = """
+import json, sys
+exec(open("configurator.py").read())
+json.dump([sys.argv[1:], len(open("data/corpus/train.bin", "rb").read())], open("seen.json", "w"))
+for step in range(8):
+    print(f"iter {step}: loss 4.1000, time {9000 if step == 0 else 20.0:.2f}ms, mfu 0.10%")
+sys.exit(started)
+"""
+
+GPT = """
+import torch
+from collections import namedtuple
+GPTConfig = namedtuple("GPTConfig", "sequence_len vocab_size n_layer n_head n_kv_head n_embd window_pattern")
+class GPT(torch.nn.Linear):
+    def __init__(self, config):
+        assert config == (64, len(corpus()), 4, 4, 4, 128, "L"), config
+        super().__init__(1, 1)
+    def init_weights(self):
+        torch.nn.init.ones_(self.weight)
+    def setup_optimizer(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+    def forward(self, ids, targets):
+        assert torch.equal(ids[:, 1:], targets[:, :-1])
+        return self.weight.sum()
+def corpus():
+    from manyhands.data.corpus import load_corpus
+    return load_corpus().vocab
+"""
 
 
 def row_of(name):
@@ -94,6 +125,30 @@ def test_each_switch_is_held_against_all_of_them_on(monkeypatch, tmp_path):
         changed = [[n for n, v in asdict(one.train).items() if v != getattr(first.train, n)] for one in others]
         assert all(len(names) == 1 for names in changed), "each row has one switch of its own"
         assert len({names[0] for names in changed}) == len(bench.SWITCHES)
+
+
+def test_clones_of_nanogpt_and_nanochat_run_on_the_same_sizes_and_their_steps_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "LINE_STEPS", 2)
+    clones = {"nanogpt": tmp_path / "nanogpt", "nanochat": tmp_path / "nanochat"}
+    (clones["nanochat"] / "nanochat").mkdir(parents=True)
+    (clones["nanochat"] / "nanochat" / "gpt.py").write_text(GPT)
+    clones["nanogpt"].mkdir()
+    (clones["nanogpt"] / "train.py").write_text(TRAIN)
+    (clones["nanogpt"] / "configurator.py").write_text("started = 0\n")
+    theirs, its = bench.reference_rows(argparse.Namespace(**clones))
+    lines = bench.run_world(theirs, tmp_path / "a", 7)
+    assert [line["tokens_per_s"] for line in lines] == [pytest.approx(12 * 64 / 0.02)] * 3
+    (seen,) = (tmp_path / "a").rglob("seen.json")
+    flags, size = json.loads(seen.read_text())
+    assert {"--n_layer=4", "--n_embd=128", "--block_size=64", "--batch_size=12", "--device=cpu"} <= set(flags)
+    assert size == 2 * len(load_corpus().train_ids)
+    assert len(bench.run_world(its, tmp_path / "b", 7)) == 3
+    (clones["nanogpt"] / "configurator.py").write_text("started = 3\n")
+    with pytest.raises(RuntimeError, match="it ended with status 3"):
+        bench.run_world(theirs, tmp_path / "c", 7)
+    two, gpt = Row("2 ranks", 2, tokens_per_s=[150.0, 250.0]), Row(bench.NANOGPT, tokens_per_s=[100.0, 200.0])
+    (number,) = [n for n in bench.trainer_numbers(bench.compared([two, gpt])) if "nanoGPT" in n.what]
+    assert (number.value, number.aim, number.verdict) == (1.375, 1.25, "within")
 
 
 def test_the_engine_is_held_against_a_plain_loop_that_writes_the_same_tokens(one_thread, monkeypatch, tmp_path):

@@ -2,10 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 from manyhands.checks import Wrong, exercise
 from manyhands.course import board
+from manyhands.course.lessons import ROOT
 
 
 @exercise("B", "the mean")
@@ -80,3 +84,23 @@ def test_files_that_no_check_wrote_are_counted_and_markup_is_text(attendee, fold
     page = output.read_text()
     assert "4 files are not a check" in page and "&lt;script&gt;" in page and "<script" not in page
     assert "http-equiv" not in page
+
+
+@pytest.mark.ranks
+def test_a_planted_fault_is_on_the_page_that_is_written_again_within_10_s(attendee, folder, tmp_path):
+    attendee(1, "")
+    output = tmp_path / "page.html"
+    command = [sys.executable, "-m", "manyhands.course.board", "show", folder, "--every", "1", "--output", output]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL) as program:
+        try:
+            deadline = time.monotonic() + 60
+            while not output.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            mean(lambda: 41)
+            deadline = time.monotonic() + 10
+            while "not 41" not in output.read_text() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert "The mean is 2, not 41." in output.read_text() and 'http-equiv="refresh"' in output.read_text()
+        finally:
+            program.terminate()

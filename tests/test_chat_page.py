@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -128,6 +129,36 @@ def test_the_token_leaves_the_address_at_once_and_is_in_no_request_line(page, ad
     assert all(TOKEN not in url.partition("#")[0] for url in page.urls)
     assert all(url.startswith((address, "data:")) for url in page.urls), "nothing from elsewhere"
     assert not page.faults
+
+
+def test_stop_ends_the_reply_on_the_server_too(context, live, monkeypatch):
+    """The engine makes no step that the test does not allow: the reply cannot end by itself.
+
+    Not behind the proxy: jupyter-server-proxy reads a reply to its end when its client has left.
+    """
+    from playwright.sync_api import expect
+
+    page = Page(context, f"{live.address}/#token={TOKEN}")
+    monkeypatch.setattr("manyhands.serve.service.EVENT_S", 0)  # each token is an event of its own
+    allowed, step = threading.Semaphore(0), live.service.engine.step
+    live.service.engine.step = lambda: (allowed.acquire(timeout=60), step())[1]
+    try:
+        page.say("HELLO")
+        allowed.release(2)
+        page.wait_until(lambda: "".join(page.messages("assistant").all_text_contents()))
+        page.page.get_by_role("button", name="Stop").click()
+        expect(page.told()).to_have_text("stopped")
+        live.wait_until(lambda: live.service.changes or live.idle())
+        allowed.release(2)
+        live.wait_until(live.idle)
+    finally:
+        live.service.engine.step = step
+        allowed.release(100)
+    page.page.get_by_role("button", name="New chat").click()
+    expect(page.messages("message")).to_have_count(0)
+    page.say("HO")
+    page.done()
+    expect(page.messages("assistant")).to_have_count(1)
 
 
 def test_what_is_refused_is_said_and_the_message_which_stays_text_goes_back_to_the_field(page):

@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
+import subprocess
 import threading
 from dataclasses import asdict
 from functools import partial
@@ -404,3 +406,12 @@ def test_a_folder_that_cannot_be_made_or_is_not_shared_is_refused_on_all_ranks(t
     assert first == second
     assert f"{tmp_path}/file cannot be written (File exists); name another folder" in first[0]
     assert "rank 1 on here does not see " in first[1] and "run/step-00000001.partial" in first[1]
+
+
+def test_the_manifest_is_json_that_anyone_can_check_with_sha256sum(two_steps):
+    path = two_steps / "step-00000020"
+    about = json.loads((path / "manifest.json").read_text())
+    assert about["files"].keys() == {f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)}
+    lines = "".join(f"{f['sha256']}  {path / name}\n" for name, f in about["files"].items())
+    subprocess.run(["sha256sum", "--check", "--quiet"], input=lines, text=True, check=True)
+    assert manifest.read_manifest(path).metadata == about_of(2, 20)

@@ -5,9 +5,12 @@ import json
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from live_server import LETTERS, TOKEN, VOCAB, Live, ask, make_model, metadata_of, quiet, written
 from manyhands.config.options import ModelOptions
 from manyhands.gpt.model import GPTConfig
+from manyhands.serve import schema
 from manyhands.serve.client import Client
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("one_thread")]
@@ -279,3 +282,72 @@ def test_what_changes_no_answer_is_taken_and_ignored(live):
         }  # fmt: skip
         plain, same = (answer(live, path, base | more)[1]["choices"] for more in ({}, nothing))
         assert plain == same
+
+
+FIELDS = sorted({*schema.CompletionRequest.model_fields, *schema.ChatRequest.model_fields} - {"stream"})
+
+plain_json = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+
+huge = st.sampled_from(
+    [10**400, -(10**400), 2**64, 1e308, -0.0, 5e-324, "A" * 70_000, "\ud800", "\0", [[]] * 500, ["A"] * 500]
+)
+
+any_json = st.recursive(
+    plain_json | huge,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+)
+
+turns = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.just("HO")})
+
+near = {  # what may well be accepted, so that combinations are met
+    "prompt": st.sampled_from(["HO", ["HO", "A"], [1, 2], [[1], [2, 3]], ["A", [1]]]),
+    "messages": st.lists(turns, max_size=4),
+    "logprobs": st.sampled_from([True, False, 0, 3]), "top_logprobs": st.integers(-1, 4), "n": st.integers(0, 70),
+    "max_tokens": st.integers(0, 100), "max_completion_tokens": st.integers(0, 100), "echo": st.booleans(),
+    "logit_bias": st.dictionaries(st.integers(-2, 40).map(str), st.floats(-120, 120), max_size=3),
+    "temperature": st.floats(0, 2.1), "top_p": st.floats(0, 1.1), "stop": st.sampled_from(["E", ["E", "A"], "", []]),
+    "tool_choice": st.sampled_from(["none", "auto", "required"]), "model": st.sampled_from(["manyhands", "x"]),
+}  # fmt: skip
+
+fields = st.one_of(
+    st.tuples(st.sampled_from(FIELDS), any_json),
+    st.tuples(st.sampled_from([*schema.NEUTRAL, *schema.HARMLESS]), any_json),
+    st.tuples(st.text(max_size=12), any_json),
+    *[st.tuples(st.just(name), values) for name, values in near.items()],
+)
+
+
+def check_error(body):
+    """It is an error in OpenAI's shape, of one short sentence."""
+    error = body["error"]
+    assert set(body) == {"error"} and set(error) == {"message", "type", "param", "code"}
+    assert 5 < len(error["message"]) < 400 and "\n" not in error["message"] and "Traceback" not in error["message"]
+    assert error["type"] == "invalid_request_error" and len(error["param"] or "") <= 80
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chat=st.booleans(), more=st.lists(fields, max_size=5), alone=st.none() | any_json)
+def test_any_request_is_answered_or_refused_in_a_sentence_and_nothing_strange_is_accepted(live, chat, more, alone):
+    path, base = (CHAT, {"messages": [USER]}) if chat else (TEXT, {"prompt": "HO"})
+    asked = alone if alone is not None and not more else base | {"max_tokens": 2} | dict(more)
+    status, body = answer(live, path, asked)
+    if status != 200:
+        assert status in (400, 404), (status, body)
+        return check_error(body)
+    asked = {name: value for name, value in asked.items() if value is not None}
+    kind = schema.ChatRequest if chat else schema.CompletionRequest
+    assert set(asked) <= {*kind.model_fields, *schema.NEUTRAL, *schema.HARMLESS}
+    assert not any(
+        isinstance(asked.get(name), bool) for name in ("n", "temperature", "top_p", "top_k", "seed", "max_tokens")
+    )
+    assert asked.get("tool_choice") != "required" and asked.get("model", "manyhands") == "manyhands"
+    most = {asked[name] for name in ("max_tokens", "max_completion_tokens") if name in asked}
+    prompts = asked["prompt"] if not chat and isinstance(asked["prompt"], list) else [0]
+    prompts = [0] if isinstance(prompts[0], int) else prompts
+    assert len(most) < 2 and len(body["choices"]) == asked.get("n", 1) * len(prompts)
+    assert body["usage"]["completion_tokens"] <= len(body["choices"]) * min(most, default=96)
+    for choice in body["choices"]:
+        wanted = asked.get("logprobs", False) if chat else "logprobs" in asked
+        assert (choice["logprobs"] is not None) == bool(wanted) and choice["finish_reason"] in ("stop", "length")
+    assert chat or not (asked.get("echo") and "logprobs" in asked)
+    assert not chat or not asked.get("top_logprobs") or asked.get("logprobs")

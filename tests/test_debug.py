@@ -2,12 +2,14 @@
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import notebook_kernel
 import pytest
 from manyhands.notebook import debug
 from notebook_kernel import JOIN, Kernel, left_behind, wait_until
@@ -126,4 +128,31 @@ def test_a_killed_kernel_leaves_no_stopped_rank_and_no_socket(tmp_path, root):
             os.kill(kernel.pid, signal.SIGKILL)
             stepping.communicate(timeout=60)
         assert not left_behind(mark, 60)
+        wait_until(lambda: not kernel.ranks_folder.exists())
+
+
+@pytest.mark.full
+def test_sixteen_ranks_are_traced_one_is_stepped_and_a_killed_kernel_leaves_none(tmp_path, root):
+    with Kernel(tmp_path, root, {"MANYHANDS_LIVE": "1"}) as kernel:
+        kernel.collect(
+            kernel.send(notebook_kernel.START.format(scripts=str(root / "scripts"), n_ranks=16, length=3)), 250
+        )
+        assert kernel.run(JOIN, 250).error is None
+        mark = kernel.mark()
+        kernel.ranks_folder = Path(kernel.run("print(hands.processes.folder)").text.strip())
+        traced = "%%ranks --trace\nif rank == 11:\n    breakpoint()\ndist.all_reduce(torch.ones(10))"
+        question = kernel.send(traced)
+        wait_until(lambda: sockets(kernel))
+        time.sleep(1)  # the others wait as long
+        with terminal(kernel, 11) as stepping:
+            told, _ = stepping.communicate("p 100 + rank\nc\n", timeout=60)
+        cell = kernel.collect(question, 250)
+        assert "111" in told and cell.error is None
+        lines = [line for line in cell.text.splitlines() if re.match(r"rank \d+: computing", line)]
+        assert len(set(lines)) == 16 and sum("for rank 11" in line for line in set(lines)) == 15
+        assert len(cell.pictures) == 1
+        kernel.send("%%ranks\nif rank == 11:\n    breakpoint()\ndist.barrier()")
+        wait_until(lambda: sockets(kernel))
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert not left_behind(mark, 120)
         wait_until(lambda: not kernel.ranks_folder.exists())

@@ -12,6 +12,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.simulated_rank import in_own_process
 from one_process import CONFIG, assert_equal, batches, build, one_process, options_of, share, steps_of
 
 MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
@@ -253,3 +254,18 @@ def test_what_experts_do_not_go_together_with_is_refused_with_the_cure(flags, wo
     options = read_options(["--model.experts", "4", *flags.split()])
     with pytest.raises(LayoutError, match=words):
         resolve_layout(options, model_config(options, 65), 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "more",
+    [
+        "fsdp --parallel.context 2 --optimizer.balance-loss 0", "ddp", "fsdp --parallel.tensor 4 --model.vocab-size 68",
+        "ddp --parallel.pipeline 2 --parallel.tensor 4 --model.vocab-size 68",
+    ],
+)  # fmt: skip
+def test_a_rank_of_1024_holds_what_the_formula_says(more):
+    """As torch builds it on the fake backend: 64 experts over 8 neighbours, and context ranks beside them."""
+    flags = "--model.experts 64 --model.n-embd 64 --train.global-batch 2048 --parallel.expert 8 --parallel.strategy"
+    (found,) = in_own_process([1024], f"{flags} {more}".split())
+    assert found["held"] == pytest.approx({kind: found["planned"][kind] for kind in found["held"]}, rel=0.02)

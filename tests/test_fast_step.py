@@ -10,6 +10,7 @@ from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.train import start
 from one_process import CONFIG, TIED, assert_equal, build, one_process, options_of, steps_of
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 AT_ONCE = 7 * CONFIG.vocab_size  # logits: a chunk has fewer rows than a sequence
 
@@ -95,6 +96,38 @@ def stream_in_bf16(ranks, options):
     ids, targets = next(batches())
     loss = parallel.mean_loss(parallel.forward_backward(*share(parallel, ids, targets)))
     return seen, {"loss": loss} | parallel.named_full_gradients()
+
+
+def casts_of_a_step(ranks, options):
+    from one_process import batches, share
+
+    class Casts(TorchDispatchMode):
+        """The shapes of what is cast to bf16."""
+
+        def __init__(self):
+            super().__init__()
+            self.shapes = []
+
+        def __torch_dispatch__(self, function, types, given=(), settings=None):
+            made = function(*given, **(settings or {}))
+            if function is torch.ops.aten._to_copy.default and made.dtype is torch.bfloat16:
+                self.shapes.append(tuple(made.shape))
+            return made
+
+    parallel = build(ranks, options)
+    rows, seen = parallel.model.head.weight.shape, []
+    for _, (ids, targets) in zip(range(2), batches(), strict=False):
+        with Casts() as casts:
+            parallel.forward_backward(*share(parallel, ids, targets))
+        seen.append(casts.shapes.count(tuple(rows)))
+    return parallel.layout.micro_batches, seen
+
+
+@pytest.mark.parametrize("flags", [{}, {"all_reduce": "buckets"}, {"activation_checkpointing": "block"}], ids=str)
+def test_a_weight_is_cast_once_a_step_and_not_once_a_micro_batch(pool, flags):
+    options = options_of("bf16", micro_batch=1, **flags)
+    for micro_batches, seen in pool.run(2, casts_of_a_step, options):
+        assert micro_batches > 1 and seen == [1, 1]
 
 
 SUMMED = [

@@ -289,6 +289,25 @@ def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(in_th
     assert job.metrics("02_collectives") is None
 
 
+def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(in_the_course, monkeypatch, capsys):
+    notebook, script = (in_the_course / part for part in ("notebooks/03_data_parallel.ipynb",
+                                                          "scripts/03_data_parallel.py"))  # fmt: skip
+    before = notebook.read_text(), script.read_text()
+    edited = before[0].replace("global_batch = 0", "global_batch = 24", 1)
+    assert edited != before[0]
+    try:
+        notebook.write_text(edited)
+        os.utime(script, (1, 1))
+        started_with = []
+        monkeypatch.setattr(submit, "LocalJob", lambda name, flags: started_with.append(script.read_text()))
+        submit.submit("ddp_shakespeare", via="bash")
+        assert "global_batch = 24" in started_with[0]
+        assert "wrote 03_data_parallel.ipynb into the script" in capsys.readouterr().out
+    finally:
+        notebook.write_text(before[0])
+        script.write_text(before[1])
+
+
 def test_a_cancelled_job_leaves_no_process(in_the_course, capsys):
     job = submit.submit("ddp_shakespeare", via="bash")
     here = psutil.Process(int(job.number))

@@ -1,6 +1,7 @@
 """A real JupyterHub, set up as assets/site/hub.md says: two users at once, apart from each other, and the chat page."""
 
 import json
+import os
 import re
 import sys
 import threading
@@ -10,7 +11,7 @@ import httpx
 import nbformat
 import psutil
 import pytest
-from hub import USERS, Hub, shared_by_a_class
+from hub import UIDS, USERS, Hub, shared_by_a_class
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 from manyhands.launch.processes import Family
@@ -36,15 +37,21 @@ print("sum", float(number))
 """
 
 
+def accounts_need_root(accounts):
+    if accounts and os.geteuid() != 0:
+        pytest.skip("an account for each user needs root; the same tests run with one account for both")
+
+
 @pytest.fixture(scope="module")
 def sw():
     with shared_by_a_class() as folder:
         yield folder
 
 
-@pytest.fixture(scope="module")
-def hub(sw):
-    with Hub(sw) as hub:
+@pytest.fixture(scope="module", params=[False, True], ids=["one_account", "accounts"])
+def hub(request, sw):
+    accounts_need_root(request.param)
+    with Hub(sw, request.param) as hub:
         with ThreadPoolExecutor(2) as at_once:
             list(at_once.map(lambda user: user.set_up(), hub.users.values()))
         yield hub
@@ -114,6 +121,11 @@ def test_two_users_run_lesson_02_at_once_and_neither_sees_anything_of_the_other(
 
     first, second = hub.users.values()
     assert httpx.get(f"{second.server.base_url}api/contents", headers=first.headers).status_code == 403
+    if hub.accounts:
+        assert [{process.uids().real for process in family} for family in families] == [{uid} for uid in UIDS]
+        path = first.home / "many-hands" / "README.md"
+        code = f"try: print(open({str(path)!r}).read())\nexcept PermissionError: print('refused')"
+        assert kernels[1].run(code) == "refused\n" and path.exists()
 
 
 def test_the_chat_page_works_behind_the_hub(hub):

@@ -1,4 +1,4 @@
-"""One run, killed with SIGKILL four times: at random moments, and in the middle of saving.
+"""One run, killed with SIGKILL four times (`make test-full`: twenty): at random moments, and in the middle of saving.
 
 It ends as if nobody had killed it.
 
@@ -40,28 +40,28 @@ pytestmark = pytest.mark.ranks
 
 N_RANKS = 2
 EVERY = 3  # steps between checkpoints
-KILLS, STEPS = 4, 30  # more steps than so many lives get through: each is killed before its third save
+STEPS = {4: 30, 20: 126}  # {kills: more steps than so many lives get through}: each is killed before its third save
 SLOW_S = 0.03  # so much longer takes each fsync of a run that is killed: there are six in a save
 PATIENCE_S = 60  # of the ranks with each other; the parent has three times as much
 
 OPTIONS = Options(
     model=ModelOptions(n_layer=1, n_head=1, n_embd=8, block_size=8, dropout=0.2, experts=4),
     parallel=ParallelOptions(expert=2),
-    train=TrainOptions(steps=STEPS, global_batch=4, stall_s=PATIENCE_S),
+    train=TrainOptions(global_batch=4, stall_s=PATIENCE_S),
     optimizer=OptimizerOptions(lr=1e-2),
     log=LogOptions(every=EVERY, eval_every=4 * EVERY, eval_batches=1, sample=0, plots=False, progress=False),
     checkpoint=CheckpointOptions(every=EVERY, keep=2),
 )
 
 
-def train(ranks, folder, asynchronous, most, tell):
+def train(ranks, folder, steps, asynchronous, most, tell):
     """The trainer, from the newest checkpoint to the end; the fingerprint of all that is left. `tell(what, step,
     value)`.
 
     After `most` steps, if it is not None, it waits to be killed: a parent that comes late finds it still alive.
     """
     wanted = replace(OPTIONS.checkpoint, folder=str(folder), asynchronous=asynchronous)
-    options = replace(OPTIONS, checkpoint=wanted)
+    options = replace(OPTIONS, checkpoint=wanted, train=replace(OPTIONS.train, steps=steps))
     corpus = Corpus.from_text("test", "to be, or not to be " * 20)
     config = model_config(options, len(corpus.vocab))
     layout = resolve_layout(options, config, ranks.world_size)
@@ -86,7 +86,7 @@ def train(ranks, folder, asynchronous, most, tell):
     return fingerprint([*run.tensors().values(), torch.get_rng_state()])
 
 
-def _rank(rank, store, folder, asynchronous, slow_s, pipe):
+def _rank(rank, store, folder, steps, asynchronous, slow_s, pipe):
     """One rank of one life."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MANYHANDS_OUTPUTS": f"{store}.outputs"}
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
@@ -99,8 +99,8 @@ def _rank(rank, store, folder, asynchronous, slow_s, pipe):
     )  # fmt: skip
     ranks = ranks_of(rank, N_RANKS)
     most = 3 * EVERY if slow_s else None
-    bits = train(ranks, folder, asynchronous, most, lambda *what: pipe.send(what))
-    pipe.send(("done", STEPS, bits))
+    bits = train(ranks, folder, steps, asynchronous, most, lambda *what: pipe.send(what))
+    pipe.send(("done", steps, bits))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -108,14 +108,14 @@ def _rank(rank, store, folder, asynchronous, slow_s, pipe):
 class Life:
     """The run from one start to its end or its death."""
 
-    def __init__(self, number, scratch, folder, asynchronous=False, slow_s=0.0):
+    def __init__(self, number, scratch, folder, steps, asynchronous=False, slow_s=0.0):
         self.heard = [[] for _ in range(N_RANKS)]
         self.processes, self.pipes = [], []
         for rank in range(N_RANKS):
             ours, theirs = _server.Pipe(duplex=False)
             store = str(scratch / f"store{number}")
             process = _server.Process(
-                target=_rank, args=(rank, store, folder, asynchronous, slow_s, theirs), daemon=True
+                target=_rank, args=(rank, store, folder, steps, asynchronous, slow_s, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -158,16 +158,18 @@ class Life:
         return {step: value[0] if value else None for told, step, *value in self.heard[0] if told == what}
 
 
-def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(tmp_path):
-    life = Life("uninterrupted", tmp_path, tmp_path / "uninterrupted")
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(tmp_path, kills):
+    steps = STEPS[kills]
+    life = Life("uninterrupted", tmp_path, tmp_path / "uninterrupted", steps)
     life.end()
     losses, left = life.values("step"), [heard[-1] for heard in life.heard]
-    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert sorted(losses) == list(range(1, steps + 1))
     folder, luck = tmp_path / "checkpoints", random.Random(5)
     killed_while_saving = 0
-    for number in range(KILLS):
+    for number in range(kills):
         while_saving, asynchronous = number % 2 == 0, number % 4 >= 2
-        life = Life(number, tmp_path, folder, asynchronous, SLOW_S)
+        life = Life(number, tmp_path, folder, steps, asynchronous, SLOW_S)
         life.until(lambda: life.values("resumed"))  # noqa: B023
         start = max(life.values("resumed"))
         if while_saving:  # the second save of this life: the first one is progress
@@ -192,11 +194,11 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(tmp_path):
             assert newest >= saved - EVERY and newest > reached - 2 * EVERY - 1
         else:
             assert newest >= saved and newest >= reached - EVERY
-    assert killed_while_saving >= 1, "or this test does not see what it is for"
-    assert newest < STEPS, "the run was over before the last kill: make it longer"
-    life = Life(KILLS, tmp_path, folder)
+    assert killed_while_saving >= kills // 4, "or this test does not see what it is for"
+    assert newest < steps, "the run was over before the last kill: make it longer"
+    life = Life(kills, tmp_path, folder, steps)
     life.end()
     assert [heard[-1] for heard in life.heard] == left
     there = manifest.steps_in(folder)
-    assert [manifest.step_of(path) for path in there[:2]] == [STEPS, STEPS - EVERY]
+    assert [manifest.step_of(path) for path in there[:2]] == [steps, steps - EVERY]
     assert len(there) <= 3 and set(folder.glob("step-*")) == set(there), "the last two, the best, no left-overs"

@@ -304,3 +304,21 @@ def test_help_is_printed_once_and_one_process_takes_the_same_path(script):
     assert (status, errors) == (0, "")
     assert "1 rank, launcher alone" in output and "[rank" not in output
     assert "0/1 alone sum=4 mpi=False" in output and "again=4 same=True" in output
+
+
+def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_has_ended(script):
+    """No launcher ends them. Rank 0 waits for rank 2, which never comes, and ends before rank 1's patience is over."""
+    text = script.read_text().replace(
+        "join(globals())", 'join(globals(), timeout_s=(5, 90)[int(os.environ["RANK"])])', 1
+    )
+    script.write_text("import os\n" + text)
+    world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "3"}
+    environ = os.environ | world | {"RANK": "0", "LOCAL_RANK": "0"}
+    first = subprocess.Popen([sys.executable, script], env=environ, stderr=subprocess.PIPE, text=True)
+    status, _, errors = run(sys.executable, script, RANK="1", LOCAL_RANK="1", **world)
+    assert status == 1 and errors.endswith(
+        "rank 1 lost rank 0, which has ended; see its output for the reason, then start again\n"
+    )
+    of_0 = first.communicate(timeout=60)[1]
+    assert first.returncode == 1 and "Traceback" not in of_0
+    assert of_0.endswith("rank 0 waited 5 s for rank 2 to join; did they start, and are they alive?\n")

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 from manyhands.launch import commands
 from manyhands.launch.commands import blame, command_for
-from manyhands.launch.program import DIVERGED, NO_ROOM
+from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE
 
 pytestmark = pytest.mark.ranks
 
@@ -289,6 +290,37 @@ def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, 
     lines = [line for line in said.splitlines() if "hostname of the client socket" not in line]
     assert status == 137 and len(lines) == 2
     assert lines[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
+
+
+@pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])
+def test_on_several_nodes_a_refusal_is_the_last_line_again(monkeypatch, capsys, nodes, said):
+    def keep(command, environ, idle_s):
+        Path(environ[STATUS_FILE]).write_text(json.dumps([2, "mine.py: --stepz is unknown"]))
+        return 2, None
+
+    monkeypatch.setattr(commands, "keep", keep)
+    assert commands.run(["torchrun", *["--rdzv-backend=c10d"] * (nodes - 1)], None, 2) == 2
+    assert capsys.readouterr().err == said
+
+
+OUT_OF_MEMORY = """\
+import manyhands.launch.entry as entry
+class OutOfMemoryError(RuntimeError):
+    "As torch's, of which no GPU is needed to raise it."
+def main():
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB.")
+entry.run_program("train.py", main)
+"""
+
+
+def test_a_gpu_without_room_is_one_sentence_with_the_cure_and_a_status_that_is_not_tried_again(root, tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), STATUS_FILE: str(tmp_path / "status")}
+    ended = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], env=environ, capture_output=True, text=True)
+    assert ended.stderr == (
+        "train.py: CUDA out of memory. Tried to allocate 2.00 GiB: use a smaller micro-batch (--train.micro-batch),"
+        " more GPUs or a smaller model (--dry-run says what train.py needs)\n"
+    )
+    assert ended.returncode == json.loads((tmp_path / "status").read_text())[0] == NO_ROOM
 
 
 def until(run, text):

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from manyhands.data.corpus import open_text
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.gpt.model import GPT, GPTConfig
 from one_process import assert_equal, one_process, options_of, steps_of
+from test_strategies import compiled_steps
 
 SEPARATOR = 3
 # few tokens, so that most windows hold several documents
@@ -79,6 +81,30 @@ CASES = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.full] * (case != "fsdp")) for case in CASES])
 def test_four_ranks_mask_as_one_process_does(pool, reference, case):
     assert_equal(pool.run(4, steps_of, options_of(**CASES[case]), CONFIG), reference)
+
+
+def compiled_steps_by_blocks(ranks, options, config):
+    """As on a GPU, but for its kernels: a CPU's have no backward, so their products are written out in Python."""
+    from manyhands.parallel import mesh_strategy
+    from torch.nn.attention import flex_attention
+
+    with (
+        mock.patch.object(mesh_strategy, "skips_blocks", return_value=True),
+        mock.patch.object(flex_attention, "_validate_device"),
+        mock.patch.object(mesh_strategy, "document_blocks", wraps=mesh_strategy.document_blocks) as blocks,
+    ):
+        result, _ = compiled_steps(ranks, options, config, "aot_eager")
+    assert blocks.called
+    return result
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [dict(strategy="ddp", micro_batch=2), dict(strategy="fsdp")], ids=str)
+def test_attention_by_blocks_of_positions_is_that_of_the_whole_mask(pool, case):
+    # positions in two blocks of 128, the second not full, and documents that end within either
+    config = replace(CONFIG, n_layer=2, n_embd=16, block_size=160, vocab_size=61)
+    results = pool.run(2, compiled_steps_by_blocks, options_of(compile=True, **case), config)
+    assert_equal(results, one_process(options_of(), config))
 
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "ée", "ll", "ck")]

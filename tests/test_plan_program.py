@@ -158,3 +158,7 @@ def test_it_runs_without_torch(root):
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "1. replicas 8" in ran.stdout
+
+
+def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():
+    assert answer("olmo-7b", 4096, batch=4096).tried < 10_000

@@ -125,6 +125,39 @@ def test_the_report_is_one_page_that_loads_nothing_and_junit_counts_each_run_and
     assert ("02_raises", "mpiexec on 2 ranks") in failed and ("04_differs", "metrics agree") in failed
 
 
+@pytest.fixture
+def fly(tmp_path, monkeypatch):
+    """fly(*words, after=N) -> (status, names of the lessons that ran) of a preflight of two lessons without processes.
+
+    After N runs Ctrl-C comes. `fly.before` holds the report as it was before each run.
+    """
+    for name in ("01_good", "02_also"):
+        fake_course.write_lesson(tmp_path, name, fake_course.GOOD)
+    report = tmp_path / "outputs" / "preflight" / "report.html"
+    monkeypatch.setattr(preflight, "at_once", lambda run, running, cores, memory: not running)
+    monkeypatch.setenv("MANYHANDS_LOGIN_NODE", "0")
+
+    def flight(*words, after=None, corpus=None):
+        made, flight.before = [], []
+
+        def carry_out(run, timeout_s, stop):
+            if len(made) == after:
+                raise KeyboardInterrupt
+            made.append(run.lesson.name)
+            flight.before.append(report.read_text() if report.exists() else "")
+            metrics = {"lesson": run.lesson.name, "corpus": corpus, "parameters": {}, "device": "cpu", "exact": {},
+                       "close": {}, "world_size": 4}  # fmt: skip
+            outcome = runs.Outcome(run, processes.Ended(0, 1.0, 0), None, metrics)
+            run.folder.mkdir(parents=True, exist_ok=True)
+            outcome.keep()
+            return outcome
+
+        monkeypatch.setattr(runs.Run, "carry_out", carry_out)
+        return preflight.main(["--notebooks", *words], root=tmp_path), made
+
+    return flight
+
+
 def is_papermill_or_kernel(process):
     with contextlib.suppress(psutil.Error):
         return any(name in " ".join(process.cmdline()) for name in ("papermill", "ipykernel"))
@@ -191,6 +224,17 @@ def test_a_resumed_preflight_makes_only_what_did_not_go_well_or_was_changed(flow
     edited = [("04_differs", way) for way in ("torchrun", "mpiexec")]
     assert sorted(made) == sorted([("02_raises", way) for way in WAYS] + edited)
     assert "1 run of 6 went well before: kept" in capsys.readouterr().out
+
+
+def test_the_report_is_written_after_each_run_and_a_flight_that_began_anew_keeps_no_earlier_runs(fly, tmp_path, capsys):
+    """Flight 1 was whole, flight 2 was interrupted after one run: flight 3 has one run to keep, not two."""
+    assert fly() == (0, ["01_good", "02_also"])
+    assert ["Not ready: 1 run not ended" in text for text in fly.before] == [False, True]
+    assert "Ready" in (tmp_path / "outputs" / "preflight" / "report.html").read_text()
+    assert fly(after=1) == (130, ["01_good"])
+    capsys.readouterr()
+    assert fly("--resume") == (0, ["02_also"])
+    assert "1 run of 2 went well before: kept" in capsys.readouterr().out
 
 
 def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
@@ -294,3 +338,26 @@ def test_a_run_that_leaves_a_process_behind_has_it_named_and_killed(tmp_path):
     assert not alive(pid)
     ended = processes.supervise(["no-such-program"], log=tmp_path / "log", timeout_s=5)
     assert ended.status is None and "no-such-program did not start" in ended.error
+
+
+@pytest.mark.parametrize(
+    ("now", "said", "well"),
+    [
+        ("PENDING|(Resources)", "slurm's job 7 was cancelled after 0.1 s: waiting, Resources", False),
+        ("PENDING|(None)", "slurm's job 7 was cancelled after 0.1 s: waiting", False),
+        ("", "slurm's job 7: completed; its output is ddp_shakespeare.o7", True),
+    ],
+)
+def test_a_job_goes_through_the_real_scheduler_where_that_is_asked_for(tmp_path, monkeypatch, capsys, now, said, well):
+    programs = {
+        "sinfo": "echo up", "sbatch": "echo Submitted batch job 7", "squeue": f"[ -z '{now}' ] || echo '7|{now}'",
+        "scontrol": "echo JobState=COMPLETED ExitCode=0:0", "scancel": f"echo $1 >>{tmp_path}/cancelled",
+    }  # fmt: skip
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert preflight.try_queue(0.1) == (said, well)
+    assert (tmp_path / "cancelled").exists() != well
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert preflight.try_queue(0.1) == ("no scheduler answers here, so no job was submitted", False)

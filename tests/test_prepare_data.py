@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from manyhands.course import folders
 from manyhands.data.corpus import open_text, read_manifest, verify_text
 from manyhands.data.documents import (
     Quality,
@@ -27,7 +29,9 @@ from manyhands.data.documents import (
 )
 from manyhands.data.preparation import PrepareConfig, prepare_text, shown_report
 from manyhands.data.shakespeare import DataError
+from manyhands.data.token_files import memory_map
 from manyhands.data.tokenizer import SEPARATOR, characters_of, tokenizer_from, train_bpe
+from rank_pool import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "r", "st", "ll", "ck")]
@@ -282,6 +286,30 @@ def test_a_flipped_byte_is_found_by_reading_everything(prepared, tmp_path):
         verify_text(folder)
 
 
+@pytest.mark.parametrize("left", [0, 1, 40])
+def test_a_shard_that_is_cut_while_it_is_read_is_a_sentence(prepared, tmp_path, left):
+    """Under a memory map it would end the process, with SIGBUS and no word."""
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    ids, first = open_text(folder).train_ids, len(memory_map(folder / "train-00000.bin"))
+    window = torch.arange(first - 3, first + 30)
+    ids[window]
+    os.truncate(folder / "train-00001.bin", left)
+    with pytest.raises(
+        DataError, match=r"train-00001.bin ends before token 30 of [\d,]+: it was cut since this run ope"
+    ):
+        ids[window]
+
+
+def test_a_text_that_is_written_anew_under_a_run_does_not_change_what_the_run_reads(prepared, tmp_path):
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    ids = open_text(folder).train_ids
+    before = ids[:]
+    for file in folder.glob("*.bin"):
+        file.with_suffix(".new").write_bytes(bytes(file.stat().st_size))
+        file.with_suffix(".new").replace(file)
+    assert torch.equal(ids[:], before)
+
+
 def refusals(ranks, files, tmp_path):
     """What each of two configurations is answered, on this rank."""
     said = []
@@ -332,6 +360,23 @@ def test_a_file_of_somebody_elses_that_is_named_like_ours_stays(pool, files, tmp
         with pytest.raises(AssertionError, match="holds something already; --replace writes it anew"):
             pool.run(1, prepare, files, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["tokenizer.json"]
+
+
+def refused_beside_another(ranks, files, folder):
+    folders.PATIENCE_S = 0.1
+    with pytest.raises(DataError) as raised:
+        prepare(ranks, files, folder, CONFIG, True)
+    return str(raised.value)
+
+
+def test_two_preparations_do_not_write_into_one_folder(files, prepared, tmp_path):
+    folder = shutil.copytree(prepared[0], tmp_path / "copy")
+    with folders.lock(folder, "process 7 on host7"):
+        for sentence in run_on_ranks(2, refused_beside_another, files, folder):
+            assert sentence.startswith(
+                f"{folder} cannot be written (another program writes there until it ends: process"
+            )
+    assert all_bytes(folder) == all_bytes(prepared[0])
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,55 @@ def test_help_comes_without_torch_and_is_no_error_where_nobody_reads_it_or_it_fi
         assert name in NO_HELP or (run.returncode, complaint) == (int(lost), ""), how
 
 
+WORKS = {  # a piece of real work of each program that has some for a second; what tells that it was done
+    "plan.py": (["scripts/plan.py", "--preset", "olmo-7b", "--gpus", "64", "--plot", "{folder}/done.svg"], 0),
+    "train.py": (
+        ["scripts/train.py", "--checkpoint.folder", "{folder}/done", "--train.steps", "2", "--model.n-layer", "1",
+         "--model.n-embd", "16", "--log.eval-batches", "1", "--log.sample", "3"], 0),
+    "prepare_data.py": (["scripts/prepare_data.py", "README.md", "LICENSE", "--to", "{folder}/done"], 0),
+    "sample.py": (["scripts/sample.py", "{folder}/none"], 2),
+    "launch.py": (["scripts/launch.py", "--nproc", "1", "--starter", "mpiexec", "{folder}/touch.py"], 0),
+    "a lesson": (["scripts/02_collectives.py", "--repeats", "1", "--points", "100", "--wait-s", "0.1"], 0),
+}  # fmt: skip
+
+
+def test_a_plan_that_a_full_disk_does_not_take_is_a_sentence_and_status_1_and_a_closed_pipe_is_quiet(root):
+    words = ["scripts/plan.py", "--preset", "olmo-7b", "--gpus", "16", "--schedule", "1F1B", "--all"]
+    with open("/dev/full", "wb") as full:
+        ran = start(root, words, full)
+        said = ran.communicate(timeout=100)[1]
+    sentence = "plan.py: stdout cannot be written (No space left on device); make room, and start it again\n"
+    assert (ran.returncode, said) == (1, sentence)
+    reader, nobody = os.pipe()
+    os.close(reader)
+    ran = start(root, words, nobody)
+    os.close(nobody)
+    assert (ran.communicate(timeout=100)[1], ran.returncode) == ("", 0)
+
+
+HOWS = ["<&- >&- 2>&-", ">/dev/full 2>&1", "2>&1 | true"]  # the last for what people start most
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param(name, how, marks=[pytest.mark.full] * (name != "train.py"))
+        for name in WORKS for how in HOWS[: 3 if name == "train.py" else 2]
+    ],
+)  # fmt: skip
+def test_work_is_done_whatever_is_wrong_with_the_streams(root, tmp_path, monkeypatch, name, how):
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "out"))
+    (tmp_path / "touch.py").write_text(f"open({str(tmp_path / 'done')!r}, 'w')")
+    words, status = WORKS[name]
+    command = " ".join([sys.executable, *words, how]).format(folder=tmp_path)
+    ran = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    lost = name == "plan.py" and "full" in how  # its table is what it was started for
+    assert ran.returncode == status + lost and "Error" not in ran.stderr
+    assert status or name == "a lesson" or list(tmp_path.glob("done*"))
+
+
 INTERRUPTED = """
 import os, runpy, signal, sys
 from manyhands.launch import program

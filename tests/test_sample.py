@@ -112,6 +112,23 @@ def test_an_export_is_the_model_and_needs_nothing_of_the_run(trained, tmp_path, 
     assert torch.equal(model(ids)[0], gpt(20).eval()(ids)[0])
 
 
+def test_an_export_is_read_by_safetensors_itself_under_the_models_own_names(trained, tmp_path):
+    from safetensors.torch import load_file
+
+    assert export.main([str(trained), str(tmp_path / "m.safetensors"), "30"]) == 0
+    model = GPT(CONFIG)
+    model.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    assert same(model, gpt(30))
+
+
+def test_another_step_than_an_exports_own_is_refused(trained, tmp_path):
+    export.main([str(trained), str(tmp_path / "m.safetensors")])
+    for step in ("best", "newest", "20"):
+        assert load_model(tmp_path / "m.safetensors", step)[1]["step"] == 20
+    with pytest.raises(CheckpointError, match=r"m.safetensors holds step 20 alone; ask for it, or .* a folder"):
+        load_model(tmp_path / "m.safetensors", "5")
+
+
 def test_a_changed_export_is_refused_by_name(trained, tmp_path):
     target = tmp_path / "m.safetensors"
     export.main([str(trained), str(target)])
@@ -180,6 +197,15 @@ def test_temperature_0_takes_the_likeliest_as_the_model_itself_does(written):
     expected = "".join(ALPHABET[i] for i in ids[0].tolist())
     for flags in (["--temperature", 0], ["--top-k", 1, "--temperature", 5]):
         assert written("--prompt", "A", "--length", 40, *flags)[1] == expected + "\n"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e38])
+def test_weights_of_which_nothing_can_be_drawn_are_one_sentence_with_the_cure(written, tmp_path, bad):
+    weights = {name: torch.full_like(p.detach(), bad) for name, p in gpt(20).named_parameters()}
+    metadata = {"config": asdict(CONFIG), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
+    export.write_export(weights, metadata, tmp_path / "m.safetensors")
+    status, text, told = written("--length", 3, source=tmp_path / "m.safetensors")
+    assert status == 2 and "sample.py: the model gives NaN or infinity" in told and "use another checkpoint" in told
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The server as its clients meet it: OpenAI's own, wrong requests, many at once, slow ones, and those that leave."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -217,6 +218,37 @@ def test_a_wrong_request_is_one_sentence_with_its_status_and_touches_nothing(liv
     assert live.idle()
 
 
+def test_idle_sockets_slow_heads_and_half_bodies_hinder_nobody_and_are_closed(monkeypatch):
+    monkeypatch.setattr("manyhands.serve.http.HEAD_S", 1)
+    with Live(running=8, queue=300, body_s=3) as live:
+        asked = mixed_requests(10, seed=6)
+
+        async def slow(reader, writer):  # a head that never ends
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: here\r\n\r\nGET / HTTP/1.1\r\n")  # one answer, then slowly
+            while not reader.at_eof():
+                writer.write(b"X-Slow: 1\r\n")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1), 0.2)
+
+        async def all_at_once():
+            halves = [await begin(live, TEXT, b"{", length=100) for _ in range(8)]
+            while len(live.server.server_state.tasks) < 8:
+                await asyncio.sleep(0.01)
+            sockets = [await asyncio.open_connection("127.0.0.1", live.port) for _ in range(60)]
+            slowly = [asyncio.ensure_future(slow(*socket)) for socket in sockets[::2]]
+            good = await asyncio.gather(*(complete(live, *request) for request in asked))
+            ended = await asyncio.gather(*(reader.read() for reader, _ in sockets[1::2]), return_exceptions=True)
+            await asyncio.gather(*slowly, return_exceptions=True)
+            assert len(ended) == 30, "each idle socket was closed"
+            return good, await asyncio.gather(*(reader.read() for reader, _ in halves))
+
+        good, halves = asyncio.run(asyncio.wait_for(all_at_once(), 60))
+        for request, (status, body) in zip(asked, good, strict=True):
+            assert (status, text_of(body)) == (200, written(live.model, *request))
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in halves), "who has the token is told"
+        live.wait_until(lambda: not live.server.server_state.connections)
+
+
 # ---------------------------------------------------------------- sockets without a request
 
 
@@ -299,6 +331,38 @@ def test_forty_streams_among_wrong_and_leaving_clients_are_all_answered_right(li
     told = Client(live.address, TOKEN).metrics()
     assert told['manyhands_tokens_total{kind="reused"}'] > 0
     assert told["manyhands_running"] == told["manyhands_waiting"] == told["manyhands_blocks_held"] == 0
+
+
+def test_greedy_answers_under_load_are_equal_beside_requests_whose_numbers_are_nan():
+    model = quiet(make_model())
+    with Live(model, running=8, queue=300, blocks=40) as live:
+        with torch.no_grad():  # one symbol's row, which no held-out text and no answer of the others needs
+            model.tokens.weight[VOCAB.index("Q")] = math.nan
+            model.head.bias[VOCAB.index("Q")] = -50.0
+        asked = [(prompt.replace("Q", "O"), n) for prompt, n, _ in mixed_requests(24, seed=5)]
+
+        async def all_at_once():
+            good = [complete(live, prompt, n, stream=i % 2 == 0, temperature=0) for i, (prompt, n) in enumerate(asked)]
+            bad = [complete(live, prompt + "Q", n, stream=i % 2 == 0) for i, (prompt, n) in enumerate(asked)]
+            found = await asyncio.gather(*(one for pair in zip(good, bad, strict=True) for one in pair))
+            return found[::2], found[1::2]
+
+        good, bad = asyncio.run(all_at_once())
+        for (prompt, n), (status, body) in zip(asked, good, strict=True):
+            assert (status, text_of(body)) == (200, written(model, prompt, n, 0, Sampling(temperature=0)))
+        assert {refused(answer)[::2] for answer in bad} == {(500, "not_finite")}
+        assert one(live, "/healthz", None, method="GET")[0] == 200
+        live.wait_until(live.idle)
+        assert math.isfinite(live.service.metrics.prompt_nats())
+
+
+def test_a_model_with_a_weight_that_is_no_number_never_starts_to_serve():
+    for bad in (math.nan, -math.inf):
+        model = make_model()
+        with torch.no_grad():
+            model.tokens.weight[VOCAB.index("Q"), 3] = bad
+        with pytest.raises(ValueError, match="tokens.weight of step 10 holds NaN or infinity; serve another"):
+            Live(model)
 
 
 def test_who_leaves_is_out_of_the_batch_at_once_streaming_or_not_running_or_waiting():

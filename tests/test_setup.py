@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,48 @@ def test_every_pin_is_installed_by_its_hash_then_torch_and_the_course_as_it_is(
     assert "numpy==2.4.7" in commands[1] and kept.exists()
     assert commands[-3] == ["--index-url", "https://example.org/cpu", "torch==2.13.0"]
     assert not any("--index-url" in words for words in (commands[1], commands[-2])), "torch alone comes from there"
+
+
+def test_a_build_that_failed_is_taken_up_again(course, commands, venv, monkeypatch, capsys):
+    record = setup_environment.run
+
+    def fail(*command, **how):
+        if command[0] == "pip" and not how.get("may_fail"):
+            setup_environment.stop("pip failed")
+        return record(*command, **how)
+
+    monkeypatch.setattr(setup_environment, "run", fail)
+    assert refusal(monkeypatch, capsys, venv) == "pip failed"
+    monkeypatch.setattr(setup_environment, "run", record)
+    commands.clear()
+    build(monkeypatch, venv)
+    assert len(commands) == 5
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_index_that_does_not_answer_or_has_no_torch_is_named_with_the_cure(venv, monkeypatch, capsys, answers):
+    """uv would wait for it for minutes, and end with a page of its own."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(setup_environment, "PROBE_S", 0.2)
+    monkeypatch.setattr(setup_environment, "pip_of", lambda python: (["pip"], None))
+    monkeypatch.setattr(setup_environment, "as_pip_was_told", lambda pip: {})
+    monkeypatch.setattr(setup_environment.shutil, "which", lambda name: "uv")
+    ran = setup_environment.run
+    monkeypatch.setattr(
+        setup_environment, "run", lambda *words, **how: ran("false" if "--index-url" in words else "true", **how)
+    )
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        index = "/wheels" if answers else f"http://127.0.0.1:{silent.getsockname()[1]}/cpu"
+        monkeypatch.setenv("TORCH_INDEX", index)
+        with pytest.raises(SystemExit):
+            setup_environment.install(venv, {"torch": "torch==2.13.0"}, compiled=False)
+    cure = "correct it, name your proxy in HTTPS_PROXY, or"
+    assert capsys.readouterr().err.startswith(
+        f"torch==2.13.0 did not come from TORCH_INDEX={index} (message above): correct or unset it"
+        if answers else f"TORCH_INDEX={index} cannot be reached (timed out): {cure}"
+    )  # fmt: skip
 
 
 def contents(folder):
@@ -284,6 +327,21 @@ def test_a_kernel_of_a_shared_environment_is_a_kernelspec_and_all_targets_use_it
     own = make("-n", "doctor", "VENV=/own").stdout
     assert '--venv "/own"' in own and "--use" not in own
     assert not make.venv.exists()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_course_without_an_environment_remembers_the_one_that_it_has_built_for_a_class(make, tmp_path, own):
+    """Else `make copy` would build a second one, of two gigabytes."""
+    shared = tmp_path / "prefix"
+    (shared / "bin").mkdir(parents=True)
+    python = shared / "bin" / "python"  # prepares no data and installs no kernel
+    python.write_text(f'#!/bin/bash\ncase "$*" in *remember*) exec {sys.executable} "$@";; esac\n')
+    python.chmod(0o755)
+    if own:
+        make.venv.mkdir()
+    done = make("shared", f"PREFIX={shared}", "PYTHON=true")
+    assert done.returncode == 0, done.stderr
+    assert (make.course / ".manyhands-env").exists() is not own
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,18 @@ import os
 import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import jupytext
 import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
+from fake_course import assert_named, remember_an_event, take_the_place_of_the_lessons
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import compare
 from manyhands.tools.lesson_run import Run
-from slurm_nodes import slurm_of_this_machine, wait_until_gone
+from slurm_nodes import ENDED, slurm_of_this_machine, wait_until_gone
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 PATIENCE_S = 400  # a busy machine takes minutes for what takes seconds otherwise
@@ -141,6 +143,41 @@ def test_the_recorded_run_of_lesson_04_is_what_this_job_still_computes(short_run
     assert found["exact"]["losses"][:4] == pytest.approx(content["exact"]["losses"][:4], abs=1e-3), again
 
 
+HELLO = """\
+from manyhands import join, leave, say
+ranks = join(globals())
+say(f"rank {ranks.rank} of {ranks.world_size} on {ranks.host}")
+leave()
+"""
+
+
+@pytest.fixture
+def hello(tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text(HELLO)
+    return script
+
+
+MUCH_TEXT = """\
+import random
+text = bytes(random.Random(1).choices(range(32, 127), k=5000))
+kept = [bytearray(text[:n]) for _ in range(3000) for n in (600, 700, 800, 1000, 2000, 3000, 5000)]
+del kept[::8]
+"""
+
+
+def test_ranks_with_much_text_in_memory_meet_over_pmi2(slurm, environ, tmp_path):
+    """MPICH sends what lies behind its address too, and Slurm's lines are short: `launch.pmi_lines`."""
+    script = tmp_path / "hello.py"
+    script.write_text(HELLO.replace("ranks = join", MUCH_TEXT + "ranks = join"))
+    step = ["srun", "-N2", "-n4", "--mpi=pmi2", "--time=1", sys.executable, script]
+    done = slurm.run(*step, environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines())[-RANKS:] == [
+        f"[rank {r}] rank {r} of 4 on node{r // 2 + 1}" for r in range(RANKS)
+    ]
+
+
 def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
     """Through Debian's qsub, which splits `-v` values at blanks: hence =. Below is Slurm, so srun starts torchrun."""
     passed = {**environ, "LESSON_ARGS": "--steps=6 --repeats=1"}
@@ -151,6 +188,52 @@ def test_qsub_runs_the_pbs_file_on_two_nodes(slurm, short_course, environ):
     assert "4 ranks, launcher torchrun" in output
     assert [f"rank {r} of 4 on node{r // 2 + 1}" in output for r in range(RANKS)] == [True] * RANKS
     assert metrics(environ, "03_data_parallel")["parameters"]["steps"] == 6
+
+
+@pytest.fixture(scope="session")
+def made_up(tmp_path_factory):
+    return take_the_place_of_the_lessons(copy_course(tmp_path_factory.mktemp("flight") / "many-hands", only=()))
+
+
+@pytest.mark.ranks
+def test_a_preflight_is_a_job_on_all_nodes_that_goes_on_where_it_was_killed(slurm, made_up, environ):
+    """A broken, a hanging and a slow lesson are named, the others are well, and the figures are proposed."""
+    output, command = made_up / "outputs" / "preflight", ["sbatch", "jobs/preflight.slurm"]
+    environ = environ | {"MANYHANDS_DEVICE": ""}
+    first = slurm.submit(*command, environ=environ, cwd=made_up)
+    log, deadline = made_up / f"preflight.o{first}", time.monotonic() + PATIENCE_S
+    while not log.exists() or "03_hangs notebook" not in log.read_text():
+        assert time.monotonic() < deadline and slurm.state(first) not in ENDED, log.read_text()
+        time.sleep(0.5)
+    slurm.run("scancel", first)
+    assert slurm.wait(first) == "CANCELLED"
+    slurm.drain()
+    again = "python scripts/preflight.py --lesson 0{} --notebooks --ranks 4 --device cuda"
+    remember_an_event(output, [again.format(2), again.format(4)])
+    second = slurm.submit(*command, "--timeout=100", environ=environ, cwd=made_up)
+    assert slurm.wait(second, timeout_s=800) == "FAILED"
+    said = (made_up / f"preflight.o{second}").read_text()
+    assert "1 run of 15 went well before: kept" in said, said
+    assert_named(output, "notebook on 4 ranks", ["torchrun on 4 ranks", "mpiexec on 4 ranks"])
+    assert f"{second} of slurm on node1, node2" in (output / "report.html").read_text()
+    for way in ("notebook-4", "torchrun-4", "mpiexec-4"):
+        (found,) = (output / "runs" / "05_nodes" / way / "outputs").glob("05_nodes/[!l]*/metrics.json")
+        assert json.loads(found.read_text())["exact"]["hosts"] == ["node1", "node1", "node2", "node2"]
+    recorded = sorted(path.name.split(".")[0] for path in (output / "recorded").iterdir())
+    assert recorded == ["01_good", "03_hangs", "04_slow", "05_nodes"]
+    assert (output / "recorded.patch").read_text().count("\n+++ b/assets/recorded/") == 4
+
+
+def test_srun_that_starts_worlds_of_one_is_noticed(slurm, environ, hello):
+    """Without PMI each mpi4py is rank 0 of 1, with exit status 0. `join` takes Slurm's word, and sees a broken PMI."""
+    bare = "from mpi4py import MPI; print(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)"
+    done = slurm.run("srun", "-N2", "-n2", sys.executable, "-c", bare)
+    assert (done.returncode, done.stdout) == (0, "0 1\n0 1\n")
+    done = slurm.run("srun", "-N2", "-n2", sys.executable, hello, environ=environ)
+    assert done.returncode == 0 and "rank 1 of 2 on node2" in done.stdout
+    done = slurm.run("srun", "-N2", "-n2", "--mpi=pmi2", "env", "-u", "PMI_FD", sys.executable, hello, environ=environ)
+    assert done.returncode == 2
+    assert done.stderr.count("as rank 0 of 2, but MPI says rank 0 of 1") == 1 and "srun --mpi=pmi2" in done.stderr
 
 
 def test_a_cell_submits_watches_and_cancels_jobs_of_slurm(slurm, course, environ, monkeypatch, capsys):

@@ -125,6 +125,19 @@ def test_under_pbs_a_job_that_qdel_ends_saves_and_is_not_put_back_into_the_queue
     assert (tmp_path / "out" / "jobs" / "train.123.cancelled").exists() == (number == signal.SIGTERM)
 
 
+@pytest.mark.parametrize(
+    ("qstat", "why"),
+    [
+        ("exit 1", "qstat names no walltime; use --checkpoint.every"),
+        ('echo "    Resource_List.walltime = 00:01:00"', "its walltime, 00:01:00, is not longer than LEAVE_S=120"),
+    ],
+)
+def test_under_pbs_a_job_whose_clock_cannot_ring_says_so(course, tmp_path, qstat, why):
+    run = under_pbs(course, tmp_path, {"qstat": qstat, "python": "exit 5"})
+    said = run.communicate(timeout=100)[0]
+    assert said == f"train.pbs: job 123.server is not told to save before it ends: {why}\n" and run.returncode == 5
+
+
 def test_under_pbs_the_clock_ends_with_the_job(course, tmp_path):
     programs = {"qstat": 'echo "    Resource_List.walltime = 10:00:00"', "python": "exit 5"}
     family = Family(f"clock-{tmp_path.name}")
@@ -232,3 +245,73 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm, course, environ):
     assert "Restarts=0" in slurm.run("scontrol", "show", "job", job.number).stdout
     assert "goes back into the queue" not in job.output
     wait_until_gone(slurm.folder, b"train.py")
+
+
+# so that it is still there when it is told to leave
+PATIENT = """\
+import os, runpy, time
+from manyhands.train.preemption import PreemptionHandler, defer_signals
+
+defer_signals()
+agreed = PreemptionHandler.agreed
+
+
+def waiting(self):
+    while self._turn == 9 and not self._heard and "LINGER" in os.environ and "SLURM_RESTART_COUNT" not in os.environ:
+        time.sleep(0.05)
+    return agreed(self)
+
+
+PreemptionHandler.agreed = waiting
+runpy.run_path("scripts/real_train.py", run_name="__main__")
+"""
+
+STEPS = 24
+
+NANO = [
+    f"--train.steps={STEPS}", "--model.n-layer=2", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2",
+    "--log.every=5",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def real_course(course):
+    """The course with its own trainer, which with LINGER waits at step 10 of a job's first start."""
+    folder = course.with_name("real")
+    shutil.copytree(course, folder, ignore=shutil.ignore_patterns("notebooks", "assets"))
+    (folder / "scripts" / "train.py").write_text(PATIENT)
+    return folder
+
+
+def steps_written(outputs):
+    text = "".join(path.read_text() for path in outputs.glob("train/2*/steps.jsonl"))
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return max((json.loads(line).get("step", 0) for line in whole), default=0)
+
+
+def final_numbers(outputs):
+    every = [json.loads(path.read_text()) for path in outputs.glob("train/2*/metrics.json")]
+    (metrics,) = [one for one in every if str(STEPS) in one["exact"]["val_losses"]]
+    return metrics["exact"]["val_losses"][str(STEPS)], metrics["launcher"], metrics["world_size"]
+
+
+@pytest.mark.slurm
+def test_the_trainer_pre_empted_on_two_nodes_ends_with_the_loss_of_an_uninterrupted_run(
+    slurm, real_course, environ, tmp_path
+):
+    """To the bit: the same number of ranks, the same launcher."""
+    found = []
+    for preempted in (False, True):
+        outputs = tmp_path / f"outputs-{preempted}"
+        job = Submitted(
+            slurm, real_course, {**environ, "MANYHANDS_OUTPUTS": str(outputs)} | ({"LINGER": "1"} if preempted else {}),
+            "sbatch", "jobs/train.slurm", *NANO,
+        )  # fmt: skip
+        if preempted:
+            wait_until(lambda: steps_written(outputs) >= 5, lambda: job.output)  # noqa: B023
+            job.signal_the_script()
+            job.start_again_now()
+        assert slurm.wait(job.number, PATIENCE_S) == "COMPLETED", job.output
+        assert ("resumed from" in job.output) == preempted
+        found.append(final_numbers(outputs))
+    assert found[0] == found[1] and found[0][1:] == ("torchrun", 2)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import (
     CheckpointOptions,
@@ -32,7 +33,7 @@ from manyhands.gpt.model import GPT
 from manyhands.launch.metrics import fingerprint
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Run
-from manyhands.train.start import prompt_ids, refuse_text, resume, seed_dropout
+from manyhands.train.start import prompt_ids, random_state, refuse_text, resume, seed_dropout
 
 TEXT = "to be, or not to be: that is the question. " * 40
 BUDGET_FP64 = 1e-9  # AdamW divides by roots of small numbers: a little more than plain SGD's 1e-10
@@ -250,6 +251,31 @@ def test_a_folder_is_refused_that_holds_another_model_or_is_in_use_or_holds_only
                 manifest.unlink()
         with pytest.raises(AssertionError, match=sentence):
             train(pool, ONE, tmp_path, options, folder=tmp_path / folder)
+
+
+def refused_with_a_random_state_of_garbage(ranks, options, outputs):
+    """What a rank hears that resumes from a checkpoint whose hashes are right and whose state of rank 1 is garbage."""
+    run, _ = begin(ranks, options, outputs)
+    states = random_state(torch.device("cpu"))
+    if ranks.rank == 1:
+        states["cpu"].fill_(255)
+    with mock.patch("manyhands.train.run.random_state", return_value=states):
+        go(run)
+    run.close()
+    again, _ = begin(replace(ranks), options, outputs)
+    try:
+        resume(again)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        again.close()
+
+
+def test_a_random_state_that_no_generator_takes_is_one_sentence_on_all_ranks(pool, tmp_path):
+    options = replace(SHORT, checkpoint=replace(SHORT.checkpoint, folder=str(tmp_path / "run")))
+    said = pool.run(2, refused_with_a_random_state_of_garbage, options, tmp_path)
+    sentence = "step-00000004 cannot be resumed from: the state of its random numbers is damaged"
+    assert said[0] == said[1] and sentence in said[0] and "remove this checkpoint" in said[0]
 
 
 @dataclass

@@ -101,6 +101,25 @@ def test_a_fix_arrives_and_an_edit_and_a_new_cell_and_an_output_stay(course, min
     assert "my own line" in (kept / "03_data_parallel.ipynb").read_text()
 
 
+def test_a_filled_build_stays_though_the_cell_below_it_is_fixed_and_a_scratch_cell_lies_between(course, mine, tmp_path):
+    cells = code_cells(course)
+    at = next(i for i, source in enumerate(cells) if "____" in source and len(cells[i + 1]) > 40)
+    build, check = cells[at], cells[at + 1]
+
+    def fill(learner):
+        (i,) = [i for i, cell in enumerate(learner) if cell.source == build]
+        learner[i].source = build.replace("____", "dist.all_reduce")
+        learner.insert(i + 1, nbformat.v4.new_code_cell("x = 1"))
+
+    edit_notebook(mine, fill)
+    write_script(course, (check, f"{check}  # fixed"))
+    said = update(handouts.copy(tmp_path / "new", course), mine)
+    after = texts(mine)
+    i = after.index(build.replace("____", "dist.all_reduce"))
+    assert "x = 1" in after[i : i + 4] and f"{check}  # fixed" in after[i : i + 5] and check not in after
+    assert not any(line.startswith("did not arrive") for line in said)
+
+
 def test_a_changed_check_arrives_and_a_changed_file_of_the_learner_stays_and_is_named(course, mine, tmp_path):
     check, job = "scripts/manyhands/checks/data_parallel.py", "jobs/train.slurm"
     for name in (check, job, "README.md"):
