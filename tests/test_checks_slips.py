@@ -1,13 +1,10 @@
 """Everyday slips: the check names them, all ranks live on, and a right answer after any of them is still accepted."""
 
-import contextlib
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -40,41 +37,12 @@ def told(answer):
     return lambda x: answer(x, dist.get_rank(), dist.get_world_size())
 
 
-# ---- messages that do not match: answers (x, rank, n) ----
-
-
-def receives_into_too_little(x, rank, n):
-    work = dist.isend(x.double(), (rank + 1) % n)
-    dist.recv(torch.empty(2), (rank - 1) % n)
-    work.wait()
-
-
-# ---- collectives that do not match ----
-
-
-def swallows_what_it_is_told(x, rank, n):
-    with contextlib.suppress(Exception):
-        dist.all_reduce(torch.ones(1 + rank))
-    return torch.full((2,), n * (n - 1) / 2)
-
-
-# ---- errors ----
+# ---- slips: answers (x, rank, n) ----
 
 
 def on_rank_1(act):
     """An answer that is right, but that rank 1 does `act()` first."""
     return lambda x, rank, n: right(x if rank != 1 or act() is None else x)
-
-
-def ends_the_group(x, rank, n):
-    right(x)
-    dist.destroy_process_group()
-    return x
-
-
-def comes_later(seconds):
-    """A thread that calls a collective when the check is over, which would meet another call of the others."""
-    threading.Timer(seconds, lambda: dist.all_reduce(torch.ones(100))).start()
 
 
 def waits_for_a_message_on_rank_1(x, rank, n):
@@ -89,35 +57,22 @@ def begins_but_does_not_wait(x, rank, n):
     return right(x)
 
 
-def leaves_a_message_behind(x, rank, n):
-    dist.isend(torch.tensor([222.0, 222.0]), (rank + 1) % n)
-    return torch.zeros(2)
-
-
 SLIPS = {
-    "too little room": (receives_into_too_little, "sends 16 bytes to rank"),
-    "sends to itself": (lambda x, rank, n: dist.isend(x, rank).wait(),
-        "Rank 0 sends to itself; a message must go to another rank."),
     "another dtype": (lambda x, rank, n: right(x.int() if rank == n - 1 else x),
         "Ranks 0-3 call all_reduce with float32, float32, float32 and int32 numbers."),
-    "only some": (lambda x, rank, n: right(x) if x.any() else x,
-        "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."),
-    "another call": (lambda x, rank, n: dist.reduce(x, 0) if rank == 1 else right(x),
-        "Rank 0 calls all_reduce while rank 1 calls reduce."),
-    "swallowed": (swallows_what_it_is_told, "Ranks 0-3 call all_reduce with 4, 8, 12 and 16 bytes."),
-    "os._exit": (on_rank_1(lambda: os._exit(3)), "Rank 1: Your code ended the program (SystemExit): return instead."),
-    "a thread that comes later": (on_rank_1(lambda: comes_later(30.0)), "Rank 1: Your code left a thread running (Thr"),
-    "a process that goes on": (on_rank_1(lambda: subprocess.Popen(["sleep", "60"])),
-        "Rank 1: Your code left a process running: wait for its end, or end it, before you return."),
-    "no group left": (ends_the_group,
-        "Your code destroyed the process group, which later cells need: do not destroy it."),
-    "a message that never comes": (waits_for_a_message_on_rank_1,
-        "Rank 1 waited 4 s for a message that never arrived (line N: dist.recv(x, 2)): every send needs"),
     "wrong on the last rank": (lambda x, rank, n: right(x) + (rank == n - 1),
         "Rank 3: The sum is [7.0, 7.0], not [6.0, 6.0]."),
     "not waited for": (begins_but_does_not_wait,
         "Rank 0: You started all_reduce with async_op=True and did not wait for it: call wait() on its handle."),
-    "a message left behind": (leaves_a_message_behind, "Rank 0: The sum is [0.0, 0.0], not [6.0, 6.0]."),
+    "only some": (lambda x, rank, n: right(x) if x.any() else x,
+        "Ranks 1-3 call all_reduce when rank 0 has no call left to make: each collective needs all ranks."),
+    "another call": (lambda x, rank, n: dist.reduce(x, 0) if rank == 1 else right(x),
+        "Rank 0 calls all_reduce while rank 1 calls reduce."),
+    "os._exit": (on_rank_1(lambda: os._exit(3)), "Rank 1: Your code ended the program (SystemExit): return instead."),
+    "a process that goes on": (on_rank_1(lambda: subprocess.Popen(["sleep", "60"])),
+        "Rank 1: Your code left a process running: wait for its end, or end it, before you return."),
+    "a message that never comes": (waits_for_a_message_on_rank_1,
+        "Rank 1 waited 4 s for a message that never arrived (line N: dist.recv(x, 2)): every send needs"),
 }  # fmt: skip
 
 
@@ -150,31 +105,7 @@ def receives_before_it_sends(x, rank, n):
     return total
 
 
-def in_pairs_of_groups(x, rank, n):
-    """A group of the even ranks and one of the odd ones, with messages of unequal length, then one of the first two."""
-    groups = [dist.new_group(list(range(i, n, 2))) for i in range(min(2, n))]
-    for i, group in enumerate(groups):
-        if rank % 2 == i:
-            dist.all_reduce(torch.ones(1 + i), group=group)
-            dist.all_reduce(x, group=group)
-    other = x.clone()
-    if n > 1:
-        firsts = dist.new_group([0, 1])
-        if rank < 2:
-            both = [torch.empty_like(x) for _ in range(2)]
-            dist.all_gather(both, x, group=firsts)
-            other = both[0] + both[1]
-        dist.broadcast(other, 0)
-    return other
-
-
-def all_at_the_same_time(x, rank, n):
-    for work in [dist.all_reduce(t, async_op=True) for t in (torch.ones(3), x)]:
-        work.wait()
-    return x
-
-
-RIGHT = [by_messages_to_rank_0, receives_before_it_sends, in_pairs_of_groups, all_at_the_same_time]
+RIGHT = [by_messages_to_rank_0, receives_before_it_sends]
 
 
 def judge_slips(ranks):
@@ -230,8 +161,6 @@ def test_without_a_group_errors_are_told_with_their_author_as_well(capsys):
             "with what your code left behind (TypeError",
         ),
         ((appends, appends), "Your code raised AttributeError: 'int' object has no attribute 'append' (line "),
-        ((lambda x: "6", appends), "Your function returned the text '6', which the check cannot use (TypeError"),
-        ((lambda x: 2 * x, len), "3 and 3 numbers are 9."),
         ((lambda x: sys.exit(2), appends), "Your code ended the program (SystemExit): return instead."),
         (5, "Your answer is 5, which the check cannot use (TypeError: cannot unpack"),
     ]:
@@ -280,35 +209,26 @@ def sets_everything(folder):
 
     def answer(x):
         torch.set_default_dtype(torch.float64)
-        torch.set_default_device("meta")
         torch.set_grad_enabled(False)
-        torch.set_num_threads(torch.get_num_threads() + 1)
-        torch.use_deterministic_algorithms(True)
         os.chdir(folder)
         os.environ["OMP_NUM_THREADS"] = "77"
-        os.environ.pop("PATH")
         torch.manual_seed(77)
-        random.seed(77)
-        np.random.seed(77)
         return 2 * x
 
     return answer
 
 
 def settings():
-    return (
-        torch.ones(1).dtype, torch.ones(1).device, torch.is_grad_enabled(), torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(), os.getcwd(), dict(os.environ), torch.get_rng_state().tolist(),
-        random.getstate(), np.random.get_state()[1].tolist(),
-    )  # fmt: skip
+    here = torch.ones(1).dtype, torch.is_grad_enabled(), os.getcwd(), dict(os.environ)
+    return *here, torch.get_rng_state().tolist()
 
 
 @exercise(5, "twice")
 def twice(answer, ranks=None):
-    before = settings()[:-3]  # random numbers may be part of what is asked for
+    before = settings()[:-1]  # random numbers may be part of what is asked for
     if answer(21) != 42:
         raise Wrong("twice 21 is 42")
-    assert settings()[:-3] == before, "within a check the next call meets what the one before it has set"
+    assert settings()[:-1] == before, "within a check the next call meets what the one before it has set"
 
 
 def test_what_an_answer_sets_for_the_whole_process_is_put_back(tmp_path, capsys):
