@@ -6,10 +6,10 @@ import types
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from manyhands.launch import join, launchers, settings
+from manyhands.launch import launchers, settings
 from manyhands.launch import ranks as who
 from manyhands.launch.allocation import RanksError
-from manyhands.notebook import cell, engine, engine_processes, magic, rank_pool
+from manyhands.notebook import cell, engine, engine_processes, magic
 
 
 @pytest.fixture
@@ -42,15 +42,6 @@ def test_what_a_device_still_does_when_the_lines_are_done_fails_in_that_cell(a_r
     assert engine.run_cell("pass", 3)["error"] is None, "a CPU has nothing to wait for"
 
 
-def test_a_rank_that_waits_for_its_device_says_so(a_rank_on, monkeypatch):
-    seen = []
-    a_rank_on("cuda", lambda _: seen.append(engine.where()))
-    monkeypatch.setattr(engine.get_ipython(), "user_ns", {})
-    engine.run_cell("pass", 1)
-    assert seen == [{"call": "synchronize", "line": 0, "source": ""}]
-    assert magic._place(seen[0]) == "waiting in synchronize"
-
-
 def recorded(*pieces, whole=False):
     recorder = engine.Recorder(whole)
     for piece in pieces:
@@ -79,45 +70,6 @@ def test_of_one_endless_line_both_ends_are_kept():
     assert text.startswith("ax") and text.endswith("xb\n") and "[... 950,002 characters left out" in text
 
 
-class Answer:
-    """A rank's answer, there once the clock says so."""
-
-    def __init__(self, clock, told, after):
-        self.clock, self.told, self.after = clock, told, after
-
-    def ready(self):
-        return any(do == "interrupt" and self.clock.now >= at + self.after for do, at in self.told)
-
-    def get(self, timeout):
-        return {"items": [], "error": None}
-
-
-@pytest.mark.parametrize(("load", "treated"), [(1, ["restart"]), (20, ["rejoin"])])
-def test_ranks_are_given_the_longer_to_wake_the_busier_the_machine(monkeypatch, load, treated):
-    """They wake 15 s after the interrupt: stuck where nothing else runs, only slow where ten processes share a core."""
-    clock, told = types.SimpleNamespace(now=0.0), []
-
-    def sleep(seconds):
-        clock.now += seconds
-
-    monkeypatch.setattr(engine_processes, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(cell, "time", types.SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
-    monkeypatch.setattr(settings.os, "getloadavg", lambda: (load, load, load))
-    monkeypatch.setattr(settings.os, "cpu_count", lambda: 2)
-    monkeypatch.delenv("MANYHANDS_PATIENCE", raising=False)
-    monkeypatch.setenv("MANYHANDS_LIVE", "1")
-    pool = Pool()
-    pool.world_size, pool.next_cell = 2, lambda: 1
-    pool.views = [types.SimpleNamespace(apply_async=lambda *_: Answer(clock, told, 15)) for _ in range(2)]
-    pool.control = types.SimpleNamespace(
-        dead=set(), stopped={}, where=lambda ranks: {}, tell=lambda ranks, do: told.append((do, clock.now))
-    )
-    ended = cell.Cell(pool)
-    ended.run("dist.barrier()", 60)
-    assert pool.treated == treated
-    assert ended.timed_out == {1: "60 s", 20: "180 s (60 s, 3.0 times as this machine is busy)"}[load]
-
-
 def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
     monkeypatch.setenv("MANYHANDS_PATIENCE", "7.5")
     assert settings.patience() == 7.5
@@ -126,9 +78,7 @@ def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
         settings.patience()
 
 
-@pytest.mark.parametrize(
-    "line", ["one", "-1", "1-", "2-1", "0,,1", "--fast", "--timeout", "--timeout soon", "--timeout -1", "'"]
-)
+@pytest.mark.parametrize("line", ["one", "2-1", "--fast", "--timeout soon", "'"])
 def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(monkeypatch, line):
     monkeypatch.setattr(magic, "current_ranks", Pool)
     with pytest.raises(magic.CellFailed, match="takes only ranks .* --timeout SECONDS .*, not ") as refused:
@@ -151,23 +101,6 @@ def test_a_rank_that_is_not_there_is_refused_before_any_rank_runs_the_cell(monke
     with pytest.raises(magic.CellFailed) as refused:
         magic.ranks("0,4-5", "pass")
     assert str(refused.value) == "ranks 4-5 cannot run this cell: this notebook has only ranks 0-3"
-
-
-def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank_on):
-    """JupyterLab's dark page makes IPython's colours unreadable, and 1000 pixels hold 71 characters."""
-    a_rank_on("cpu", None)
-    said = "a sentence " * 12 + "with a cure"
-    lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1)["error"]["traceback"]
-    assert lines[0] == "ValueError: Traceback (most recent call last)" and "the cell, line 2" in lines[1]
-    ended = types.SimpleNamespace(
-        world_size=2, ranks=[0, 1], dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False,
-        rejoined=True,
-        done={r: {"error": {"name": "ValueError", "value": said, "traceback": []}} for r in range(2)}, first_error=0,
-    )  # fmt: skip
-    ended.where = {0: {"call": "all_reduce", "line": 9, "source": "dist.all_reduce(x) " * 5}}
-    lines += magic.report(ended)[1] + RanksError(said)._render_traceback_()
-    long = [line for line in lines if len(line) > 70 and "raise" not in line]
-    assert long == [] and not any("\x1b" in line for line in lines)
 
 
 class Pool:
@@ -223,21 +156,6 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
     assert given == [300, 60, 7]
 
 
-def test_the_group_of_a_notebook_is_more_patient_than_any_cell_and_a_scripts_grows_with_the_patience(monkeypatch):
-    given = []
-    monkeypatch.setenv("MANYHANDS_PATIENCE", "30")
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, timeout, **__: given.append(timeout))
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(join, "store_for", lambda *_: None)
-    seen = {"host": "n1", "local_rank": 0, "cpus": [0], "quota": 1.0, "omp_threads": ""}
-    monkeypatch.setattr(join, "_agree", lambda *_: ([seen], {"kind": "cpu", "indices": [0], "reason": ""}))
-    for launcher, timeout_s in (("notebook", None), ("alone", None), ("alone", 60)):
-        monkeypatch.setattr(join, "resolve", lambda launcher=launcher: launchers.RankInfo(launcher, 0, 1, 0, 1))
-        join._enter("02_collectives", "auto", timeout_s, quiet=True)
-    assert [patience.total_seconds() for patience in given] == [86_400, 9000, 60]
-
-
 def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop_it(monkeypatch):
     shown = []
     monkeypatch.setattr(magic, "display", lambda page, **_: shown.append(page) or types.SimpleNamespace(update=update))
@@ -265,16 +183,18 @@ def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop
     assert "rank 0: waiting in recv, line 4" in shown[1]["text/html"]
 
 
-@pytest.mark.parametrize("live", [True, False])
-def test_ranks_that_take_long_to_start_say_for_how_many_seconds_where_somebody_watches(monkeypatch, capsys, live):
-    shown, now = [], [0.0]
-    monkeypatch.setenv("MANYHANDS_LIVE", "1" if live else "0")
-    monkeypatch.setattr(rank_pool.time, "monotonic", lambda: now[0])
-    line = types.SimpleNamespace(update=lambda page, raw: shown.append(page["text/plain"]))
-    monkeypatch.setattr(rank_pool, "display", lambda page, **_: line.update(page, raw=True) or line)
-    starting = rank_pool.Starting(4)
-    for now[0] in (0.5, 1.9, 2.0, 2.5, 3.1):
-        starting.tell()
-    starting.show("4 ranks")
-    said = ["starting 4 ranks: 2 s", "starting 4 ranks: 3 s", "4 ranks"]
-    assert (shown, capsys.readouterr().out) == ((said, "") if live else ([], "4 ranks\n"))
+def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank_on):
+    """JupyterLab's dark page makes IPython's colours unreadable, and 1000 pixels hold 71 characters."""
+    a_rank_on("cpu", None)
+    said = "a sentence " * 12 + "with a cure"
+    lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1)["error"]["traceback"]
+    assert lines[0] == "ValueError: Traceback (most recent call last)" and "the cell, line 2" in lines[1]
+    ended = types.SimpleNamespace(
+        world_size=2, ranks=[0, 1], dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False,
+        rejoined=True,
+        done={r: {"error": {"name": "ValueError", "value": said, "traceback": []}} for r in range(2)}, first_error=0,
+    )  # fmt: skip
+    ended.where = {0: {"call": "all_reduce", "line": 9, "source": "dist.all_reduce(x) " * 5}}
+    lines += magic.report(ended)[1] + RanksError(said)._render_traceback_()
+    long = [line for line in lines if len(line) > 70 and "raise" not in line]
+    assert long == [] and not any("\x1b" in line for line in lines)

@@ -35,9 +35,6 @@ NAN = float("nan")
         ([0.5, 0.5, 0.5], "x is equal on all ranks: float 0.5"),
         ([torch.ones(2, 3)] * 2, "x is equal on all ranks: tensor of shape (2, 3), float32, cpu"),
         ([torch.tensor([NAN, 1.0])] * 2, "x is equal on all ranks: tensor of shape (2,), float32, cpu"),
-        ([torch.tensor([0.0]), torch.tensor([-0.0])], "x is equal on all ranks: tensor of shape (1,), float32, cpu"),
-        ([{"w": torch.ones(2), "step": 3}] * 2, "x is equal on all ranks: 2 parts"),
-        (["a", "a"], "x is equal on all ranks: str 'a'"),
     ],
 )
 def test_equal_values_are_said_to_be_equal(ranks_with, values, said):
@@ -45,8 +42,8 @@ def test_equal_values_are_said_to_be_equal(ranks_with, values, said):
     assert result and result.lines == (said,)
 
 
-def with_change(index, by, dtype=torch.float32):
-    x = torch.arange(12, dtype=dtype).reshape(3, 4)
+def with_change(index, by):
+    x = torch.arange(12.0).reshape(3, 4)
     x[index] += by
     return x
 
@@ -62,35 +59,18 @@ def with_change(index, by, dtype=torch.float32):
              "largest difference 0.5"],
         ),
         (
-            [with_change((0, 0), 0, torch.bfloat16), with_change((slice(1, 3), 3), 2, torch.bfloat16)],
-            ["rank 0: tensor of shape (3, 4), bfloat16, cpu",
-             "rank 1: 2 of 12 elements differ from rank 0, first at [1, 3]: 9 on rank 1, 7 on rank 0; "
-             "largest difference 2"],
-        ),
-        (
             [torch.ones(2), torch.tensor([1.0, NAN])],
             ["rank 0: tensor of shape (2,), float32, cpu",
              "rank 1: 1 of 2 elements differ from rank 0, first at [1]: nan on rank 1, 1 on rank 0; NaN on one side"],
         ),
-        (
-            [torch.tensor([NAN, 1.0]), torch.tensor([NAN, 2.0])],
-            ["rank 0: tensor of shape (2,), float32, cpu",
-             "rank 1: 1 of 2 elements differ from rank 0, first at [1]: 2 on rank 1, 1 on rank 0; "
-             "largest difference 1"],
-        ),
         ([torch.ones(2), torch.ones(3)],
          ["rank 0: tensor of shape (2,), float32, cpu", "rank 1: tensor of shape (3,), float32, cpu"]),
-        ([torch.ones(2), torch.ones(2).double()],
-         ["rank 0: tensor of shape (2,), float32, cpu", "rank 1: tensor of shape (2,), float64, cpu"]),
-        ([torch.ones(2), torch.ones(2, device="meta")], None),
-        (["a", "b"], ["rank 0: str", "rank 1: 'b', on rank 0 'a'"]),
     ],
 )  # fmt: skip
 def test_values_that_differ_say_on_which_ranks_and_by_how_much(ranks_with, values, lines):
     result = compare(ranks_with(*values), "x")
     assert not result
-    if lines:
-        assert repr(result).splitlines() == ["x differs:", *(f"  {line}" for line in lines)]
+    assert repr(result).splitlines() == ["x differs:", *(f"  {line}" for line in lines)]
 
 
 def test_a_model_is_compared_parameter_by_parameter(ranks_with):
@@ -102,13 +82,6 @@ def test_a_model_is_compared_parameter_by_parameter(ranks_with):
     result = compare(ranks_with(*models), "x")
     assert result.lines[:2] == ("x differs in 1 of 2 parts:", "['bias']:")
     assert "first at [0]" in repr(result) and "weight" not in repr(result)
-
-
-def test_a_rank_without_the_variable_is_named(ranks_with):
-    result = compare(ranks_with(1.0, MISSING, 1.0), "x")
-    assert result.lines == (
-        "x cannot be compared:", "  ranks 0, 2: a value", "  rank 1: NameError: name 'x' is not defined"
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "said"), [([0, 3], "there is no rank 3"), ([1, 1], "at least two ranks")])

@@ -1,9 +1,5 @@
 """Context parallelism: its ring and the trainer's runs on it are one process's."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -141,26 +137,3 @@ def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_
         assert by_formula == pytest.approx(kept, rel=0.01)
         scores = 2 * 4 * BATCH * CONFIG.n_head * 64 * 64
         assert peak_by_formula - scores < peak < 1.05 * peak_by_formula
-
-
-@pytest.mark.ranks
-@pytest.mark.full
-def test_what_the_dry_run_prints_runs(root, tmp_path):
-    words = (
-        "--model.n-layer 2 --model.n-embd 32 --train.global-batch 4 --train.steps 2 --log.sample 3 --parallel.context 2"
-    )
-    environ = os.environ | {"MANYHANDS_OUTPUTS": str(tmp_path)}
-
-    def run(*arguments):
-        ran = subprocess.run(
-            [sys.executable, *arguments], cwd=root, env=environ, capture_output=True, text=True, timeout=200
-        )
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-    printed = run("scripts/train.py", *words.split(), "--ranks", "2", "--dry-run")
-    (tmp_path / "run.toml").write_text(printed, encoding="utf-8")
-    (command,) = [line for line in printed.split("\n") if "scripts/launch.py" in line]
-    run(*command.replace("run.toml", str(tmp_path / "run.toml")).split()[2:])
-    metrics = json.loads((tmp_path / "train" / "latest" / "metrics.json").read_text())
-    assert metrics["world_size"] == 2 and list(metrics["exact"]["val_losses"]) == ["0", "2"]

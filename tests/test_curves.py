@@ -5,7 +5,6 @@ import math
 import matplotlib.image
 import pytest
 from manyhands.train import curves
-from matplotlib.figure import Figure
 
 
 def rows_of(steps=60):
@@ -41,32 +40,8 @@ def test_the_terminal_shows_both_losses():
     assert sum(line.count(".") for line in plot[1:-1]) > 20  # the points are joined
 
 
-def test_a_second_plot_does_not_hold_the_first_ones_points():
-    assert curves.terminal(rows_of(), 80) == curves.terminal(rows_of(), 80)
-
-
-def test_rows_without_numbers_leave_their_plot_out():
-    rows = [{"step": step, "loss": 2.0, "val_loss": None, "tokens_per_s": None} for step in (1, 2)]
-    text = curves.terminal(rows, 80)
-    assert "loss (.)" in text and "tokens/s" not in text
-
-
-def test_a_series_holds_finite_numbers_only():
-    assert curves.series(rows_of(30), "loss") == ([0, 30], pytest.approx([4.0, 3.0]))
-    assert curves.series(rows_of(30), "val_loss")[0] == [0, 20]
-
-
 def test_the_picture_is_a_png_with_something_drawn(tmp_path):
     path = curves.png(rows_of(), tmp_path / "curves.png")
     picture = matplotlib.image.imread(path)
     assert picture.shape[0] > 500 and picture.shape[1] > 500
     assert picture[..., :3].min() < 0.2 and picture[..., :3].max() == 1.0  # ink on white
-
-
-def test_a_short_run_has_whole_steps_below_its_curves(tmp_path, monkeypatch):
-    drawn, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), savefig(figure, *a, **k)))
-    rows = [{"step": step, "loss": 4.0 - step, "grad_norm": 1.0, "tokens_per_s": 10.0} for step in range(4)]
-    curves.png(rows, tmp_path / "curves.png")
-    ticks = drawn[0].axes[-1].get_xticks()
-    assert len(ticks) >= 3 and all(float(tick).is_integer() for tick in ticks), ticks

@@ -227,23 +227,6 @@ def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
         assert alone["close"], "the losses of the same global batch are what is compared"
 
 
-@pytest.mark.full
-@pytest.mark.lesson
-def test_our_own_ddp_trains_as_the_librarys_does(short_run):
-    (lesson,) = find_lessons(ROOT, only=["03"])
-    ours, library = short_run(lesson, "torchrun", 2, ddp="ours"), short_run(lesson, "torchrun", 2)
-    assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
-    assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
-
-
-@named
-def test_the_instructors_notes_are_folded(lesson):
-    notes = [cell for cell in nbformat.read(lesson.notebook, 4).cells if "notes" in cell.metadata.get("tags", [])]
-    assert notes
-    for note in notes:
-        assert note.source.startswith("<details><summary>For the instructor: ") and note.source.endswith("</details>")
-
-
 DEBRIS = (
     "No GPU run", "fall-back", "object at 0x", r"defaultdict\(", r"\{'\w+':", r"Warning:", r"<bound method",
     r"(?<![\d.,])1 (?:ranks|times|nodes|calls|messages|updates|steps|buckets|hops|copies|losses|lines|processes)\b",
@@ -269,15 +252,3 @@ def test_no_stored_output_holds_debris(lesson):
         for pattern in DEBRIS if re.search(pattern, line)
     ]  # fmt: skip
     assert found == []
-
-
-@pytest.mark.parametrize(
-    "line", ["1 ranks, launcher alone", "{'all_reduce': 3}", "No GPU run is recorded yet", "1 times"]
-)
-def test_debris_is_found(line):
-    assert any(re.search(pattern, line) for pattern in DEBRIS)
-
-
-@pytest.mark.parametrize("line", ["1.1 times as fast", "11 ranks", "4,001 steps", "1 rank"])
-def test_a_decent_line_is_none(line):
-    assert not any(re.search(pattern, line) for pattern in DEBRIS)

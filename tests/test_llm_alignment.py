@@ -11,14 +11,12 @@ import torch
 import torch.distributed as dist
 from alignment_runs import TEXT
 from definitions import taken_from
-from manyhands.align.chat import END, LetterTask, encode, with_markers
+from manyhands.align.chat import END, LetterTask, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms
 from manyhands.checkpoint.export import shipped_model, tokenizer_of
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.plots.alignment import answers_seen, staleness, token_weights
-from manyhands.plots.results import reward_and_kl
 
 LESSON = "13_llm_alignment"
 NAMES = (
@@ -155,17 +153,6 @@ def test_room_for_markers_changes_no_logit_of_the_shipped_model_and_gives_them_t
     assert with_markers(tokenizer_of(about).vocab)[:65] == tokenizer_of(about).vocab
 
 
-def test_the_zoos_mask_never_counts_an_end():
-    ours = taken_from(LESSON, "loss_mask", "without_padding")
-    task = LetterTask("sort")
-    ids, answer = encode(task.messages("dbca", "abcd"), VOCAB)
-    markers = VOCAB.index("<|assistant|>"), VOCAB.index(END)
-    right = ours.loss_mask(torch.tensor([ids]), *markers)[0]
-    theirs = ours.without_padding(torch.tensor([ids]), *markers)[0]
-    assert right.tolist() == answer[1:]
-    assert right.sum() - theirs.sum() == 1 and right[-1] and not theirs[-1]
-
-
 def test_the_stored_run_keeps_the_lessons_promises(root):
     """GRPO beats its control, gold answers beat GRPO, stale answers have other ratios, and a reward is hacked."""
     cells = json.loads((root / "notebooks" / f"{LESSON}.ipynb").read_text())["cells"]
@@ -188,37 +175,3 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     hacked = re.search(r"letters that ascend: reward ([\d.]+) to ([\d.]+),[^%]*accuracy (\d+)% to (\d+)%", told)
     before, reward, right, still_right = map(float, hacked.groups())
     assert reward > max(before, 0.9) and still_right < right / 4
-
-
-def test_the_plot_of_answers_seen_has_a_bar_at_the_mean_and_a_point_for_each_seed_over_the_line_of_chance():
-    (axes,) = answers_seen({"base": [0.0], "SFT": [0.4, 0.6]}, {"base": (0, 0), "SFT": (80, 3200)}, 1 / 24).axes
-    assert [bar.get_height() for bar in axes.patches] == [0, pytest.approx(50)]
-    points = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "o"]
-    assert points == [[0.0], [40.0, 60.0]] and axes.lines[-1].get_ydata()[0] == pytest.approx(100 / 24)
-    assert "3,200 seen" in axes.get_xticklabels()[1].get_text()
-
-
-def test_the_plot_of_staleness_has_a_curve_for_each_and_the_published_parts_of_a_step():
-    published = [{"name": "turns", "parts": ["draw", "train"], "points": [[1, 300], [2, 200]]}]
-    ratios, rewards = {0: [1.0, 1.0], 4: [0.5, 1.0]}, {0: [0.1, 0.9], 4: [0.1, 0.5]}
-    left, middle, right = staleness(ratios, rewards, published).axes
-    assert [sum(steps.get_data().values) for steps in left.patches] == [pytest.approx(100)] * 2
-    assert [list(line.get_ydata()) for line in middle.lines] == [[0.1, 0.9], [0.1, 0.5]]
-    assert [(bar.get_y(), bar.get_height()) for bar in right.patches] == [(0, 300), (300, 200)]
-
-
-def test_the_plot_of_a_tokens_weight_has_a_line_for_each_loss():
-    (axes,) = token_weights([1, 2], {"per answer": [1.0, 0.5], "per token": [0.3, 0.3]}).axes
-    assert [list(line.get_ydata()) for line in axes.lines] == [[1.0, 0.5], [0.3, 0.3]]
-
-
-def test_the_plot_of_two_rewards_shows_each_run_in_each_panel():
-    runs = {
-        "a": ([(0, 0.1, 0.0), (1, 0.9, 2.0)], {0: 0.5, 2: 1.0}),
-        "b": ([(0, 0.8, 0.0), (1, 1.0, 7.0)], {0: 0.5, 2: 0.0}),
-    }
-    reward, accuracy, kl = reward_and_kl(runs, 1 / 24).axes
-    assert [list(line.get_ydata()) for line in reward.lines] == [[0.1, 0.9], [0.8, 1.0]]
-    assert [list(line.get_ydata()) for line in accuracy.lines[:2]] == [[0.5, 1.0], [0.5, 0.0]]
-    assert [list(line.get_ydata()) for line in kl.lines] == [[0.0, 2.0], [0.0, 7.0]]
-    assert len({line.get_color() for line in kl.lines}) == 2

@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from definitions import taken_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from isoflop import GRID, RECIPE, SEEDS, run_grid
+from isoflop import GRID, RECIPE, run_grid
 from manyhands.data.corpus import Corpus
 from manyhands.data.near_copies import band_records, exchange_rows, near_pairs
 from manyhands.data.tokenizer import byte_encoder
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
 from manyhands.measure import wire
-from manyhands.plots.pretraining import by_size, longer_run
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
 from tokenizers import Tokenizer, models, trainers
@@ -57,12 +56,6 @@ DOCUMENTS = (
 PACKED = ("document_mask", "positions_of", "packed_logits", "packed_targets")
 
 # ---- tokens ----
-
-
-def test_the_merges_of_banana_bandana_are_those_of_the_figure():
-    ours = lesson(*BPE)
-    table = ours.train_bpe(Counter({b"banana": 1, b"bandana": 1}), 4)
-    assert table[:3] == [(97, 110), (98, 256), (256, 97)], "an, b + an, an + a"
 
 
 def by_library(counts, merges):
@@ -194,16 +187,6 @@ def test_the_copies_are_those_of_all_pairs_on_any_number_of_ranks_and_no_rank_se
         assert max(sum(calls) for calls in received) < 4 * HASHES * len(signed), "less than all signatures"
 
 
-def no_documents(ranks):
-    return lesson(*DOCUMENTS, world_size=ranks.world_size, device=ranks.device).near_copies(
-        np.zeros((1 - ranks.rank, HASHES), np.int32)
-    )
-
-
-def test_a_rank_without_documents_takes_part(pool):
-    assert pool.run(2, no_documents) == [{}, {}]
-
-
 def test_the_estimate_is_the_similarity_within_four_standard_errors_and_unbiased():
     ours, dice, misses = lesson(*DOCUMENTS), random.Random(5), []
     for text in pages(40):
@@ -293,15 +276,6 @@ def test_frequencies_are_those_of_all_ranks_tokens(pool, n):
         assert nats == pytest.approx(-sum(x * math.log(x) for x in p)) and count == 8
 
 
-def test_the_zoos_loss_asks_for_the_token_after_the_next():
-    ours = lesson("shifted_loss", "plain_loss")
-    text = torch.arange(20).view(2, 10)
-    ids_bT, targets_bT = text[:, :8], text[:, 1:9]
-    logits = torch.zeros(2, 8, 22)
-    logits.scatter_(2, ids_bT[..., None] + 2, 50.0)  # sure of the one after the next
-    assert ours.shifted_loss(logits, targets_bT) < 1e-6 < 10 < ours.plain_loss(logits, targets_bT)
-
-
 # ---- the grid and its law ----
 
 
@@ -324,59 +298,6 @@ def test_a_law_without_noise_is_found_again_and_its_range_is_a_point():
     assert law.at(1e13) == pytest.approx((0.3 * 1e13**0.5, 10 * 1e13**-0.06))
     low, high = isoflop.spread(points, draws=20)["exponent"]
     assert low == pytest.approx(high, abs=1e-6) and low == pytest.approx(0.5, abs=1e-6)
-
-
-def test_the_range_holds_the_truth_and_grows_with_the_noise():
-    widths = []
-    for noise in (0.005, 0.02):
-        low, high = isoflop.spread(grid(exponent=0.5, noise=noise), draws=300)["exponent"]
-        assert low < 0.5 < high
-        widths.append(high - low)
-    assert widths[1] > 2 * widths[0]
-
-
-@pytest.mark.parametrize(
-    ("points", "sentence"),
-    [
-        (grid()[:2], "2 sizes make no parabola; train at least 3"),
-        ([{**p, "val_loss": -p["val_loss"]} for p in grid()[:6]], "have no lowest point"),
-    ],
-)
-def test_what_makes_no_parabola_is_a_sentence(points, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        isoflop.parabola(points)
-
-
-def test_the_lessons_lowest_point_is_the_packages():
-    ours = lesson("lowest")
-    for rows in isoflop.by_budget(recorded_runs.numbers("12_isoflop.json")["points"]).values():
-        best = isoflop.parabola(rows)
-        found = ours.lowest([row["params"] for row in rows], [row["val_loss"] for row in rows])
-        assert found == pytest.approx((best.params, best.loss))
-
-
-def test_the_shipped_models_recorded_curve_ends_lower_than_it_began_and_the_kept_step_is_its_lowest():
-    for made in recorded_runs.numbers("plays_models.json")["models"].values():
-        losses = dict(made["val_losses"])
-        assert losses[made["kept_step"]] == min(losses.values()) == pytest.approx(made["val_loss"], abs=1e-4)
-        assert made["train_loss"][-1][1] < made["train_loss"][0][1]
-
-
-def test_the_plot_of_a_longer_run_has_both_curves_and_the_point_trained_here():
-    curves = {"train": [(1e12, 2.0), (1e15, 1.0)], "val": [(1e12, 2.1), (1e15, 1.3)]}
-    (axes,) = longer_run(curves, {"flops": 6e10, "val_loss": 2.5}, "a model").axes
-    assert [list(map(tuple, line.get_xydata())) for line in axes.lines] == [*curves.values(), [(6e10, 2.5)]]
-    assert axes.get_xscale() == "log" and axes.get_xlim()[0] < 6e10
-
-
-def test_the_published_valleys_have_their_bottom_inside_and_20_tokens_per_parameter_within_a_factor_of_2():
-    for one in recorded_runs.published("12_isoflop"):
-        sizes, losses = zip(*by_size(one), strict=True)
-        best = isoflop.parabola(
-            [{"budget_flops": 1, "params": size, "val_loss": loss} for size, loss in zip(sizes, losses, strict=True)]
-        )
-        assert sizes[0] < best.params < sizes[-1]
-        assert 10 < one["budget_flops"] / 6 / best.params**2 < 40
 
 
 def small_corpus():
@@ -407,21 +328,6 @@ def test_a_point_is_the_same_on_one_rank_and_two_under_each_strategy(pool):
         assert one["val_loss"] == pytest.approx(alone["val_loss"], abs=1e-3), strategy
         same = ("params", "tokens", "steps", "flops")
         assert [one[name] for name in same] == [alone[name] for name in same]
-
-
-def test_ranks_that_multiply_at_once_agree_on_their_rate(pool):
-    one, other = pool.run(2, timed_together)
-    assert one == other == pytest.approx(2 * 3 * 2 * 8**3 / 5.0), "two ranks, three products, the slower took 5 s"
-
-
-def timed_together(ranks):
-    from manyhands.measure import timing
-
-    real, timing._seconds_of = timing._seconds_of, lambda a, b, products, device: 4.0 + ranks.rank
-    try:
-        return timing.gemm_together(ranks, n=8, products=3)
-    finally:
-        timing._seconds_of = real
 
 
 def resumed(ranks, folder):
@@ -457,22 +363,3 @@ def test_the_recorded_grid_is_whole_and_each_budget_has_a_valley():
     for rows in isoflop.by_budget(points).values():
         losses = [row["val_loss"] for row in rows]
         assert 0 < losses.index(min(losses)) < len(losses) - 1, "the best size is inside of the grid"
-
-
-def test_further_seeds_of_one_point_are_recorded_and_differ():
-    content = recorded_runs.numbers("12_isoflop.json")
-    at = {(row["budget_flops"], row["width"]) for row in content["other_seeds"]}
-    assert len(at) == 1 and [row["seed"] for row in content["other_seeds"]] == list(SEEDS)
-    assert len({row["val_loss"] for row in content["other_seeds"]}) == len(SEEDS)
-
-
-def test_runs_of_words_find_a_planted_passage_in_capitals_and_not_its_neighbours():
-    runs = lesson("runs_of_words").runs_of_words
-    passage = "who goes there at this late hour of the night my lord"
-    assert runs(passage) & runs(f"And then, {passage.upper()}! Away.")
-    assert not runs(passage) & runs("who goes there at this late hour and what of the night my lord")
-    assert not runs("too short")
-
-
-def test_the_worlds_of_the_grid_split_its_batch():
-    assert all(isoflop.GLOBAL_BATCH % n == 0 for n in (1, 2, 3, 4, 8, 12))

@@ -50,21 +50,6 @@ def test_no_source_spells_a_colour_or_a_hatch(path):
     assert literals(path.read_text("utf-8")) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        'axes.plot(x, y, color="black")', 'axes.plot(x, y, "ko-")', 'look = {"hatch": "////"}', 'RED = "#D55E00"',
-        'axes.barh(x, y, edgecolor="white")', 'axes.imshow(x, cmap="viridis")',
-    ],
-)  # fmt: skip
-def test_a_spelt_colour_is_found(line):
-    assert literals(line) != []
-
-
-def test_lines_and_markers_are_free():
-    assert literals('axes.plot(x, y, "o-", ls="--", marker="s", **MEASURED, mfc="none")') == []
-
-
 def table():
     """All colours of the table, lower case."""
     found = set(re.findall(HEX, Path(looks.__file__).read_text("utf-8")))
@@ -94,21 +79,3 @@ def test_nothing_but_a_rank_has_a_ranks_colour_and_no_hatch_means_two_things():
     assert not of_ranks & (kinds | lines)
     hatches = [hatch for _, hatch in looks.BYTES.values()] + [looks.HATCH]
     assert len({hatch[:1] for hatch in hatches}) == len(hatches)
-
-
-def lightness(colour):
-    return sum(weight * int(colour[i : i + 2], 16) for weight, i in zip((0.299, 0.587, 0.114), (1, 3, 5), strict=True))
-
-
-def test_measured_and_predicted_differ_without_colour_and_alternatives_by_marker():
-    assert looks.MEASURED.get("marker") and not looks.PREDICTED.get("marker")
-    assert looks.PREDICTED["ls"] not in ("-", looks.LIMIT["ls"])
-    assert len({look["marker"] for look in looks.ALTERNATIVES}) == len(looks.ALTERNATIVES)
-    assert abs(lightness(looks.MEASURED["color"]) - lightness(looks.PREDICTED["color"])) > 60
-
-
-def test_what_a_rank_does_is_told_without_its_colour():
-    compute, communication, reading, waiting = (looks.of_rank(2, activity) for activity in looks.ACTIVITIES)
-    assert compute["fc"] == looks.rank_colour(2) and "hatch" not in compute
-    assert communication["hatch"] == looks.HATCH != reading["hatch"]
-    assert waiting["fc"] == "none" and waiting["ls"] == ":"

@@ -9,11 +9,8 @@ import torch.distributed as dist
 from definitions import taken_from
 from manyhands.config.layout import AXES as LAYOUT_AXES
 from manyhands.config.layout import Layout
-from manyhands.launch import recorded_runs
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.plots.bars import layouts, planned_and_held, waits
-from manyhands.plots.results import table_and_others
 from manyhands.predict.simulated_rank import in_own_process
 
 LESSON = "10_meshes_and_planning"
@@ -114,23 +111,6 @@ def test_data_outermost_sends_three_times_the_bytes_of_pipeline_outermost_and_wa
     assert waited[tensor] > 8 * waited[data], "tensor ranks on two nodes"
 
 
-def test_the_figure_of_waiting_stacks_each_orders_axes_and_says_the_sum():
-    (axes,) = waits({"a x b": {"tensor": 229.0, "data": 0.0}, "b x a": {"tensor": 2062.0, "data": 3.0}}, "t").axes
-    assert [bar.get_width() for bar in axes.patches] == [229.0, 2062.0, 3.0]
-    assert [text.get_text().strip() for text in axes.texts] == ["229 ms", "2,065 ms"]
-
-
-def test_published_layouts_have_a_point_for_each_measurement_and_a_mark_for_the_prediction():
-    published = recorded_runs.published("10_layouts")
-    (axes,) = layouts(published, [130.0, 140.0, 151.0, 139.0, 121.0], "t").axes
-    points = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
-    assert points[1] == [141.99, 145.92] and [len(values) for values in points] == [1, 2, 1, 1, 1]
-    assert [line.get_xdata()[0] for line in axes.lines if line.get_ls() == "--"] == [130.0, 140.0, 151.0, 139.0, 121.0]
-    fastest = max(published, key=lambda one: one["points"][-1][1])
-    assert fastest["tensor"] == 4, "what the lesson asks for"
-    assert all(one["tensor"] * one["pipeline"] * one["data"] == one["ranks"] for one in published)
-
-
 def third_phase(ranks):
     """(virtual seconds of the lesson's all-gather, what each rank of it then has)."""
     link = Link(0.0, 1e9)
@@ -167,29 +147,6 @@ def test_what_is_not_simulated_is_refused_with_its_sentence():
 
 
 # ------------------------------------------------------------------ the figure
-
-
-def test_the_figure_stacks_what_is_held_up_to_what_is_planned():
-    held = {"parameters": 1000, "optimizer": 2000, "gradients": 1000}
-    figure = planned_and_held(
-        [("replicas 2", held, 4000), ("zero3 2", {k: v // 2 for k, v in held.items()}, 2000)], "t"
-    )
-    (axes,) = figure.axes
-    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
-    assert max(ends) == 4.0 and [line.get_xdata()[0] for line in axes.lines] == [4.0, 2.0]
-
-
-def test_each_published_run_is_a_point_fitted_ones_are_hollow_and_others_share_a_marker_by_source():
-    rows = [("1.7B", 137.0, 137.1, True), ("3.6B", 138.0, 135.7, False)]
-    others = [("A", 126.0, 150.0, False), ("A", 121.0, 145.0, False), ("B", 430.0, 465.0, True)]
-    left, right = table_and_others(rows, others, "table 1").axes
-    points = {line.get_xdata()[0]: line.get_fillstyle() for line in left.lines if line.get_marker() == "o"}
-    assert points == {137.0: "none", 138.0: "full"}
-    assert [text.get_text() for text in right.get_legend().get_texts()] == ["A", "B"]
-    drawn = {line.get_xdata()[0]: line for line in right.lines if line.get_ls() == "None" and len(line.get_xdata())}
-    assert {x: line.get_fillstyle() for x, line in drawn.items()} == {126.0: "full", 121.0: "full", 430.0: "none"}
-    assert drawn[126.0].get_marker() == drawn[121.0].get_marker() != drawn[430.0].get_marker()
-    assert {text.get_text() for text in left.texts} == {"1.7B", "3.6B"}
 
 
 def test_the_lessons_eight_layouts_exist_on_four_ranks():

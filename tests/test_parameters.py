@@ -14,7 +14,6 @@ kind = "ring"      # which algorithm, one of ring, tree
 offset = -3        # may be negative
 label = "a to b"   # what the plot says, for example a to b
 """
-LESSON = f'# %% [markdown]\n# # Title\n\n# %% tags=["parameters"]\n{CELL}\n# %%\nlength = 99\n'
 
 
 @pytest.fixture
@@ -36,24 +35,6 @@ def test_a_cell_gives_name_default_help_and_range(known):
     assert found["kind"] == ("ring", "which algorithm", "one of ring, tree")
     assert found["offset"] == (-3, "may be negative", "")
     assert found["label"][2] == "", "prose that looks like a range is prose"
-
-
-def test_the_cell_ends_where_the_next_one_begins(tmp_path):
-    script = tmp_path / "00_lesson.py"
-    script.write_text(LESSON)
-    assert [p.name for p in read(script)] == [p.name for p in read_cell(CELL)]
-
-
-def test_a_script_without_the_cell_takes_no_flags(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text("x = 1\n")
-    assert read(script) == []
-    assert refused([], "--length", "8") == "--length is no flag: this script takes none"
-
-
-def test_a_cell_may_only_hold_literals():
-    with pytest.raises(ValueError, match="line 2 of the parameters cell"):
-        read_cell("a = 1\nprint(a)\n")
 
 
 def test_flags_have_the_type_of_the_cells_literal(known):
@@ -79,16 +60,10 @@ def test_an_unknown_flag_is_refused_with_the_closest_and_with_all_valid_ones(kno
     ("argv", "sentence"),
     [
         (["--length", "-1"], "--length -1 is not accepted: it takes a whole number >= 1"),
-        (["--length", "1e3"], "--length 1e3 is not accepted: it takes a whole number >= 1"),
-        (["--length", "1.5"], "--length 1.5 is not accepted: it takes a whole number >= 1"),
         (["--bucket-mib", "0"], "--bucket-mib 0 is not accepted: it takes a number > 0"),
-        (["--bucket-mib", "nan"], "--bucket-mib nan is not accepted: it takes a number > 0"),
-        (["--bucket-mib", "inf"], "--bucket-mib inf is not accepted: it takes a number > 0"),
         (["--workers", "257"], "--workers 257 is not accepted: it takes a whole number 1 to 256"),
         (["--kind", "star"], "--kind star is not accepted: it takes one of ring, tree"),
         (["--length"], "--length needs a value: a whole number >= 1"),
-        (["--length", "--kind", "tree"], "--length needs a value: a whole number >= 1"),
-        (["8"], "8 is unknown; valid here: --length,"),
     ],
 )
 def test_a_malformed_flag_is_refused_with_what_it_takes(known, argv, sentence):
@@ -118,11 +93,8 @@ def test_injected_values_are_checked_as_flags_are(known):
     }
     for values, sentence in [
         ({"length": 0}, "length = 0 is not accepted: it takes a whole number >= 1"),
-        ({"length": "8"}, "length = '8' is not accepted: it takes a whole number >= 1"),
-        ({"length": True}, "length = True is not accepted"),
         ({"n_ranks": 0}, "n_ranks = 0 is not accepted"),
         ({"lenght": 8}, "lenght is unknown; did you mean length?"),
-        ({"kind": "star"}, "kind = 'star' is not accepted: it takes one of ring, tree"),
     ]:
         with pytest.raises(ParameterError) as error:
             validate(known, values)

@@ -6,10 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.checks import pipeline_parallel as of_lesson_08
 from manyhands.measure.sleeping_stages import run_asleep
-from manyhands.measure.virtual_network import Span
-from manyhands.plots.schedule import bubbles, chart, face
 from manyhands.predict.pipeline_schedules import (
     SCHEDULES,
     Action,
@@ -140,15 +137,6 @@ def test_several_stages_per_rank_are_what_torch_executes(schedule, p, m, v):
         assert executed(schedule, p, m, v) == orders_of(schedule, p, m, v)
 
 
-def test_torch_prints_another_order_for_the_last_stage_of_1f1b_than_it_executes():
-    """Should this fail, torch has mended it, and the lesson's sentence goes."""
-    seen = []
-    schedule = torchs.Schedule1F1B(Recorder(3, 4, 4, seen), n_microbatches=8)
-    printed = [a.microbatch_index for a in schedule.pipeline_order[3] if a.computation_type == torchs.FORWARD]
-    assert printed == [*range(1, 9)]
-    assert [i for kind, _, i in executed("1F1B", 4, 8)[3] if kind == "F"] == [*range(8)]
-
-
 def test_what_comes_from_another_rank_costs_a_message_and_stages_may_take_unequal_times():
     run = simulate(orders_of("GPipe", 2, 1), message=Fraction(1, 4))
     assert [(slot.rank, slot.action.kind, slot.start) for slot in run.slots] == [
@@ -203,54 +191,6 @@ def test_what_an_action_needs_and_what_a_split_backward_lets_go():
     assert in_flight([("F", 0, 0), ("I", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 0), ("W", 0, 1)]) == 2
 
 
-def test_the_computing_of_a_network_becomes_slots():
-    spans = [Span(1, "compute", "W 5 12", 0.5, 1.0), Span(1, "waiting", "wait", 0, 0.5)]
-    (slot,) = slots_of(spans)
-    assert (slot.rank, slot.action, slot.start, slot.end) == (1, ("W", 5, 12), 0.5, 1.0)
-
-
-def wrong_at(answer, name="1F1B"):
-    """({rank: the wrong action}, notes, title) of the chart that the check of these orders draws."""
-    title, slots, notes, wrong = of_lesson_08._by_order(name)(answer)
-    assert {*wrong} <= {*slots}
-    return {slot.rank: tuple(slot.action) for slot in wrong}, notes, title
-
-
-def from_1f1b(change):
-    return lambda s, p, m: change(s, [tuple(action) for action in orders_of("1F1B", p, m)[s]])
-
-
-def test_a_drawn_order_marks_on_each_rank_the_first_action_that_is_out_of_place():
-    right = wrong_at(from_1f1b(lambda s, order: order))
-    assert right == ({}, ["holds 4", "holds 3", "holds 2", "holds 1"], "your 1F1B, 8 micro-batches: idle 27 %")
-    late = wrong_at(from_1f1b(lambda s, order: order[:2] + [order[3], order[2], *order[4:]] if s == 0 else order))
-    assert late[0] == {0: ("F", 0, 3)}
-    assert wrong_at(lambda s, p, m: orders_of("GPipe", p, m)[s])[0][3] == ("F", 3, 1), "1F1B has a backward there"
-    # a schedule that waits in a circle ends where it waits
-    waits, _, title = wrong_at(from_1f1b(lambda s, order: [order[1], order[0], *order[2:]] if s == 3 else order))
-    assert waits == {3: ("B", 3, 0)} and title.endswith("it never ends")
-
-
-def test_drawn_needs_mark_the_actions_whose_list_is_not_right():
-    def nothing(action, p):
-        return []
-
-    _, slots, _, wrong = of_lesson_08._by_needs(nothing)
-    assert {slot.start for slot in slots if slot.action[2] == 0 and slot.action[0] == "F"} == {0}
-    assert {tuple(slot.action[:2]) for slot in wrong} == {("F", 1), ("F", 2), ("F", 3), *(("B", s) for s in range(4))}
-    assert not of_lesson_08._by_needs(needs)[3]
-
-
-def test_the_chart_frames_what_is_wrong_and_bold_numbers_belong_to_the_second_stage():
-    run = simulate(orders_of("Interleaved1F1B", 2, 2, 2))
-    figure = chart([("", run.slots, ())], wrong=[run.slots[0]])
-    (axes,) = figure.axes
-    texts = [(text.get_text(), text.get_weight()) for text in axes.texts]
-    assert texts[0] == ("✗", "normal") and texts.count(("1", "bold")) == texts.count(("1", "normal")) == 4
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["forward", "backward", "✗ wrong"]
-    assert len({face(0, kind) for kind in "FBIW"}) == 4
-
-
 def asleep(ranks):
     took = {"F": 0.01, "B": 0.02}
     slots = slots_of(run_asleep(orders_of("1F1B", ranks.world_size, 3)[ranks.rank], took))
@@ -265,12 +205,3 @@ def test_sleeping_stages_do_their_order_after_what_it_needs_and_every_rank_knows
     ended = {action: end for _, action, _, end in slots}
     assert all(ended[before] <= start for _, action, start, _ in slots for before in needs(action, 2))
     assert all(end - start >= {"F": 0.01, "B": 0.02}[action.kind] for _, action, start, end in slots)
-
-
-def test_published_rates_stand_beside_the_bubble_with_1f1b_by_its_formula():
-    published = [{"name": "1F1B", "points": [[4, 0.5], [8, 1.0]]}, {"name": "other", "points": [[4, 1], [8, 2]]}]
-    here, rates = bubbles({"GPipe": ([1, 2], [0.5, 0.3], [0.5, 0.25])}, published, stages=5).axes
-    assert [list(line.get_ydata()) for line in here.lines[:2]] == [[50, 25], [50, 30]]
-    dashed = next(line for line in rates.lines if line.get_ls() == "--")
-    assert list(dashed.get_ydata()) == [pytest.approx(1.5 * 4 / 8), pytest.approx(1.0)]
-    assert len(bubbles({"GPipe": ([1, 2], [0.5, 0.3], [0.5, 0.25])}).axes) == 1

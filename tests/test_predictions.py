@@ -28,19 +28,12 @@ class Unprintable:
     "guess, sentence",
     [
         (None, "no guess: it is 3,960 MB"),
-        (..., "no guess: it is 3,960 MB"),
         (400, "you said 400 MB, it is 3,960 MB"),
-        (-1e300, "it is 3,960 MB"),
         (3960, "right, it is 3,960 MB"),
-        (4000.0, "right, it is 3,960 MB"),
         (4100, "you said 4,100 MB, it is 3,960 MB"),
         ("3,960 MB", "right, it is 3,960 MB"),
-        ("400", "you said 400 MB, it is 3,960 MB"),
         ("many", "a guess is a number here, not the text 'many': it is 3,960 MB"),
-        ([3960, 40], "a guess is a number here, not the list [3960, 40]: it is 3,960 MB"),
         (math.nan, "a guess is a number here, not nan: it is 3,960 MB"),
-        (True, "a guess is a number here, not True: it is 3,960 MB"),
-        (10**400, "it is 3,960 MB"),
         (Unprintable(), "it is 3,960 MB"),
     ],
 )
@@ -56,16 +49,6 @@ def test_an_answer_may_be_a_text(capsys):
     said = [line.removeprefix("the fastest: ") for line in capsys.readouterr().out.splitlines()]
     wrong_type = "a guess is a text here, not 3.5: it is 'ring'"
     assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess: it is 'ring'"]
-
-
-def test_a_fraction_is_written_as_a_person_would(capsys):
-    compare("the ring", 60.5, 2 * 99 * 40 / 100, "MB")
-    assert capsys.readouterr().out == "the ring: you said 60.5 MB, it is 79.2 MB\n"
-
-
-def test_a_number_typed_for_a_name_of_digits_is_that_name(capsys):
-    compare("the job", 4702, "4702")
-    assert capsys.readouterr().out == "the job: right, it is '4702'\n"
 
 
 def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):

@@ -3,15 +3,12 @@
 import re
 
 import pytest
-from manyhands.predict import published_runs
 from manyhands.predict.megatron import bytes_held
 from manyhands.predict.published_runs import (
     FITTED_ON,
     RUNS,
     choice,
     fit,
-    predicted_tflops,
-    published_work,
     residual,
     summary,
 )  # fmt: skip
@@ -69,23 +66,10 @@ def test_every_run_has_a_source_that_one_can_open_and_says_what_was_checked_and_
         assert bytes_held(run.model, split, run.global_batch, run.program).on_gpu < run.machine.memory_bytes
 
 
-@pytest.mark.parametrize("run", runs_of("MosaicML"), ids=lambda run: run.name)
-def test_a_row_of_mosaicml_agrees_with_its_own_columns(run):
-    model, parameters = run.model, run.check["parameters"]
-    assert model.num_params() == pytest.approx(parameters, rel=0.01)  # it has no biases
-    flops = 6 * parameters + 12 * model.n_layer * model.n_embd * model.block_size  # as its page counts them
-    assert flops * run.tokens_per_s / 1e12 == pytest.approx(run.check["TFLOP/s"], rel=0.003)
-
-
 @pytest.mark.parametrize(("words", "peak"), [("2407.21783", 989.4), ("Nemotron", 989.4), ("OLMo-core", 989.4)])
 def test_the_speed_of_a_row_is_its_mfu(words, peak):
     for run in runs_of(words):
         assert run.published / peak * 100 == pytest.approx(run.check["MFU in percent"], abs=1.0)
-
-
-@pytest.mark.parametrize(("name", "billions"), [("DeepSeek-V3", 671), ("Nemotron-4 340B", 341), ("Mixtral 8x7B", 46.7)])
-def test_a_model_that_is_planned_by_near_sizes_has_its_parameters(name, billions):
-    assert BY_NAME[name].model.num_params() / 1e9 == pytest.approx(billions, rel=0.06)
 
 
 def test_the_constants_are_what_their_runs_give():
@@ -94,13 +78,6 @@ def test_the_constants_are_what_their_runs_give():
         assert getattr(found, key) == pytest.approx(getattr(Assumptions(), key), rel=0.005), key
     for name in FITTED_ON:
         assert abs(residual(BY_NAME[name], found)) < 1e-3, name
-
-
-def test_only_the_fitted_runs_decide_the_constants(monkeypatch):
-    before = fit()
-    shifted = [run if run.name in FITTED_ON else run.model_copy(update={"gpus": 2 * run.gpus}) for run in RUNS]
-    monkeypatch.setattr(published_runs, "RUNS", tuple(shifted))
-    assert fit() == before
 
 
 def test_runs_that_decide_no_constant_are_predicted_within_25_percent_and_half_of_them_within_10():
@@ -115,24 +92,3 @@ def test_runs_that_decide_no_constant_are_predicted_within_25_percent_and_half_o
 def test_what_people_ran_is_what_the_planner_would_choose_or_the_table_says_why_not(run):
     made = choice(run)
     assert (made.slower > 1.15) == bool(run.exception), f"{made.slower:.2f}: {made.first.name}"
-
-
-def test_of_llama_3_the_planner_recommends_the_very_layout():
-    first = choice(BY_NAME["Llama 3 405B, 16384 GPUs"]).first
-    assert (first.name, first.checkpointing) == ("zero1 128 x tensor 8 x pipeline 16", "selective")
-    assert first.layout.stages_per_rank == 8 and 0.38 < first.mfu < 0.43
-    assert choice(BY_NAME["Llama 3 405B, 131,072 positions"]).first.layout.context >= 16
-    assert choice(BY_NAME["DeepSeek-V3"]).first.layout.expert >= 8
-
-
-def test_the_fitted_runs_are_left_out_of_the_summary():
-    middle, worst = summary([BY_NAME[name] for name in (*FITTED_ON, "GPT 7.5B")])
-    assert middle == worst == abs(residual(BY_NAME["GPT 7.5B"]))
-
-
-def test_the_layout_matters_to_the_prediction():
-    run = BY_NAME["GPT 1008.0B"]
-    assert predicted_tflops(run.model_copy(update={"stages_per_rank": 1})) < 0.97 * predicted_tflops(run)
-    assert published_work(run).micro_batches == 512
-    slow = run.model_copy(update={"on": "pvc"})
-    assert predicted_tflops(slow) < 0.8 * predicted_tflops(run)

@@ -1,15 +1,12 @@
 """A run on GPUs becomes a file that says on what it was made, and a lesson shows it beside its own numbers."""
 
 import json
-import subprocess
 
 import pytest
-import torch
 from manyhands.course import folders
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import metrics as metrics_module
 from manyhands.launch import recorded_runs
-from manyhands.launch.metrics import Metrics
 from manyhands.launch.processes import Ended
 from manyhands.tools.lesson_run import Outcome, Run
 from manyhands.tools.preflight import LessonResult, export_recorded
@@ -69,14 +66,6 @@ def test_the_command_writes_the_last_run_as_a_file_that_says_on_what_it_was_made
     assert [path] == list((tmp_path / "to").iterdir())
 
 
-def test_another_run_under_another_name_and_none_at_all(tmp_path, command):
-    status, said = command(metrics(), "--run", str(tmp_path / "elsewhere"))
-    assert status == 2 and "run the lesson first, or name its folder with --run" in said
-    (tmp_path / "03_data_parallel").rename(tmp_path / "elsewhere")
-    assert command(metrics("cpu"), "--run", str(tmp_path / "elsewhere" / "latest"), "--name", "mine")[0] == 0
-    assert (tmp_path / "to" / "03_data_parallel.mine.json").exists()
-
-
 def test_a_run_with_uncommitted_changes_is_recorded_and_said_to_be_one(tmp_path, command):
     dirty = metrics()["conditions"] | {"commit": "1a2b3c4 with uncommitted changes"}
     status, said = command(metrics(conditions=dirty))
@@ -99,26 +88,6 @@ def test_what_cannot_be_recorded_is_refused_in_a_sentence(tmp_path, command, con
     status, said = command(content, *arguments)
     assert status == 2 and sentence in said and said.count("\n") == 1
     assert not (tmp_path / "to").exists()
-
-
-def test_an_unknown_lesson_is_refused_with_those_that_there_are(capsys):
-    assert recorded_runs.main(["77"]) == 2
-    assert "there is no lesson '77'; the lessons are: 00_start" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "hardware, name",
-    [
-        ("4 x NVIDIA H200", "h200x4"),
-        ("8 x NVIDIA A100-SXM4-40GB on 2 nodes", "a100-sxm4-40gbx8"),
-        ("6 x Intel(R) Data Center GPU Max 1550", "max-1550x6"),
-        ("1 x AMD Instinct MI250X", "mi250xx1"),
-    ],
-)
-def test_a_name_is_made_of_the_hardware_and_the_number_of_ranks(hardware, name):
-    content = metrics(world_size=int(hardware.split()[0]))
-    content["conditions"]["hardware"] = hardware
-    assert recorded_runs.default_name(content) == name
 
 
 def test_a_table_has_this_runs_numbers_beside_each_recorded_runs(tmp_path):
@@ -151,13 +120,6 @@ def test_where_nothing_is_recorded_a_sentence_says_so_with_the_two_commands(tmp_
     assert record == "python -m manyhands.launch.recorded_runs 03"
 
 
-def test_runs_are_found_by_lesson_and_no_other_file_is_taken_for_one(tmp_path):
-    recorded_runs.record(metrics(), tmp_path)
-    (tmp_path / "03_queue.json").write_text("{}")
-    (tmp_path / "02_collectives.h200x4.json").write_text("{}")
-    assert [run["name"] for run in recorded_runs.runs("03_data_parallel", tmp_path)] == ["h200x4"]
-
-
 def test_every_recorded_run_that_the_course_has_is_complete():
     for lesson in find_lessons():
         for run in recorded_runs.runs(lesson.name):
@@ -169,15 +131,6 @@ def test_every_recorded_run_that_the_course_has_is_complete():
 def ranks(**changes):
     told = {"world_size": 8, "local_world_size": 4, "launcher": "torchrun", "lesson": "03_data_parallel"}
     return ranks_of(**told | changes)
-
-
-def test_metrics_say_on_what_with_what_and_by_what_they_were_made(tmp_path, monkeypatch):
-    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path))
-    content = json.loads(Metrics(ranks()).write().read_text())["conditions"]
-    assert content.keys() == {"hardware", "versions", "commit", "date", "command"}
-    assert content["versions"]["torch"] == torch.__version__
-    assert content["versions"]["cuda"] is None
-    assert "core" in content["hardware"] and content["hardware"].endswith("on 2 nodes")
 
 
 SCRIPT = str(folders.ROOT / "scripts" / "03_data_parallel.py")
@@ -196,21 +149,6 @@ SCRIPT = str(folders.ROOT / "scripts" / "03_data_parallel.py")
 def test_the_command_is_what_starts_the_same_script_again(monkeypatch, launcher, argv, command):
     monkeypatch.setattr("sys.argv", argv)
     assert metrics_module.command(ranks(launcher=launcher)) == command
-
-
-def test_a_commit_is_told_from_one_with_changes_and_from_none(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x", *words], check=True,
-                       capture_output=True)  # fmt: skip
-
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert metrics_module.commit(tmp_path) is None
-    git("init")
-    git("commit", "--allow-empty", "-m", "x")
-    clean = metrics_module.commit(tmp_path)
-    assert len(clean) >= 7 and " " not in clean
-    (tmp_path / "file").touch()
-    assert metrics_module.commit(tmp_path) == f"{clean} with uncommitted changes"
 
 
 def test_preflight_exports_the_run_on_most_gpus_of_each_lesson_that_went_well(tmp_path):

@@ -3,7 +3,6 @@
 What is tested is the lesson's own code, taken from its script, on real ranks.
 """
 
-import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -67,11 +66,6 @@ def trajectories(ranks):
     return {kind: ours.trajectory(n, **how) for kind, how in kinds.items()}
 
 
-def on_fewer(ranks):
-    """Losses on the first two of these ranks; None on those that only watch."""
-    return lesson("trajectory").trajectory(2)
-
-
 def measurements(ranks):
     from manyhands.measure.virtual_network import Link
 
@@ -83,14 +77,6 @@ def measurements(ranks):
     torch.manual_seed(0)
     n = ranks.world_size
     return ours.noise_scale(GPT(CONFIG), num=24), ours.virtual_step(n), ours.ring_s(n)
-
-
-def in_turns(ranks):
-    from manyhands.measure.timing import take_turns
-
-    called = []
-    taken = take_turns({name: lambda name=name: called.append(name) for name in "ab"}, 2, ranks)
-    return called, {name: len(seconds) for name, seconds in taken.items()}
 
 
 @pytest.fixture(scope="module")
@@ -129,12 +115,6 @@ def test_float64_tells_rounding_from_a_wrong_weight_and_float32_hardly_does(loss
         assert rounding < 1e-12 < 1e-8 < single < 1e-4 < wrong
 
 
-def test_ranks_outside_the_group_take_no_part(pool, reference):
-    first, second, third = pool.run(3, on_fewer)
-    assert third is None
-    assert torch.equal(first, second) and (first - reference).abs().max() < 1e-10
-
-
 def test_sequences_of_a_global_batch_differ_in_length_and_repeat_in_every_process():
     x_BT, y_BT = lesson().uneven_batch(3)
     counts = (y_BT != -100).sum(1)
@@ -155,24 +135,7 @@ def test_noise_scale_and_virtual_steps_are_those_of_the_formulas_on_any_number_o
         assert step_s == pytest.approx(1e-3 + 20e-3 / n + ring_s, rel=1e-12)
 
 
-def test_calls_take_turns_and_only_the_rounds_after_the_first_count(pool):
-    assert pool.run(2, in_turns) == [(["a", "b"] * 3, {"a": 2, "b": 2})] * 2
-
-
 # ---- figures of the lesson ----
-
-
-def test_seeds_of_a_launcher_in_wide_use_collide_on_ranks_2_and_8():
-    ours = lesson("with_equal_seeds")
-    assert ours.with_equal_seeds(2) == [[2, 8]]
-    assert ours.with_equal_seeds(1) == []
-    assert len(ours.with_equal_seeds(2, seed=0)) == 1, "all ranks agree"
-
-
-def test_streams_of_ranks_epochs_and_seeds_differ():
-    stream = lesson("stream").stream
-    draws = {tuple(stream(r, e, s).integers(0, 2**62, 2)) for r in range(64) for e in range(4) for s in range(4)}
-    assert len(draws) == 64 * 4 * 4
 
 
 def test_the_lessons_order_is_that_of_the_package_also_where_another_number_of_ranks_goes_on():
@@ -181,17 +144,6 @@ def test_the_lessons_order_is_that_of_the_package_also_where_another_number_of_r
         sampler = PartitionedSampler(100, rank, 3, seed=0)
         sampler.load_state_dict({"epoch": 3, "position": 40, "length": 100, "seed": 0, "shuffle": True})
         assert remaining(100, 3, 40, rank, 3) == list(sampler)
-
-
-def test_a_training_that_diverges_counts_as_one_that_knows_nothing():
-    corpus = SimpleNamespace(train_ids=IDS, val_ids=IDS, vocab="abcdefghijk")
-    train = lesson("learning_rate", "train", corpus=corpus, sweep_tokens=10 * 4 * T).train
-    assert train("SGD", 4, 1e9, seed=0) == math.log(11) > train("SGD", 4, 0.5, seed=0)
-
-
-def test_amdahls_fit_finds_the_serial_part_of_times_that_obey_the_law():
-    a, b = lesson("amdahl_fit").amdahl_fit([1, 2, 4, 8], [1 + 19 / n for n in (1, 2, 4, 8)])
-    assert (a, b) == pytest.approx((1, 19))
 
 
 def test_a_batch_that_does_not_split_is_refused_in_one_sentence(root, tmp_path):

@@ -49,13 +49,6 @@ def test_each_make_command_of_a_page_is_a_target_that_reads_what_it_is_given(pag
     assert unknown == []
 
 
-def test_the_run_book_goes_from_six_weeks_before_to_the_morning_and_reserves_on_both_schedulers():
-    text = (ROOT / "assets" / "site" / "run_book.md").read_text("utf-8")
-    times = ["Six weeks before", "One week before", "The day before", "Eight in the morning", "Afterwards"]
-    assert [heading for heading in re.findall(r"^## (.+)$", text, re.M) if heading in times] == times
-    assert "scontrol create reservation" in text and "pbs_rsub" in text and "(tested_on.md)" in text
-
-
 def test_readme_shows_the_cell_of_its_picture_and_what_it_printed():
     first, _ = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["cells"]
     assert f"```python\n{first['source']}\n```" in README
@@ -121,12 +114,6 @@ def test_the_zoo_has_each_lessons_bug_by_symptom(build, lessons):
     notebooks, table = lessons
     found = re.findall(r"\| \[(\d\d)\]\(notebooks/\w+\.ipynb#\S*zoo\S*\) \|$", build.pages.zoo(notebooks, table), re.M)
     assert sorted(found) == [row.number for row in table]
-
-
-def test_a_lesson_links_to_its_deck_where_there_is_one(build, lessons):
-    found = build.pages_of_lessons(*lessons, decks={"03_data_parallel"})
-    linked = re.findall(r'<a href="slides/(\w+)\.html">', "".join(found.values()))
-    assert linked == ["03_data_parallel"] * 2  # its track's page, and the map of all
 
 
 def test_each_recorded_run_on_a_gpu_is_on_the_page_tested_on():
@@ -208,121 +195,6 @@ def test_no_page_is_too_wide_and_none_complains_or_asks_another_address(complain
     assert complaints == []
 
 
-SAMPLE = [
-    "index",
-    "zoo",
-    "first_hour",
-    "notebooks/03_data_parallel",
-    "assets/handbook/02_collectives",
-    "recipes",
-    "troubleshooting",
-]
-TOO_FAINT = """() => {  // text whose contrast with what lies behind it is below WCAG's AA: 4.5, or 3 for large letters
-  const one = { width: 1, height: 1 };
-  const canvas = Object.assign(document.createElement("canvas"), one).getContext("2d", { willReadFrequently: true });
-  const rgba = (colour) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-    return [r, g, b, a / 255];
-  };
-  const over = (front, back) => [0, 1, 2].map((i) => front[i] * front[3] + back[i] * (1 - front[3]));
-  const behind = (element) => element
-    ? over(rgba(getComputedStyle(element).backgroundColor), behind(element.parentElement)) : [255, 255, 255];
-  const linear = (v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
-  const light = (c) => 0.2126 * linear(c[0]) + 0.7152 * linear(c[1]) + 0.0722 * linear(c[2]) + 0.05;
-  const found = new Set(), texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  let seen = 0;
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement, text = texts.currentNode.data.trim();
-    const shown = element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
-    if (!text || !shown || element.closest("script, style, svg") || !element.getClientRects().length) continue;
-    const style = getComputedStyle(element), back = behind(element), colour = rgba(style.color);
-    for (let up = element; up; up = up.parentElement) colour[3] *= getComputedStyle(up).opacity;
-    const [dark, bright] = [light(over(colour, back)), light(back)].sort((a, b) => a - b);
-    const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
-    seen += 1;
-    if (bright / dark < (large ? 3 : 4.5)) found.add(`${(bright / dark).toFixed(2)} ${element.className}: ${text}`);
-  }
-  return [seen, [...found]];
-}"""
-FOCUSED = """() => {
-  const element = document.activeElement, style = getComputedStyle(element);
-  const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 && style.opacity > 0;
-  return [element.tagName, element.className, ring];
-}"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", SAMPLE)
-def test_text_is_strong_enough_to_read_in_light_and_dark(name, scheme, site, browser):
-    page = browser.new_page(color_scheme=scheme)
-    page.goto((site / f"{name}.html").as_uri())
-    seen, too_faint = page.evaluate(TOO_FAINT)
-    assert seen > 60 and too_faint == []
-    page.close()
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_tab_key_reaches_all_of_a_page_and_shows_where_it_is(name, site, browser):
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto((site / f"{name}.html").as_uri())
-    stops = []
-    for _ in range(600):
-        page.keyboard.press("Tab")
-        stop = page.evaluate(FOCUSED)
-        if stop[0] == "BODY":
-            break
-        stops.append(stop)
-    assert stops[0][1].startswith("skip-to-content") and [stop for stop in stops if not stop[2]] == []
-    kinds = [(tag, classes.split(" ")[0]) for tag, classes, _ in stops]
-    assert ("INPUT", "sidebar-search") in kinds and ("BUTTON", "theme-toggle") in kinds
-    for tag in ("SUMMARY", "A"):  # folds, and links of text and menu
-        there = sum(one.is_visible() for one in page.locator(f"{tag}:not(.headerlink):not(.skip-to-content)").all())
-        assert sum(kind == tag for kind, _ in kinds) >= there
-    page.close()
-
-
-@pytest.mark.browser
-def test_a_lesson_is_found_opened_and_unfolded_by_keyboard(site, browser):
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto((site / "index.html").as_uri())
-
-    def tab_to(words):
-        here = "(document.activeElement.closest('a, summary')?.textContent || document.activeElement.placeholder || '')"
-        for _ in range(300):
-            page.keyboard.press("Tab")
-            if words in page.evaluate(here):  # a page that is new to the browser has its focus on the body at first
-                return
-        pytest.fail(f"the Tab key does not reach {words!r} on {page.url}")
-
-    tab_to("Search")
-    page.keyboard.type("all-reduce")
-    page.keyboard.press("Enter")
-    page.locator("#search-results li a").first.wait_for()
-    page.goto((site / "index.html").as_uri())
-    tab_to("Data parallel")
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/data_parallel.html")
-    tab_to("03 ")
-    page.keyboard.press("Enter")
-    page.wait_for_url("**/notebooks/03_data_parallel.html")
-    page.goto(page.url)  # whole: a link to an anchor, followed while a page still loads, ends the loading
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")  # "Skip to content": what follows is no longer the menu
-    page.keyboard.press("Tab")
-    assert page.evaluate("Boolean(document.activeElement.closest('article, .content-icon-container'))")
-    tab_to("Solution A")
-    fold = "document.activeElement.closest('details').open"
-    assert page.evaluate(fold) is False
-    page.keyboard.press("Enter")
-    assert page.evaluate(fold) is True
-    page.close()
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_is_a_page_without_notes_and_its_solutions_show_at_a_click(name, site, browser):
@@ -359,26 +231,3 @@ def test_each_link_of_a_page_arrives(site):
             elif link.startswith("#") and len(link) > 1 and unquote(link[1:]) not in page.ids:
                 dead.append((path.name, link))
     assert len(pages) > len(LESSONS) + 15 and dead == []
-
-
-@pytest.mark.browser
-def test_the_search_finds_a_term_in_lesson_and_glossary(site, browser):
-    page, failed = browser.new_page(), []
-    page.on("pageerror", lambda error: failed.append(str(error)))
-    page.goto((site / "search.html").as_uri() + "?q=all-reduce")
-    page.locator("#search-results li").first.wait_for()
-    page.get_by_text("Search finished").wait_for()
-    found = {Path(urlsplit(a.get_attribute("href")).path).stem for a in page.locator("#search-results li a").all()}
-    assert {"02_collectives", "glossary"} <= found and failed == []
-    page.close()
-
-
-@pytest.mark.browser
-def test_the_opening_page_counts_what_there_is(site):
-    text = (site / "index.html").read_text("utf-8")
-    scripts = "".join(lesson.script.read_text("utf-8") for lesson in find_lessons(ROOT))
-    minutes = sum(int(core) for core in re.findall(r"\*\*(\d+) minutes\*\* for the sections", scripts))
-    builds = len(re.findall(r"^# #+ Build [A-Z]", scripts, re.M))
-    check = json.loads((ROOT / "assets" / "recorded" / "readme.json").read_text("utf-8"))["check"]
-    assert check["lines"][0].split(": ")[-1] in text and "gantt.png" in text  # a check's sentence, a chart
-    assert f"{len(LESSONS)} lessons" in text and f"{builds} builds" in text and f"{minutes} minutes" in text

@@ -61,41 +61,6 @@ def test_a_deck_has_2_to_15_slides_and_neither_solutions_nor_settings(name, deck
     assert lines and [line for line in lines if line in text] == []
 
 
-@pytest.fixture
-def held(tmp_path):
-    """A file that says who holds the course."""
-    path = tmp_path / "event.toml"
-    path.write_text('name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "conf.py"\n')
-    return path
-
-
-def test_a_centres_name_page_and_logo_are_on_the_first_slide(slides, held, tmp_path, monkeypatch):
-    event = slides.event(held)
-    monkeypatch.setattr(slides, "event", lambda: event)
-    monkeypatch.setattr(slides, "rows", lambda rows=slides.rows: rows()[:1])
-    slides.write(tmp_path / "site")
-    first, *others = sections(tmp_path / "site" / "slides" / f"{LESSONS[0]}.html")
-    link = '<a href="https://example.org/school">Summer School &amp; Co</a>'
-    assert link in first and '<img src="../assets/conf.py"' in first and link not in "".join(others)
-    assert (tmp_path / "site" / "assets" / "conf.py").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [("logo = 'none.svg'", "is no file in"), ("page = 'x.org'", "begin it with https://"), ("nme = 'x'", "alone"),
-     ("page = 'https://x.org'", "needs a name"), ("name =", "Invalid value")],
-)  # fmt: skip
-def test_a_mistake_in_the_file_of_a_centre_is_told(line, said, slides, tmp_path):
-    (path := tmp_path / "event.toml").write_text(f"{line}\n")
-    with pytest.raises(SystemExit, match=said):
-        slides.event(path)
-
-
-def test_without_a_centre_nothing_is_shown(decks, slides):
-    assert slides.event().flags == []
-    assert 'class="event"' not in (decks / f"{LESSONS[0]}.html").read_text("utf-8")
-
-
 @pytest.mark.parametrize("name", LESSONS)
 def test_answers_are_fragments_and_are_not_seen_before(name, decks, slides):
     found = sections(decks / f"{name}.html")
@@ -107,22 +72,6 @@ def test_answers_are_fragments_and_are_not_seen_before(name, decks, slides):
             for fold in slides.FOLD.findall(cell.source):
                 words = unescape(re.sub(r"<[^>]+>", "", slides.html(fold)))
                 assert " ".join(words.split()) not in everything
-
-
-@pytest.mark.parametrize("name", LESSONS)
-def test_a_slide_says_a_sentence_once(name, decks):
-    for section in sections(decks / f"{name}.html"):
-        sentences = [one for one in re.split(r"(?<=[.?!]) ", seen_at_once(section)) if len(one) > 30]
-        assert [one for one in sentences if sentences.count(one) > 1] == []
-
-
-@pytest.mark.parametrize("name", LESSONS)
-def test_notes_are_for_the_speaker_alone(name, decks):
-    found = sections(decks / f"{name}.html")
-    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
-    notes = sum("notes" in cell.metadata.get("tags", []) for cell in cells)
-    assert sum(one.count("For the instructor") for one in found) == notes
-    assert not any("For the instructor" in seen_at_once(one) for one in found)
 
 
 def test_cells_tagged_slide_replace_the_choice(slides):
@@ -137,13 +86,6 @@ def test_cells_tagged_slide_replace_the_choice(slides):
             cell.metadata["tags"] = ["slide"]
     with pytest.raises(SystemExit, match="cells are tagged `slide`; 13 fit"):
         slides.deck(row, notebook)
-
-
-def test_without_npm_it_says_what_to_install(slides, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(sys, "argv", ["slides.py", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit, match="^npm is missing, .* Install npm [^\n]*$"):
-        slides.main()
 
 
 @pytest.fixture(scope="module")
@@ -211,20 +153,3 @@ def test_no_slide_overflows_complains_or_asks_another_address(name, shown, brows
             answer.wait_for(state="visible", timeout=5000)
     page.close()
     assert found == []
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("name", LESSONS)
-def test_on_a_phone_slides_stand_one_below_the_other_and_none_is_too_wide(name, shown, browser):
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    page.goto((shown / f"{name}.html").as_uri())
-    page.wait_for_function("window.Reveal && Reveal.isReady()")
-    assert page.evaluate("Reveal.isScrollView()")
-    sections = page.locator(".slides section")
-    assert sections.count() == page.evaluate("Reveal.getTotalSlides()")
-    outside = """all => all.flatMap((one) => [one, ...one.querySelectorAll("p, li, pre, img, h2, table")])
-        .map((one) => [one.tagName, one.getBoundingClientRect(), one.textContent.slice(0, 40)])
-        .filter(([, box]) => box.width && (box.left < -1 || box.right > 391))
-        .map(([tag, box, text]) => [tag, box.right, text])"""
-    assert sections.evaluate_all(outside) == []
-    page.close()

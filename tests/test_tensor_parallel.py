@@ -7,7 +7,6 @@ the logits with a random v, so that nothing hides behind a sum.
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
@@ -126,18 +125,6 @@ def test_an_uneven_vocabulary_has_the_same_loss_and_gradients_for_three_numbers_
     for apart, _, sent in results:
         assert apart < 1e-10
         assert sent == [B * T] * 3
-
-
-def large_logits(ranks):
-    lesson, n = ours(), ranks.world_size
-    logits = 1000 * v_of((5, 4 * n))
-    targets = torch.arange(5) % (4 * n)
-    mine = logits.chunk(n, 1)[ranks.rank]
-    return lesson.split_loss(mine, targets, 4 * ranks.rank, dist.group.WORLD) - F.cross_entropy(logits, targets)
-
-
-def test_the_loss_of_split_logits_survives_large_ones(pool):
-    assert max(abs(apart.item()) for apart in pool.run(2, large_logits)) < 1e-9
 
 
 def collectives(ranks):
@@ -298,62 +285,3 @@ def test_heads_that_do_not_fit_the_ranks_are_refused_with_the_numbers():
         my_heads(8, 2, 3, 0)
     with pytest.raises(ValueError, match="6 KV heads and 4 tensor ranks: one must divide the other"):
         my_heads(12, 6, 4, 0)
-
-
-def test_the_figures_have_a_bar_for_each_way_and_placement_and_a_panel_for_published_runs():
-    from manyhands.plots.bars import kept_for_backward, layer_times
-
-    (kept,) = kept_for_backward({"a": (2e6, 1e6, 1e6)}, "title").axes
-    assert [bar.get_width() for bar in kept.patches] == [1.0, 1.0]
-    times = {"in one domain": (2e-3, 1e-3, 2e-3)}
-    left, right = layer_times(times, 4e-3, "title", [{"name": "tensor", "points": [[8, 3], [16, 1]]}]).axes
-    assert [label.get_text() for label in left.get_yticklabels()] == ["one GPU alone", "in one domain"]
-    hatched = [bar.get_width() for bar in left.patches if bar.get_hatch()]
-    assert hatched == [1.0], "communication is hatched, nothing else"
-    curve, end_of_node = right.lines
-    assert list(curve.get_ydata()) == [3, 1] and 8 < end_of_node.get_xdata()[0] < 16
-
-
-def gradients_of_a_first_try_and_of_the_mend(ranks):
-    """What rank 0 prints of the MLP with an all-reduce in both directions, and with f and g."""
-    given = {"rank": ranks.rank, "group": dist.group.WORLD, "t": ranks.world_size, "device": "cpu"}
-    said = []
-    lesson = taken_from(LESSON, *NAMES[:4], "first_try", "mended", "held_against_one_process", **given, say=said.append)
-    for mlp in (lesson.first_try, lesson.mended):
-        lesson.held_against_one_process(mlp)
-    return said
-
-
-def test_the_first_try_has_the_right_output_and_wrong_gradients_and_f_and_g_mend_it(pool):
-    lines = [line.split("  ") for line in pool.run(2, gradients_of_a_first_try_and_of_the_mend)[0]]
-    tables = [[part.strip() for part in line if part] for line in lines]
-    assert tables[1] == ["output", "right", "right"]
-    assert tables[2] == ["gradient of x", "✗ wrong", "✗ wrong"]
-    assert tables[3] == ["gradient of up", "✗ 2 times", "✗ 2 times"]
-    assert tables[4] == ["gradient of down", "✗ 2 times", "✗ 2 times"]
-    assert all(line[1:] == ["right", "right"] for line in tables[6:]) and len(tables) == 10
-
-
-def norm_inside_split_heads(ranks):
-    """(names whose gradients are not one process's without sequence parallelism, after also_in_heads is summed)."""
-    given = {"D": D, "HEADS": CONFIG.n_head}
-    lesson, group = ours(), dist.group.WORLD
-    with_head_norm = taken_from(LESSON, "with_head_norm", **given).with_head_norm
-    single = with_head_norm(new_model())
-    model = with_head_norm(lesson.split_blocks(new_model(), group, lesson.f, lesson.g))
-    passed(single)
-    passed(model)
-
-    def wrong():
-        pairs = zip(model.named_parameters(), single.parameters(), strict=True)
-        return {name for (name, p), q in pairs if p.shape == q.shape and (p.grad - q.grad).abs().max() > 1e-9}
-
-    before = wrong()
-    lesson.add_up(lesson.also_in_heads(model), group)
-    return before, wrong()
-
-
-def test_a_norm_inside_split_heads_has_partial_sums_without_sequence_parallelism_too(pool):
-    for before, after in pool.run(2, norm_inside_split_heads):
-        assert before == {f"blocks.{i}.attention.head_norm.weight" for i in range(2)}
-        assert after == set()
