@@ -1,6 +1,7 @@
 """Lesson 02 as an attendee meets it: real JupyterLab in real Chromium, by mouse and keyboard."""
 
 import os
+import re
 import urllib.error
 import urllib.request
 
@@ -12,6 +13,7 @@ from lab import Lab, chromium, opened
 from manyhands.course import pairs
 from manyhands.course.lessons import find_lessons
 from manyhands.plots.looks import RANK_COLOURS
+from notebook_kernel import wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -99,6 +101,15 @@ def test_a_notebook_that_was_only_opened_is_not_unsaved_and_saving_it_changes_no
     assert lesson.notebook.read_bytes() == stored
 
 
+def test_a_cell_that_begins_with_our_magic_has_syntax_colours(notebook):
+    cell = notebook.cell("from manyhands import")
+    notebook.select(cell)
+    assert cell.locator(".cm-line").first.inner_text() == "%%ranks"
+    word = cell.locator(".cm-line span", has_text=re.compile("^import$")).first
+    colour = "element => getComputedStyle(element).color"
+    assert word.evaluate(colour) != cell.locator(".cm-line").first.evaluate(colour)
+
+
 def test_solutions_are_folded_and_open_at_a_click(notebook):
     folded = notebook.cell("Solution 1")
     assert "tensor_split" not in folded.inner_text()
@@ -159,3 +170,33 @@ def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook
     stored = nbformat.read(lesson.notebook, 4).cells
     assert [output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"] == []
     assert [cell.source for cell in stored if cell.cell_type == "code" and not cell.execution_count] == []
+
+
+STOPPED = """%%ranks
+halves = [rank / 2, rank / 4]
+if rank == 1:
+    breakpoint()
+dist.barrier()
+say("all went on")"""
+
+
+def test_a_stopped_rank_is_stepped_in_a_terminal_of_jupyterlab(notebook, exercise, tmp_path):
+    stopped = notebook.new_cell_below(exercise, STOPPED)
+    notebook.run(stopped, wait=False)
+    said = notebook.output(stopped, "rank 1: stopped at line 4 of this cell: breakpoint()")
+    command = re.search(r"In a terminal: (.*? -m manyhands\.notebook\.debug)", said)[1]
+    notebook.menu("File", "New", "Terminal")
+    keys, screen = notebook.page.keyboard, notebook.page.locator(".jp-Terminal .xterm-helper-textarea")
+    screen.wait_for(state="attached")
+    screen.focus()
+    told = tmp_path / "told"  # what the terminal shows is drawn, not text
+    keys.type(f"{command} | tee {told}\n")
+    wait_until(lambda: told.exists() and told.read_text().endswith("(Pdb) "))
+    for typed, answer in (("n", "-> dist.barrier()"), ("p halves", "[0.5, 0.25]"), ("q", "the cell goes on")):
+        keys.type(f"{typed}\n")
+        wait_until(lambda answer=answer: answer in told.read_text())
+    notebook.page.screenshot(path=tmp_path / "terminal.png")
+    notebook.page.locator(".lm-TabBar-tab", has_text=".ipynb").click()
+    notebook.output(stopped, "all went on")
+    notebook.wait_for_number(stopped)
+    notebook.delete(stopped)

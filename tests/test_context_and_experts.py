@@ -102,6 +102,16 @@ def test_a_ring_of_four_sends_0_375_units_where_16_query_heads_share_their_keys(
         assert apart < 1e-10 and units == 0.375
 
 
+def test_torchs_context_parallel_gathers_all_keys_by_default_and_has_no_kernel_of_a_cpu():
+    """The lesson says so of the pinned version, whose names these are; both are private."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    assert theirs._cp_options.rotate_method == theirs._RotateMethod.ALL_GATHER
+    assert theirs._cp_options.enable_load_balance, "zig-zag"
+    handled = {operator.name() for operator in theirs.custom_ops}
+    assert "aten::_scaled_dot_product_flash_attention" in handled and not any("for_cpu" in name for name in handled)
+
+
 def ulysses(ranks):
     group = dist.group.WORLD
     lesson, n, me = ours(CONTEXT, group), ranks.world_size, ranks.rank
@@ -220,3 +230,32 @@ def test_a_bias_chooses_and_does_not_weigh_and_moves_towards_even_shares():
         for route in (lesson.route, lambda *given: lesson.biased_route(*given, bias))
     )
     assert after < before, "the busiest expert has fewer rows"
+
+
+def test_grouped_products_are_the_loop_also_where_an_expert_has_no_row():
+    lesson = taken_from(LESSON, "run_experts", "run_grouped")
+    arriving_ne = torch.tensor([[2, 0, 3], [1, 0, 4]])
+    rows, up, down = torch.randn(10, 8), torch.randn(3, 8, 12), torch.randn(3, 12, 8)  # each row a multiple of 16 bytes
+    assert torch.allclose(lesson.run_grouped(rows, arriving_ne, up, down),
+                          lesson.run_experts(rows, arriving_ne, up, down), atol=1e-4)  # fmt: skip
+
+
+def test_a_token_visits_the_nodes_with_the_best_scores_and_no_more_than_allowed():
+    limited = taken_from(LESSON, "limited").limited
+    scores = torch.tensor([[0.9, 0.1, 0.6, 0.5, 0.8, 0.2, 0.3, 0.0]])  # of eight experts on four nodes
+    assert set(limited(scores, 2, 4, 1)[0].tolist()) == {2, 3}, "0.6 + 0.5 is more than 0.9 + 0.1"
+    assert set(limited(scores, 2, 4, 2)[0].tolist()) == {0, 4}
+
+
+def test_each_half_fits_forty_minutes():
+    from manyhands.course.lessons import find_lessons
+    from minutes import sections
+
+    (lesson,) = find_lessons(only=["09"])
+    core = [part for part in sections(lesson) if part.core]
+    second = next(i for i, part in enumerate(core) if part.name.startswith("Who gets how many"))
+    start = sum(part.minutes for part in core[:2])  # needed before either half
+    halves = sum(part.minutes for part in core[:second]), start + sum(part.minutes for part in core[second:])
+    assert max(halves) <= 40
+    stated = sum(part.stated or 0 for part in core[:second]), sum(part.stated or 0 for part in core[second:])
+    assert max(stated) <= 40, "as the head says"

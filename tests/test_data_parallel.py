@@ -216,6 +216,10 @@ def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket(measured)
         assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
 
 
+def test_ranks_whose_gradients_come_in_another_order_start_the_same_buckets(measured):
+    assert all(sizes == [4, 16, 4, 16] for sizes in measured["order_of_starts"])
+
+
 def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one(measured):
     for sent, apart in measured["accumulated"]:
         assert sent == 38 * 8

@@ -227,6 +227,15 @@ def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
         assert alone["close"], "the losses of the same global batch are what is compared"
 
 
+@pytest.mark.full
+@pytest.mark.lesson
+def test_our_own_ddp_trains_as_the_librarys_does(short_run):
+    (lesson,) = find_lessons(ROOT, only=["03"])
+    ours, library = short_run(lesson, "torchrun", 2, ddp="ours"), short_run(lesson, "torchrun", 2)
+    assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
+    assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
+
+
 DEBRIS = (
     "No GPU run", "fall-back", "object at 0x", r"defaultdict\(", r"\{'\w+':", r"Warning:", r"<bound method",
     r"(?<![\d.,])1 (?:ranks|times|nodes|calls|messages|updates|steps|buckets|hops|copies|losses|lines|processes)\b",

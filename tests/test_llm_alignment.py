@@ -17,6 +17,7 @@ from manyhands.align.grpo import group_advantages, grpo_terms
 from manyhands.checkpoint.export import shipped_model, tokenizer_of
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.plots.alignment import answers_seen
 
 LESSON = "13_llm_alignment"
 NAMES = (
@@ -175,3 +176,11 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     hacked = re.search(r"letters that ascend: reward ([\d.]+) to ([\d.]+),[^%]*accuracy (\d+)% to (\d+)%", told)
     before, reward, right, still_right = map(float, hacked.groups())
     assert reward > max(before, 0.9) and still_right < right / 4
+
+
+def test_the_plot_of_answers_seen_has_a_bar_at_the_mean_and_a_point_for_each_seed_over_the_line_of_chance():
+    (axes,) = answers_seen({"base": [0.0], "SFT": [0.4, 0.6]}, {"base": (0, 0), "SFT": (80, 3200)}, 1 / 24).axes
+    assert [bar.get_height() for bar in axes.patches] == [0, pytest.approx(50)]
+    points = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "o"]
+    assert points == [[0.0], [40.0, 60.0]] and axes.lines[-1].get_ydata()[0] == pytest.approx(100 / 24)
+    assert "3,200 seen" in axes.get_xticklabels()[1].get_text()

@@ -82,6 +82,10 @@ def test_every_choice_fits_with_the_reserve_and_every_refusal_says_what_it_needs
     assert all(float(why.split()[1]) > 75.2 for why in needs)
 
 
+def test_16384_gpus_are_searched_by_few_thousand_layouts():
+    assert 500 < search(preset_model("llama3-405b"), H100, 16384, 2048).tried < 10_000
+
+
 def test_a_mixture_of_671_billion_gets_experts_over_ranks_and_a_dense_one_none():
     found = plan(Question(preset_model("mixtral-8x7b"), H100, 128, 256, program=TODAY))
     assert found.best.layout.expert > 1
@@ -105,6 +109,19 @@ models = st.builds(
 
 
 examples = pytest.mark.parametrize("examples", [4, pytest.param(30, marks=pytest.mark.full)])
+
+
+@examples
+def test_more_gpus_with_as_many_sequences_each_never_train_fewer_tokens_per_second(examples):
+    @settings(max_examples=examples)
+    @given(models, st.sampled_from([1, 2, 8, 16, 64]))
+    def holds(model, gpus):
+        few, many = (plan(Question(model, H100, n, 4 * n, program=TODAY)) for n in (gpus, 2 * gpus))
+        if few.best:
+            assert min(one.step_s for one in many.ranked) < 2 * few.fastest_s
+            assert max(one.tokens_per_s for one in many.ranked) >= max(one.tokens_per_s for one in few.ranked)
+
+    holds()
 
 
 @examples

@@ -52,6 +52,14 @@ def test_a_parameter_takes_8_or_16_bytes_and_18_with_autocasts_copies_or_exact_g
     assert RECIPES["14P of many slides"].gradients == 0, "that is what it leaves out"
 
 
+@pytest.mark.parametrize(
+    "billions, at_14, at_16", [(0.3, 4.2, 4.8), (1, 14, 16), (7, 98, 112), (13, 182, 208), (70, 980, 1120)]
+)
+def test_the_usual_table_is_14_p_and_training_takes_16(billions, at_14, at_16):
+    assert billions * RECIPES["14P of many slides"].total == pytest.approx(at_14)
+    assert billions * RECIPES["bf16 + fp32 master"].total == pytest.approx(at_16)
+
+
 def test_its_activations_by_the_slides_are_51_tb_86_per_cent_of_them_scores():
     values = slide_values(CLASS_70B, 256)
     assert round(2 * sum(values.values()) / 1e12) == 51

@@ -92,3 +92,11 @@ def test_runs_that_decide_no_constant_are_predicted_within_25_percent_and_half_o
 def test_what_people_ran_is_what_the_planner_would_choose_or_the_table_says_why_not(run):
     made = choice(run)
     assert (made.slower > 1.15) == bool(run.exception), f"{made.slower:.2f}: {made.first.name}"
+
+
+def test_of_llama_3_the_planner_recommends_the_very_layout():
+    first = choice(BY_NAME["Llama 3 405B, 16384 GPUs"]).first
+    assert (first.name, first.checkpointing) == ("zero1 128 x tensor 8 x pipeline 16", "selective")
+    assert first.layout.stages_per_rank == 8 and 0.38 < first.mfu < 0.43
+    assert choice(BY_NAME["Llama 3 405B, 131,072 positions"]).first.layout.context >= 16
+    assert choice(BY_NAME["DeepSeek-V3"]).first.layout.expert >= 8

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
 import notebook_kernel
 import pytest
+from manyhands.notebook import engine_processes
 from notebook_kernel import JOIN, Kernel, left_behind, listening_addresses, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -21,6 +23,28 @@ def notebook(tmp_path_factory, root):
         assert "4 ranks on this machine (MPI)" in kernel.start().text
         assert kernel.run(JOIN).error is None
         yield kernel
+
+
+def test_a_watchdog_that_is_asked_to_end_takes_its_ranks_and_their_folder_along(tmp_path, monkeypatch):
+    """A preflight ends a hung notebook so: the kernel lives on for a moment, and the watchdog would be killed next."""
+    folder, mark = tmp_path / "manyhands-folder", f"test-{os.getpid()}"
+    folder.mkdir()
+    rank = subprocess.Popen(["sleep", "600"], env={**os.environ, "MANYHANDS_CLUSTER": mark})
+
+    def unheard(*_):
+        raise AssertionError("SIGTERM ended the watchdog")
+
+    before = signal.signal(signal.SIGTERM, unheard)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_processes.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+            with pytest.raises(SystemExit):
+                engine_processes.watch(os.getpid(), mark, str(folder))
+        assert rank.poll() is not None and not folder.exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        rank.kill()
+        rank.wait()
 
 
 def test_output_comes_in_rank_order_and_equal_output_once_and_live_output_ends_in_the_same(notebook):
@@ -40,6 +64,16 @@ def test_output_comes_in_rank_order_and_equal_output_once_and_live_output_ends_i
     assert "&lt;b&gt; &amp; co" in output.html and "word-break:normal" in output.html
     output = notebook.run("%%ranks\nfor i in range(3): print(f'step {i}', end='\\r')\nprint()\nrank * 0")
     assert output.text.splitlines() == ["all ranks | step 2", "all ranks | 0"], "a line that is rewritten"
+
+
+def test_figures_of_a_rank_arrive_as_pictures(notebook):
+    output = notebook.run("""%%ranks
+        if rank == 1:
+            import matplotlib.pyplot as plt
+            plt.plot([1, 2])
+    """)
+    assert len(output.pictures) == 1 and output.error is None
+    assert output.text.startswith("rank 1 | shows:"), "one sees whose it is"
 
 
 def test_the_kernel_reads_what_each_rank_holds(notebook):
@@ -64,6 +98,15 @@ def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_o
     assert "rank 2: done" in lines
     assert "Variables are kept" in lines
     assert notebook.run("%%ranks\ny = torch.ones(1); dist.all_reduce(y); say(y)").text == "all ranks | tensor([4.])\n"
+
+
+def test_a_name_that_is_not_defined_is_said_once_with_whose_it_is_and_which_cell_uses_it(notebook):
+    _, value, lines = notebook.run("%%ranks\nundefined_name").error
+    assert value.startswith("rank 0: NameError") and lines.count("same error") == 3
+    assert notebook.run("%%ranks\n# first\ndef uses_it():\n    return handed_on()").error is None
+    lines = " ".join(notebook.run("%%ranks\nuses_it()").error[2].split())
+    assert "the cell, line 2" in lines and "an earlier cell, line 4" in lines
+    assert 'handed_on is Build B\'s: run that cell, or catch_up(globals(), "handed_on")' in lines
 
 
 def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
@@ -128,6 +171,16 @@ def test_a_cell_runs_on_the_named_ranks_only_and_the_others_wait_for_the_next_on
     assert value == "rank 3: ZeroDivisionError: division by zero" and "rank 0: does not run this cell" in lines
 
 
+def test_some_ranks_that_enter_a_collective_of_all_are_named_at_the_time_out_and_freed(notebook):
+    output = notebook.run("%%ranks 0,2 --timeout 2\nkept = 5\ndist.all_reduce(torch.ones(1))")
+    lines = " ".join(output.error[2].split())
+    assert "did not end within 2 s" in output.error[1]
+    assert "rank 0: waiting in all_reduce, line 3: dist.all_reduce(torch.ones(1)) rank 1: does not run this" in lines
+    assert "Only ranks 0, 2 ran this cell. A collective ends once all ranks of its group have called it" in lines
+    assert notebook.run("%%ranks 0,2\nsay(kept)").text == "ranks 0, 2 | 5\n"
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
 def test_a_trace_shows_who_waited_for_whom_in_a_chart_in_lines_and_in_a_file(notebook, tmp_path):
     notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
     output = notebook.run("""%%ranks --trace
@@ -142,6 +195,26 @@ def test_a_trace_shows_who_waited_for_whom_in_a_chart_in_lines_and_in_a_file(not
     assert 0.9 <= float(waited[1]) < 5  # longer where the machine is busy
     (path,) = (tmp_path / "traces").iterdir()
     assert str(path) in output.text and "waiting for rank 2" in path.read_text()
+
+
+def test_a_trace_of_a_cell_that_hangs_says_for_whom_the_ranks_wait(notebook, tmp_path):
+    notebook.run(f"import os; os.environ['MANYHANDS_OUTPUTS'] = {str(tmp_path)!r}")
+    output = notebook.run("%%ranks --trace --timeout 2\nif rank != 3: dist.barrier()")
+    assert "did not end within 2 s" in output.error[1]
+    assert re.search(r"^rank 0: .*, waiting [\d.]+ s \([\d.]+ s for rank 3\); 1 barrier; 0 bytes$", output.text, re.M)
+    assert notebook.run("%%ranks\ndist.barrier(); say('again')").text == "all ranks | again\n"
+
+
+def test_a_cell_that_prints_15_000_lines_keeps_the_ranks_and_says_what_it_leaves_out(notebook):
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '1'")
+    cell = "kept = 7\nfor i in range(15_000): print(f'line {i} of {rank}')"
+    short = notebook.run(f"%%ranks\n{cell}").text
+    assert "characters left out" in short and "%%ranks --all" in short and len(short.splitlines()) < 40_000
+    assert [f"line 14999 of {rank}" in short for rank in range(4)] == [True] * 4
+    whole = notebook.run(f"%%ranks --all --timeout 300\nif rank == 0:\n    {cell.split(chr(10))[1]}").text
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '0'")
+    assert len(whole.splitlines()) == 15_000 and "left out" not in whole
+    assert notebook.run("%%ranks\ndist.barrier(); say(kept)").text == "all ranks | 7\n"
 
 
 def test_what_needs_a_person_is_refused_where_there_is_none(notebook):

@@ -136,6 +136,17 @@ def test_files_of_the_ranks_together_are_the_tokens(tmp_path_factory, length, n)
     assert shares == [tokens(length)[share(length, rank, n)].tolist() for rank in range(n)]
 
 
+def test_files_for_another_number_of_ranks_are_refused_not_read_in_part(tmp_path):
+    write_own_files(tmp_path, tokens(10), 4)
+    assert torch.equal(read_own_file(tmp_path, 3, 4).long(), tokens(10)[8:])
+    with pytest.raises(
+        DataError, match="no tokens-00001-of-00002.bin for this rank but tokens-00001-of-00004.bin; write"
+    ):
+        read_own_file(tmp_path, 1, world_size=2)
+    with pytest.raises(DataError, match="no tokens-00004-of-00005.bin for this rank but none; write"):
+        read_own_file(tmp_path, 4, 5)
+
+
 # Readers that scatter
 
 

@@ -195,6 +195,86 @@ def test_no_page_is_too_wide_and_none_complains_or_asks_another_address(complain
     assert complaints == []
 
 
+SAMPLE = [
+    "index",
+    "zoo",
+    "first_hour",
+    "notebooks/03_data_parallel",
+    "assets/handbook/02_collectives",
+    "recipes",
+    "troubleshooting",
+]
+
+TOO_FAINT = """() => {  // text whose contrast with what lies behind it is below WCAG's AA: 4.5, or 3 for large letters
+  const one = { width: 1, height: 1 };
+  const canvas = Object.assign(document.createElement("canvas"), one).getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (front, back) => [0, 1, 2].map((i) => front[i] * front[3] + back[i] * (1 - front[3]));
+  const behind = (element) => element
+    ? over(rgba(getComputedStyle(element).backgroundColor), behind(element.parentElement)) : [255, 255, 255];
+  const linear = (v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4);
+  const light = (c) => 0.2126 * linear(c[0]) + 0.7152 * linear(c[1]) + 0.0722 * linear(c[2]) + 0.05;
+  const found = new Set(), texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let seen = 0;
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, text = texts.currentNode.data.trim();
+    const shown = element.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+    if (!text || !shown || element.closest("script, style, svg") || !element.getClientRects().length) continue;
+    const style = getComputedStyle(element), back = behind(element), colour = rgba(style.color);
+    for (let up = element; up; up = up.parentElement) colour[3] *= getComputedStyle(up).opacity;
+    const [dark, bright] = [light(over(colour, back)), light(back)].sort((a, b) => a - b);
+    const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+    seen += 1;
+    if (bright / dark < (large ? 3 : 4.5)) found.add(`${(bright / dark).toFixed(2)} ${element.className}: ${text}`);
+  }
+  return [seen, [...found]];
+}"""
+
+FOCUSED = """() => {
+  const element = document.activeElement, style = getComputedStyle(element);
+  const ring = style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0 && style.opacity > 0;
+  return [element.tagName, element.className, ring];
+}"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", SAMPLE)
+def test_text_is_strong_enough_to_read_in_light_and_dark(name, scheme, site, browser):
+    page = browser.new_page(color_scheme=scheme)
+    page.goto((site / f"{name}.html").as_uri())
+    seen, too_faint = page.evaluate(TOO_FAINT)
+    assert seen > 60 and too_faint == []
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", SAMPLE)
+def test_the_tab_key_reaches_all_of_a_page_and_shows_where_it_is(name, site, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((site / f"{name}.html").as_uri())
+    stops = []
+    for _ in range(600):
+        page.keyboard.press("Tab")
+        stop = page.evaluate(FOCUSED)
+        if stop[0] == "BODY":
+            break
+        stops.append(stop)
+    assert stops[0][1].startswith("skip-to-content") and [stop for stop in stops if not stop[2]] == []
+    kinds = [(tag, classes.split(" ")[0]) for tag, classes, _ in stops]
+    assert ("INPUT", "sidebar-search") in kinds and ("BUTTON", "theme-toggle") in kinds
+    for tag in ("SUMMARY", "A"):  # folds, and links of text and menu
+        there = sum(one.is_visible() for one in page.locator(f"{tag}:not(.headerlink):not(.skip-to-content)").all())
+        assert sum(kind == tag for kind, _ in kinds) >= there
+    page.close()
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_lesson_is_a_page_without_notes_and_its_solutions_show_at_a_click(name, site, browser):
@@ -231,3 +311,15 @@ def test_each_link_of_a_page_arrives(site):
             elif link.startswith("#") and len(link) > 1 and unquote(link[1:]) not in page.ids:
                 dead.append((path.name, link))
     assert len(pages) > len(LESSONS) + 15 and dead == []
+
+
+@pytest.mark.browser
+def test_the_search_finds_a_term_in_lesson_and_glossary(site, browser):
+    page, failed = browser.new_page(), []
+    page.on("pageerror", lambda error: failed.append(str(error)))
+    page.goto((site / "search.html").as_uri() + "?q=all-reduce")
+    page.locator("#search-results li").first.wait_for()
+    page.get_by_text("Search finished").wait_for()
+    found = {Path(urlsplit(a.get_attribute("href")).path).stem for a in page.locator("#search-results li a").all()}
+    assert {"02_collectives", "glossary"} <= found and failed == []
+    page.close()

@@ -153,3 +153,20 @@ def test_no_slide_overflows_complains_or_asks_another_address(name, shown, brows
             answer.wait_for(state="visible", timeout=5000)
     page.close()
     assert found == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", LESSONS)
+def test_on_a_phone_slides_stand_one_below_the_other_and_none_is_too_wide(name, shown, browser):
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.goto((shown / f"{name}.html").as_uri())
+    page.wait_for_function("window.Reveal && Reveal.isReady()")
+    assert page.evaluate("Reveal.isScrollView()")
+    sections = page.locator(".slides section")
+    assert sections.count() == page.evaluate("Reveal.getTotalSlides()")
+    outside = """all => all.flatMap((one) => [one, ...one.querySelectorAll("p, li, pre, img, h2, table")])
+        .map((one) => [one.tagName, one.getBoundingClientRect(), one.textContent.slice(0, 40)])
+        .filter(([, box]) => box.width && (box.left < -1 || box.right > 391))
+        .map(([tag, box, text]) => [tag, box.right, text])"""
+    assert sections.evaluate_all(outside) == []
+    page.close()

@@ -285,3 +285,23 @@ def test_heads_that_do_not_fit_the_ranks_are_refused_with_the_numbers():
         my_heads(8, 2, 3, 0)
     with pytest.raises(ValueError, match="6 KV heads and 4 tensor ranks: one must divide the other"):
         my_heads(12, 6, 4, 0)
+
+
+def gradients_of_a_first_try_and_of_the_mend(ranks):
+    """What rank 0 prints of the MLP with an all-reduce in both directions, and with f and g."""
+    given = {"rank": ranks.rank, "group": dist.group.WORLD, "t": ranks.world_size, "device": "cpu"}
+    said = []
+    lesson = taken_from(LESSON, *NAMES[:4], "first_try", "mended", "held_against_one_process", **given, say=said.append)
+    for mlp in (lesson.first_try, lesson.mended):
+        lesson.held_against_one_process(mlp)
+    return said
+
+
+def test_the_first_try_has_the_right_output_and_wrong_gradients_and_f_and_g_mend_it(pool):
+    lines = [line.split("  ") for line in pool.run(2, gradients_of_a_first_try_and_of_the_mend)[0]]
+    tables = [[part.strip() for part in line if part] for line in lines]
+    assert tables[1] == ["output", "right", "right"]
+    assert tables[2] == ["gradient of x", "✗ wrong", "✗ wrong"]
+    assert tables[3] == ["gradient of up", "✗ 2 times", "✗ 2 times"]
+    assert tables[4] == ["gradient of down", "✗ 2 times", "✗ 2 times"]
+    assert all(line[1:] == ["right", "right"] for line in tables[6:]) and len(tables) == 10

@@ -56,6 +56,15 @@ def test_a_receive_ends_at_the_later_of_both_clocks_plus_the_cost(run):
     assert run(2, _rules) == [[8.0, 11.0], [8.0, 21.0]]
 
 
+def _nodes(ranks):
+    net = VirtualNetwork(ranks, FAST, SLOW, ranks_per_node=2)
+    return [net.link(other) is FAST for other in range(ranks.world_size)]
+
+
+def test_links_within_a_node_differ_from_links_between_nodes(run):
+    assert run(4, _nodes) == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
+
+
 def _overlap(ranks, n_buckets):
     net = VirtualNetwork(ranks, Link(2e-4, 1e8))
     gradient = torch.full((240_000 // n_buckets,), float(ranks.rank))

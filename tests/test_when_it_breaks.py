@@ -1,7 +1,11 @@
 """Lesson 11's own code, on real failures: no save is half, who is at fault is named, nothing is left behind."""
 
+import ast
 import contextlib
+import json
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from definitions import taken_from
-from manyhands.data.corpus import Corpus
+from manyhands.course.folders import SCRIPTS
+from manyhands.data.corpus import Corpus, load_corpus
 from manyhands.launch.processes import ChildError, Torchrun
 from rank_pool import RankFailed, run_on_ranks
 
@@ -19,10 +24,32 @@ TRAINEE = ("small_gpt", "Trainee", "train_step", "state_of", "go_on")
 SAVED = ("write", "sync", "save_whole", "save", "restore", "damaged", "newest")
 RUN = (*TRAINEE, *SAVED, "begin_or_resume", "note", "ask_to_requeue", "train", "heard_so_far")
 
+STEPS, EVERY = 14, 4
+
+STEPS, EVERY = 14, 4
+
 
 def lessons_own():
     corpus = Corpus.from_text("test", "to be, or not to be " * 40)
     return taken_from(LESSON, *RUN, corpus=corpus, global_batch=24)
+
+
+def go_on(ranks, folder):
+    """Train to the end, on the ranks of the test: [(step, loss)] of all lives so far."""
+    lesson = lessons_own(load_corpus(ranks))
+    lesson.train(Path(folder), STEPS, EVERY)
+    dist.barrier()
+    return [(line["step"], line["loss"]) for line in lesson.heard_so_far(Path(folder))]
+
+
+def program(folder):
+    """The program that the lesson writes for torchrun, slowed down: it must not be done before somebody has watched."""
+    for node in ast.parse((SCRIPTS / f"{LESSON}.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PROGRAM":
+            slow = node.value.value.replace("pace_s=0.1", "pace_s=0.5")
+            assert slow != node.value.value
+            (folder / "program.py").write_text(slow)
+    return folder / "program.py"
 
 
 # ---- a child that does not end ----
@@ -35,6 +62,34 @@ def left_over(mark):
             if process.environ().get("MANYHANDS_RUN") == mark and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.cmdline())
     return found
+
+
+@pytest.mark.full  # of the trainer's: test_kill
+def test_a_run_that_is_killed_and_preempted_lies_on_the_undisturbed_one_bit_for_bit(pool, tmp_path):
+    lesson = lessons_own()
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed.mkdir()
+    killed.mkdir()
+    given = (program(killed), killed, STEPS, EVERY)
+    with Torchrun(*given, n_ranks=2, restarts=1, log=tmp_path / "log", timeout_s=150) as child:
+        reference = threading.Thread(target=lambda: losses.update(pool.run(2, go_on, undisturbed)[0]))
+        losses = {}
+        reference.start()  # while torchrun starts
+        child.until(lambda: any(line["step"] >= EVERY + 1 for line in lesson.heard_so_far(killed)))
+        processes = lesson.heard_so_far(killed)[-1]["processes"]
+        os.kill(processes[1], signal.SIGKILL)
+        child.until(lambda: lesson.heard_so_far(killed)[-1]["processes"] != processes)
+        child.signal(signal.SIGTERM)
+        assert child.wait() != 0, "torchrun itself says that it was ended"
+    reference.join()
+    assert left_over(child.mark) == []
+    asked = json.loads((killed / "requeue.json").read_text())
+    assert EVERY <= asked["step"] < STEPS, "it saved and left before the end"
+    assert lesson.damaged(killed / f"step-{asked['step']:04d}") == []
+    lives = pool.run(2, go_on, killed)[0]
+    assert sorted({step for step, _ in lives}) == list(range(1, STEPS + 1))
+    assert len(lives) > STEPS, "some steps were made twice"
+    assert [step for step, loss in lives if loss != losses[step]] == []
 
 
 @pytest.mark.usefixtures("real_python")
