@@ -27,7 +27,7 @@ AT_ONCE = -n $(PROCESSES)
 # what failed beside other tests runs once more, each after the other; whatever fails again, fails
 INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps -p "$(BIN)/python",$(RUN) -m pip install -q --no-deps)
 TESTS = $(RUN) -m manyhands.launch.machine "make test" && $(RUN) scripts/prepare_data.py && \
-	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear $(AT_ONCE)
+	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear -p no:nbval $(AT_ONCE)
 ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
 # unpacked from `make bundle`: the packages lie here, and no index is asked
 ifneq ($(wildcard wheels/*.whl),)

@@ -27,6 +27,7 @@ sys.modules["rfc3987_syntax"] = None
 ROOT = Path(__file__).resolve().parents[1]
 # what is tested is the CPU's, on a node with GPUs as well, unless GPUs are asked for: `make test-gpu`
 ASKED = os.environ.setdefault("MANYHANDS_DEVICE", "cpu")
+sys.dont_write_bytecode = False  # the tests themselves are rewritten, which takes each process seconds
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of some thousand programs compiles the package anew
 REAL_PYTHON = sys.executable
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]

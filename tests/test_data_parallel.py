@@ -3,6 +3,7 @@
 What is tested is the lesson's own code, taken from its script. Plain SGD in float64: Adam would hide a wrong factor.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from definitions import taken_from
 from manyhands.measure import wire
-from manyhands.measure.replicas import flat
+from manyhands.measure.replicas import flat, spread
 from rank_pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,6 +149,31 @@ def calls_of_a_step(ranks, lesson):
     return seen
 
 
+def transport_of_a_step(ranks, lesson):
+    torch.manual_seed(0)
+    model = lesson.BucketedDDP(nn.Linear(600, 600))
+    for _ in range(2):
+        with wire.watch(sockets=True) as seen:
+            model(torch.ones(1, 600)).sum().backward()
+            model.finish()
+    return seen.transport_bytes
+
+
+def order_of_starts(ranks, lesson):
+    """Sizes of the buckets in the order in which a rank starts them; rank 0 finishes its gradients in another order."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    model = lesson.BucketedDDP(nn.ModuleList([first, second]), 1e-9)
+    sizes = []
+    for bucket in model.buckets:
+        bucket.start = lambda b=bucket: sizes.append(b.flat_P.numel()) or lesson.Bucket.start(b)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    chain = (first, second) if ranks.rank else (second, first)
+    chain[1](chain[0](x)).sum().backward()
+    model.finish()
+    return sizes
+
+
 def accumulated(ranks, lesson):
     """(bytes, largest difference from the gradient of all rows) of three micro-batches under no_sync."""
     share = [tuple(rows.chunk(ranks.world_size)[ranks.rank] for rows in global_rows(step)) for step in range(3)]
@@ -166,6 +192,20 @@ def accumulated(ranks, lesson):
     return seen.payload_bytes(), apart.abs().max().item()
 
 
+def sync_after_an_error(ranks, lesson):
+    """Whether a model averages again after an exception inside no_sync."""
+    model = lesson.BucketedDDP(make(Tidy))
+    with contextlib.suppress(ZeroDivisionError), lesson.no_sync(model):
+        raise ZeroDivisionError
+    return model.sync
+
+
+def spreads(ranks, lesson):
+    """What `spread` says of equal tensors, and of tensors in which one number is the rank's."""
+    same, own = torch.arange(3.0), torch.tensor([7.0, ranks.rank, 7.0])
+    return spread([same, same]), spread([same, own])
+
+
 def states(ranks, lesson):
     """Parameters and buffers, before and after they are broadcast; every rank begins with its own."""
     torch.manual_seed(ranks.rank)
@@ -177,7 +217,10 @@ def states(ranks, lesson):
     return before, flat([*model.parameters(), *model.buffers()])
 
 
-MEASUREMENTS = three_ways, calls_of_a_step, accumulated, states
+MEASUREMENTS = (
+    three_ways, calls_of_a_step, transport_of_a_step, order_of_starts, accumulated, sync_after_an_error, spreads,
+    states,
+)  # fmt: skip
 
 
 def measure(ranks):
@@ -216,6 +259,13 @@ def test_a_step_sends_each_gradient_once_with_one_call_for_each_bucket(measured)
         assert all(calls == buckets and sent == 38 * 8 for calls, sent, buckets in found.values())
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes of sockets are read from Linux's TCP_INFO")
+def test_what_leaves_a_rank_is_two_n_minus_one_nths_of_the_gradient(measured):
+    sent = measured["transport_of_a_step"]
+    predicted = wire.ring_all_reduce_bytes(4 * 600 * 601, len(sent))
+    assert sent == pytest.approx([predicted] * len(sent), rel=0.02, abs=2000)
+
+
 def test_ranks_whose_gradients_come_in_another_order_start_the_same_buckets(measured):
     assert all(sizes == [4, 16, 4, 16] for sizes in measured["order_of_starts"])
 
@@ -226,11 +276,30 @@ def test_no_sync_averages_three_micro_batches_by_the_bytes_of_one(measured):
         assert apart < 1e-10
 
 
+def test_a_model_averages_again_after_an_error_inside_no_sync(measured):
+    assert all(measured["sync_after_an_error"])
+
+
+def test_spread_is_zero_for_equal_replicas_and_else_the_largest_difference_on_every_rank(measured):
+    n = len(measured["spreads"])
+    assert measured["spreads"] == [(0.0, n - 1.0)] * n
+
+
 def test_broadcast_gives_every_rank_rank_0s_parameters_and_buffers(measured):
     rank_0s, _ = measured["states"][0]
     for rank, (before, after) in enumerate(measured["states"]):
         assert torch.equal(after, rank_0s)
         assert rank == 0 or not torch.equal(before, rank_0s)
+
+
+def test_buckets_keep_to_their_size_their_order_and_one_dtype():
+    lesson = taken_from(LESSON, "pack")
+    layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(300, 300))
+    layers[1].double()
+    buckets = lesson.pack(layers, 0.05)
+    assert [p for bucket in buckets for p in bucket] == list(reversed(list(layers.parameters())))
+    assert all(len(b) == 1 or sum(p.nbytes for p in b) <= 0.05 * 2**20 for b in buckets)
+    assert all(len({p.dtype for p in bucket}) == 1 for bucket in buckets)
 
 
 # ---- the lesson as a whole ----
