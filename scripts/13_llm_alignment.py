@@ -649,7 +649,7 @@ def reinforce(model, seed, reward, staleness=0):
                 seen.append((table_BW[:, -1].mean().item(), *learn(policy, model, optimizer, table_BW, lr)))
             if rank in connected:
                 hand_over(policy, weights_group)
-            if (done + 1) % max(1, rl_steps // 4) == 0:
+            if (done + 1) % max(1, rl_steps // 2) == 0:
                 right[done + 1] = accuracy(policy)
     return policy, merged(seen), right
 
