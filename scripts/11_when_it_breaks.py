@@ -168,7 +168,7 @@ except RuntimeError as error:
     say(f"after {time.perf_counter() - begin:.0f} s: {str(error).split('] ')[-1]}")
 
 # %% [markdown]
-# Every rank prints an error, and no message names the rank at fault. In a job of 1,000 ranks you get the same kind of
+# Every rank prints an error, and no message names the rank at fault. A job of 1,000 ranks prints a thousand such
 # lines.
 #
 # **Predict.** Which rank is at fault? Guess.
@@ -178,9 +178,9 @@ except RuntimeError as error:
 guess_rank = ____  # your turn: type a rank
 
 # %% [markdown]
-# On each rank `torch.distributed` stores the last collective calls with their numbers, the [**flight
-# recorder**](../assets/glossary.md#flight-recorder). `flight_record` (folded above) reads it. The record of one rank
-# does not show the fault. So compare, in one group, **what every rank called under the same number:**
+# On each rank, the [**flight recorder**](../assets/glossary.md#flight-recorder) of `torch.distributed` stores the
+# last collective calls with their numbers. `flight_record` (folded above) reads it. The record of one rank does not
+# show the fault. So compare, in one group, **what every rank called under the same number:**
 
 # %%
 # %%ranks
@@ -264,12 +264,8 @@ compare("the rank at fault", guess_rank, odd[0] if odd else "nobody")
 #
 # The next failure ends a process, and its memory is lost. So save what the next step needs: a
 # [**checkpoint**](../assets/glossary.md#checkpoint). Our run is `Trainee`, a small ShakespeareGPT under FSDP with
-# AdamW. Its `state` is a dictionary of this rank's shards of weights and of Adam's moments. They share the model's
-# memory: if you `copy_` into them, you change the model.
-#
-# Build B has two functions. `state_of` returns all that the next step reads: the shards, the step, and the state of
-# the random numbers (dropout draws them; `torch.get_rng_state()` returns it). `go_on` puts all of this into a new
-# trainee.
+# AdamW. Its `state` is a dictionary of this rank's shards of weights and of Adam's moments. These tensors share the
+# model's memory: if you `copy_` into them, you change the model.
 
 
 # %% jupyter={"source_hidden": true}
@@ -333,8 +329,8 @@ if rank == 0:
 #
 # </details>
 #
-# `state_of` returns **tensors**. `go_on` puts them into a *fresh* trainee. `torch.get_rng_state()` and
-# `torch.set_rng_state(t)` handle the random numbers.
+# `state_of` returns all of this as **tensors**. `go_on` puts it into a *fresh* trainee. `torch.get_rng_state()`
+# returns the state of the random numbers (dropout draws them), and `torch.set_rng_state(t)` sets it.
 
 
 # %%
@@ -457,7 +453,7 @@ checks.save_whole(save_whole, ranks, folder=folder)
 # </details>
 
 # %% [markdown]
-# `save` and `restore` (folded) call your functions. A checkpoint that loads is not yet right. Test that in a new
+# `save` and `restore` (folded) call your functions. A checkpoint that loads can still be wrong. So test that in a new
 # `Trainee` **the next losses are the same**:
 
 # %% jupyter={"source_hidden": true}
@@ -683,15 +679,15 @@ if now["processes"]:
     compare("processes that torchrun started", guess_started, len(set(now["processes"]) - set(last["processes"])))
 
 # %% [markdown]
-# torchrun ends the other rank and starts **all** again. So all ranks lose the steps since the last checkpoint. After
-# the kill came a [pre-emption](../assets/glossary.md#pre-emption): the signal SIGTERM, as a scheduler sends it. All
+# torchrun ends the other rank and starts **all** again. So all ranks lose the steps since the last checkpoint. Later
+# the cell sent the signal SIGTERM, as a scheduler does in a [pre-emption](../assets/glossary.md#pre-emption). All
 # ranks finished their step, saved, wrote `requeue.json`, and ended. Then the run was started a third time.
 #
 # ![A run in three parts: it saves every 6 steps, is killed after step 8, goes on from step 6, stops and saves after
 # step 14, and goes on](../assets/11_restart.svg)
 #
-# Below, in grey: the losses of a run without a failure. On top of it: the three parts of the other run. The lower
-# panel is their difference. It should be exactly zero.
+# The grey line below is a run without a failure. On it lie the three parts of the killed run. The lower panel is the
+# difference of the two runs. It should be exactly zero.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -712,7 +708,7 @@ if lives:
 metrics.exact(undisturbed=undisturbed if rank == 0 else None)
 
 # %% [markdown]
-# On GPUs it may differ from zero: some kernels add in an order that changes from run to run
+# On GPUs the difference may not be zero: some kernels add in an order that changes from run to run
 # ([handbook](../assets/handbook/11_when_it_breaks.md#what-changes-on-gpus)).
 
 # %% [markdown] tags=["notes"]
@@ -775,15 +771,16 @@ if rank == 0:
 
 # %% [markdown]
 # On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's,
-# and [research clusters of A100](https://arxiv.org/abs/2410.21680), hollow where projected. These clusters measured
-# 7.9 hours on 1,024 GPUs, a sixth of Llama 3's 49.5. So take M from your own logs. An estimate is enough: near the
-# best τ the loss hardly changes.
+# and [research clusters of A100](https://arxiv.org/abs/2410.21680) (hollow points are projections). On 1,024 GPUs
+# these clusters measured 7.9 hours, a sixth of the 49.5 hours computed from Llama 3's M. So take M from your own
+# logs. An estimate is enough: near the best τ the loss hardly changes.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 5 min)
 #
-# A workshop's trainer, in our words, uses a sharded optimizer. It saves the whole weights, the optimizer, the step and
-# the random numbers. It prints "saved", and it resumes without an error. **What is wrong, and which number shows it?**
+# This trainer comes from another workshop and uses a sharded optimizer. It saves the whole weights, the optimizer,
+# the step and the random numbers. It prints "saved", and it resumes without an error. **What is wrong, and which
+# number shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -835,10 +832,10 @@ if rank < max(group_of):
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
 #
-# Weights and two moments in float32 are 12·P bytes, and the file has fewer. `if rank == 0` stands around the save. The
-# weights are whole, so samples look fine. But Adam's moments are sharded: rank 0 saved *its* shard, and after a resume
-# every rank takes that for its own. No error, because the shapes fit, and a loss that you would believe if the right one
-# did not stand beside it. The cure: **all ranks save.**
+# Weights and two moments in float32 are 12·P bytes, and the file has fewer. `if rank == 0` stands around the save.
+# The weights are whole, so samples look fine. But Adam's moments are sharded: rank 0 saved *its* shard, and after a
+# resume every rank takes that for its own. There is no error, because the shapes fit. Without the correct losses next
+# to them you would believe these losses. The cure: **all ranks save.**
 #
 # Hugging Face's `Trainer` saved only rank 0's optimizer state under FSDP:
 # [transformers#23034](https://github.com/huggingface/transformers/issues/23034), mended in
@@ -925,9 +922,9 @@ metrics.exact(straggler=steps_s if rank == 0 else None)
 # %% [markdown]
 # ### The same with real clocks (MORE, 3 min)
 #
-# Real ranks, real seconds: one rank's "data loader" needs 20 ms more in steps 4 to 7 (a `sleep`). One clock before the
-# collective, one in it. Note the barrier before the loop: without a common start each clock would also measure what came
-# before.
+# Real ranks, real seconds: one rank's "data loader" needs 20 ms more in steps 4 to 7 (a `sleep`). One clock measures
+# the time before the collective, the other the time inside it. Note the barrier before the loop: without a common
+# start each clock would also measure what came before.
 
 
 # %%
@@ -969,8 +966,8 @@ if rank == 0:
     )
 
 # %% [markdown]
-# A clock *inside* the all-reduce sees waiting and sending together, so it is never quite zero. On a machine with fewer cores
-# than ranks, single cells are dark for no other reason than that: look at rows.
+# A clock *inside* the all-reduce sees waiting and sending together, so it is never quite zero. With fewer cores than
+# ranks, a single dark cell may show only that its rank had to wait for a core: look at whole rows.
 
 # %% [markdown]
 # ### Who is late, before the time-out? (MORE, 2 min)
@@ -1030,8 +1027,8 @@ flip_bit(weight, 0)
 say(f"0.0173 with bit 30 flipped: {weight.item():.2e}")
 
 # %% [markdown]
-# It happens to one weight of one rank, before step 3. DDP and FSDP average *inside* `backward()`. So after it there is
-# no own gradient left to look at. Three places remain:
+# In the run below, this bit flips in one weight of one rank, before step 3. DDP and FSDP average *inside*
+# `backward()`. So afterwards no rank has its own gradient any more. You can still look at three things:
 #
 # 1. the **own loss**, before backward: one flag per rank;
 # 2. under DDP a **comm hook**, which DDP calls with each bucket of gradients before they are averaged;
@@ -1097,9 +1094,9 @@ if rank == 0:
     say(f"replayed alone: {by_replay}")
 
 # %% [markdown]
-# Under FSDP there is no such hook, and a bad weight reaches all ranks when its shard is gathered. So look at the own loss and
-# at each rank's shards, and replay from the last checkpoint. A replay finds a fault that repeats. A bit that flipped once
-# does not repeat; then compare copies (exercise 4).
+# Under FSDP there is no such hook, and a bad weight reaches all ranks when its shard is gathered. So look at the own
+# loss and at each rank's shards, and replay from the last checkpoint. A replay finds a fault that repeats. A bit that
+# flipped once does not repeat; then compare replicas (exercise 4).
 #
 # Never skip NaN on one rank alone: without its all-reduce the others hang, without its update the replicas diverge. Skip
 # the step on **all** ranks, or stop before such weights are saved.
@@ -1154,16 +1151,16 @@ if where:
     say(f"the largest weight, {largest[1].abs().max().item():.1e}, is in {largest[0]!r}")
 
 # %% [markdown]
-# `norm` is the model's last LayerNorm, and innocent. The huge weight's own output is still finite, about 10³⁶; it is a *later*
-# operation, the LayerNorm that squares it, that overflows. From where NaN appears go back, towards the input, to a number
-# that is too large.
+# `norm` is the model's last LayerNorm, and it is not at fault. The layer with the huge weight still has a finite
+# output, of about 10³⁶. A *later* operation overflows: the LayerNorm, which squares its input. So from the place
+# where NaN appears go back towards the input, until you find a number that is too large.
 
 # %% [markdown]
 # ## Out of memory, read aloud (MORE, 3 min)
 #
-# **Why.** It is the error that everybody meets, and its message names a number of bytes. A large one says which
-# tensor. **Predict** it for the logits of a batch of 24 million sequences of 2,048 tokens and a vocabulary
-# of 50,280 in float32.
+# **Why.** It is the error that everybody meets, and its message names a number of bytes. A large number tells you
+# which tensor it was. **Predict** it for the logits of a batch of 24 million sequences of 2,048 tokens and a
+# vocabulary of 50,280 in float32.
 #
 # <details><summary>Answer</summary>
 #
@@ -1187,22 +1184,23 @@ except RuntimeError as error:  # torch.OutOfMemoryError, on a GPU, is one
 # allocated already. On a GPU the message goes on; the [handbook](../assets/handbook/11_when_it_breaks.md#out-of-memory)
 # says what to do about each of its numbers.
 #
-# **The other kind** has no message. When the *host* runs out of memory, Linux ends a process with signal 9, and nobody raises
-# anything. torchrun reports exit code -9, a shell or a container 137 (128 + 9), and the other ranks say "connection closed by
-# peer". Under Slurm look for `oom_kill` in the job's output, and for `OUT_OF_MEMORY` in `sacct`.
+# **The other kind** has no message. When the *host* runs out of memory, Linux ends a process with signal 9, and no
+# exception is raised. torchrun reports exit code -9, a shell or a container 137 (128 + 9), and the other ranks say
+# "connection closed by peer". Under Slurm look for `oom_kill` in the job's output, and for `OUT_OF_MEMORY` in
+# `sacct`.
 
 # %% [markdown]
 # ## The library's way: DCP, and a different number of ranks (MORE, 4 min)
 #
-# **Why.** Tomorrow you get three nodes instead of four, and our checkpoint fits as many ranks as wrote it.
-# [**Resharding**](../assets/glossary.md#resharding) is reading it with different cuts.
+# **Why.** Tomorrow you get three nodes instead of four, but our checkpoint fits only the number of ranks that wrote
+# it. [**Resharding**](../assets/glossary.md#resharding) means to read it cut in another way.
 #
 # ![One row of numbers, cut for four ranks, for two and for three; each reader takes the pieces that overlap with its own
 # part](../assets/11_reshard.svg)
 #
-# `torch.distributed.checkpoint`, **DCP**, saves what each piece is a piece *of*. It learns that from a
-# [**DTensor**](../assets/glossary.md#dtensor): a global shape, and this rank's part of it. Under FSDP the weights and
-# Adam's moments are DTensors already. They are in `trainee.parts`, and loading fills them in place.
+# `torch.distributed.checkpoint`, **DCP**, saves with each piece which part of which tensor it is. It learns that from
+# a [**DTensor**](../assets/glossary.md#dtensor): a global shape, and this rank's part of it. Under FSDP the weights
+# and Adam's moments are DTensors already. They are in `trainee.parts`, and loading fills them in place.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1224,7 +1222,8 @@ def whole(trainee):
 
 
 # %% [markdown]
-# Four ranks train four steps and save. Two ranks load that and save it, and three load *that*.
+# Four ranks train four steps and save. Two ranks load this checkpoint and save it again. Three ranks load this second
+# one.
 
 # %%
 # %%ranks
@@ -1259,8 +1258,9 @@ if rank < sizes[-1]:
     assert all(equal)
 
 # %% [markdown]
-# Two warnings. DCP's `.metadata` is a pickle, and its reader runs what is in it: load only what you trust. And a byte that
-# flipped in a shard loads without a word. `scripts/train.py` puts what you have just built around DCP.
+# Two warnings. DCP's `.metadata` is a pickle, and its reader runs what is in it: load only what you trust. And a
+# shard in which a byte has flipped loads without an error. `scripts/train.py` puts what you have just built around
+# DCP.
 
 # %% [markdown]
 # ### And training goes on (MORE, 2 min)
@@ -1293,16 +1293,16 @@ metrics.close(float64_losses_close=reference if rank < sizes[0] else None)
 # ### Save while training goes on (MORE, 4 min)
 #
 # `dcp.async_save` copies the tensors into the CPU's memory and returns; a thread writes them. Training stands still
-# for the copy only. It needs a process group that works on the CPU: with `init_process_group("nccl")` it refuses,
-# with `cpu:gloo,cuda:nccl`, as `join()` makes it, all is well.
+# for the copy only. It needs a process group that works on the CPU: it refuses a group of
+# `init_process_group("nccl")`, and accepts one of `cpu:gloo,cuda:nccl`, which `join()` makes.
 #
 # **Predict.** Each rank saves 8 MiB. At about 2 GB/s for a copy in memory, how long does training stand still? And which
 # part of a plain save is not the copy?
 #
 # <details><summary>Answer</summary>
 #
-# 8.4 MB at 2 GB/s are about 4 ms. A plain save also plans (messages between the ranks), writes and syncs, all of which the
-# thread takes over. Nothing is free: on a laptop the thread works on the same cores as the next steps.
+# 8.4 MB at 2 GB/s are about 4 ms. A plain save also plans (messages between the ranks), writes and syncs, all of
+# which the thread takes over. But the thread is not free: on a laptop it works on the same cores as the next steps.
 #
 # </details>
 
@@ -1341,7 +1341,7 @@ if rank == 0:
 metrics.measured(stands_ms={kind: [1e3 * s for s in samples] for kind, samples in stands_s.items()})
 
 # %% [markdown]
-# What `async_save` takes beyond the copy is work of its own: allocating, starting the thread, a few messages.
+# `async_save` takes longer than the copy: it also allocates memory, starts the thread and sends a few messages.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: DCP</summary>
@@ -1363,7 +1363,8 @@ metrics.measured(stands_ms={kind: [1e3 * s for s in samples] for kind, samples i
 # ![A signal reaches the job script two minutes before the end; the ranks finish their step, save, write requeue.json and leave; the
 # job script puts the job back into the queue; what still lives at the end is killed](../assets/11_preemption.svg)
 #
-# A *sick* node, slow or flipping bits, is given out again. You have found the rank; now name its node:
+# A *sick* node (it is slow, or its bits flip) stays in use: the scheduler gives it to the next job. You have found
+# the rank; now name its node:
 
 # %%
 # %%ranks
@@ -1377,8 +1378,8 @@ if rank == 0:
 # %% [markdown]
 # ## How often to save: is it so? (MORE, 4 min)
 #
-# Let failures come at random, as they do, and count; after each, ten minutes pass until training runs again. Each
-# interval is tried 4,000 times; the ranks share them, each with its own seed.
+# Let failures come at random, and count the lost time; after each failure ten minutes pass until training runs again.
+# Each length of the interval is tried 4,000 times; the ranks share these trials, each with its own seed.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1438,10 +1439,10 @@ if rank == 0:
 metrics.exact(lost=lost)
 
 # %% [markdown]
-# **The residual.** The formula promises too much loss everywhere. With short intervals, because a save is C of every τ + C,
-# not of every τ. With long ones, because a failure cuts off less than half of an interval on average: the first failure
-# counts, and it comes early. And M is the time between failures *while training runs*; a restart adds R to it. (Daly
-# 2006 has the next terms.)
+# **The residual.** The formula predicts too much loss everywhere. With short intervals, the reason is that a save
+# takes C of every τ + C, not of every τ. With long ones, a failure loses less than half of an interval on average:
+# the first failure ends the interval, and early moments are the likelier ones. And M is the time between failures
+# *while training runs*; a restart adds R to it. (Daly 2006 has the next terms.)
 
 # %% [markdown]
 # ## Exercises (MORE, 28 min)
@@ -1464,9 +1465,9 @@ import safetensors.torch
 # `members`, the ranks of each group. Write `culprit(records, members)`, which returns `(rank, group, number)`: who did not
 # make which call.
 #
-# **The culprit is missing somewhere and waits nowhere.** It may be missing in two groups, x and y. Then return its *first*
-# fault. How to tell: if a rank that waits for it in x is thereby missing in y too, then y stands because of x, and x came
-# first. (In each of these hangs exactly one rank is at fault.)
+# **The culprit is missing somewhere and waits nowhere.** It may be missing in two groups, x and y. Then return its
+# *first* fault. How to tell: if a rank that waits for it in x is therefore missing in y too, then y hangs because of
+# x, and x came first. (In each of these hangs exactly one rank is at fault.)
 #
 # `missing_call` solves hangs 0 and 1, which have one group. The check begins with the three; then it tries hangs of its own,
 # with different groups, some on five ranks.
@@ -1514,10 +1515,11 @@ checks.culprit(culprit, ranks)
 # %% [markdown]
 # ### Exercise 2: is it damaged?
 #
-# Disks fill up and copies break off. A full quota cuts a file without telling the program that wrote it. Write
-# `damaged(path, part=0, parts=1)`: the names of the files of this checkpoint that are **not as they were written**, by its manifest, as a sorted list. `[]` if all is well,
-# `["manifest.json"]` if the manifest itself cannot be read. Of the sorted names look only at number `part`, `part + parts`, and
-# so on: reading is what takes long, and n ranks share it. You need the manifest and the bytes; load no tensor.
+# Disks fill up, and copies stop halfway. A full quota can cut a file short, and the program that wrote it gets no
+# error. Write `damaged(path, part=0, parts=1)`: the names of the files of this checkpoint that are **not as they were
+# written**, by its manifest, as a sorted list. `[]` if all is well, `["manifest.json"]` if the manifest itself cannot
+# be read. Of the sorted names look only at number `part`, `part + parts`, and so on: reading is what takes long, and
+# n ranks share it. You need the manifest and the bytes; load no tensor.
 
 
 # %%
@@ -1575,7 +1577,7 @@ if rank == 0:
 # %% [markdown]
 # ### Exercise 3: nothing forgotten
 #
-# A training loop with everything that real ones have: a shuffled order that is drawn anew each epoch, dropout,
+# A training loop with everything that real ones have: a shuffled order that is drawn again for each epoch, dropout,
 # AdamW, a learning rate that falls with the step. Its parts:
 #
 # | part | what it is |
@@ -1631,9 +1633,10 @@ checks.resume((all_of, put_back), ranks)
 # %% [markdown]
 # ### Exercise 4: which copy is wrong?
 #
-# The bit of the section on NaN was one of the exponent, and NaN is loud. What if it is bit 20, in the middle of the
-# fraction? Nothing is infinite, no call fails. It is **silent corruption**: 6 of Llama 3's 419 interruptions (the
-# handbook has them all). Here is the loss of the rank that it hits, beside that of a run in which it never happened:
+# In the section on NaN a bit of the exponent flipped, and NaN is easy to see. What if bit 20 flips, in the middle of
+# the fraction? Nothing is infinite, and no call fails. This is **silent corruption**: 6 of Llama 3's 419
+# interruptions (the handbook lists them all). Here is the loss of the rank that it hits, and the loss without the
+# flip:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1662,9 +1665,9 @@ if rank == guilty:
         say(f"loss without the flip {healthy(*batch)[1].item():.6f}, with it {hit(*batch)[1].item():.6f}")
 
 # %% [markdown]
-# No loss curve shows that. Averaging gradients does not bring the replicas together again (lesson 03), so this rank trains a model
-# of its own, and what it learns there goes into everybody's average. But under DDP there is something that costs nothing
-# extra: n replicas that must be equal. (HSDP has replicas of each shard. FSDP alone, such as our `Trainee`, has none: a
+# No loss curve shows that. Averaging gradients does not bring the replicas together again (lesson 03), so this rank
+# goes on with a different model, and its gradients go into everybody's average. But under DDP there are n replicas
+# anyway, and they must be equal. (HSDP has replicas of each shard. FSDP alone, such as our `Trainee`, has none: a
 # flipped weight is gathered by all, and all copies of it are equal and wrong.)
 #
 # Write `odd_one_out(model, gather)`. `gather(x)` returns the list of every rank's x, once every rank has called it. Return
@@ -1722,7 +1725,8 @@ if rank == 0:
 # %% [markdown]
 # ## One more from the same trainer (MORE, 3 min)
 #
-# It saves below the folder of the run, and looks for a checkpoint below the folder of the *experiment*:
+# The trainer of the zoo saves below the folder of the run, and looks for a checkpoint below the folder of the
+# *experiment*:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1760,10 +1764,10 @@ if rank == 0:
     say(f"loss before the restart {before[-1]:.2f}, after it {after:.2f}; guessing gives {guessing:.2f}")
 
 # %% [markdown]
-# The first loss is that of a model that knows nothing, at step 0, and nobody was told. *Resume if there is
-# something* is what you want on the first start and what you must not have on the second. So a restart should be
-# able to say **must**: `scripts/train.py` has `--checkpoint.resume must`, which refuses to begin anew, and every
-# resumed run says in its first lines from where.
+# The loss after the restart is that of an untrained model at step 0, and no message says so. *Resume if there is
+# something* is right for the first start and wrong for the second. So a restart should be able to say **must**:
+# `scripts/train.py` has `--checkpoint.resume must`, which refuses to begin anew, and every resumed run says in its
+# first lines from where.
 
 # %% [markdown]
 # ## On the cluster
