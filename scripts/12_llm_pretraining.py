@@ -65,7 +65,7 @@ lab_steps = 300  # steps of each small training of the labs, at least 2
 # ## Start (CORE, 1 min)
 #
 # The first cell starts four ranks. The corpus has 1,024 **documents**: 960 speeches of Shakespeare, and 64 planted
-# copies in which a few words were replaced. Document i is on rank i mod n, where n is the number of ranks.
+# copies in which a few words were replaced. With n ranks, document i is on rank i mod n.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -143,11 +143,10 @@ a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # of t
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
 #
-# [**Pre-training**](../assets/glossary.md#pre-training) teaches a model to predict the next token of as much text as one
-# can get. Many pages on the web are copies, and a model learns by heart what it reads many times. So copies are removed
-# first.
+# [**Pre-training**](../assets/glossary.md#pre-training) teaches a model to predict the next token of very much text.
+# Many pages on the web are copies, and a model learns by heart what it reads many times. So copies are removed first.
 #
-# The folded function looks for copies on each rank by itself. One rank has all documents, four ranks a quarter each:
+# `found_by(n)` (folded) lets each of n ranks look for copies among its own documents:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -182,8 +181,8 @@ guess_found = ____  # your turn: type a number
 compare("planted copies that 16 ranks find, each in its own documents", guess_found, found_by(16))
 
 # %% [markdown]
-# A copy and its original are on the same rank with probability 1/n. So documents of different ranks must be compared.
-# But not every pair: a billion documents make 5e17 pairs.
+# A copy and its original are on the same rank with probability 1/n. So documents of different ranks must be compared,
+# but not all pairs: a billion documents make 5e17.
 
 # %% [markdown]
 # ## Signatures: a document in 512 bytes (CORE, 8 min)
@@ -195,12 +194,12 @@ compare("planted copies that 16 ranks find, each in its own documents", guess_fo
 # ![Two sets of shingles in a random order; they have the same first shingle if the first of the union lies in
 # both](../assets/12_minhash.svg)
 #
-# Put all shingles in a random order. A and B have the same first shingle with probability J. So try K random orders: the
-# share in which both have the same first shingle is the estimate.
+# Put all shingles in a random order. A and B have the same first shingle with probability J. So try K random orders.
+# The share of orders in which both have the same first shingle is the estimate.
 #
-# A hash makes a random order: give each shingle a number x, and compute (a·x + b) mod PRIME. The smallest result is the
-# first. Another a and b make another order. A document's **signature** is the smallest result of each of K = 128
-# orders, at 4 bytes.
+# A hash makes a random order: give each shingle a number x, and compute (a·x + b) mod PRIME. The smallest result is
+# the first. Another a and b make another order. A document's **signature** is the smallest result of each of K = 128
+# orders, 4 bytes each.
 
 
 # %% jupyter={"source_hidden": true}
@@ -216,9 +215,8 @@ def shingle_hashes(text, k=3):
 # %% [markdown]
 # ### Build A: signature and estimate
 #
-# `hashes_S` has the x of each shingle. The letters at the end of a name are its shape: S shingles, K orders. No loop is
-# needed: `hashes_S[:, None] * a_K` is [S, K]. `similarity` returns the share of the K numbers that are equal. (If you
-# skip a build, the cells below use the lesson's own lines.)
+# `hashes_S` has the x of each shingle. The letters at the end of a name are its shape: S shingles, K orders. No loop
+# is needed: `hashes_S[:, None] * a_K` is [S, K]. `similarity` returns the share of the K numbers that are equal.
 
 
 # %%
@@ -252,9 +250,8 @@ checks.minhash((signature, similarity), ranks)
 # </details>
 
 # %% [markdown]
-# Which pairs do you compare? Split each signature into 16 **bands** of 8 numbers. Compare two documents only if all 8
-# numbers of at least one band are equal. This has the probability 1 - (1 - J⁸)¹⁶: 0.06 for J = 0.5, and 0.95 for J =
-# 0.8.
+# Split each signature into 16 **bands** of 8 numbers. Compare two documents only if all 8 numbers of at least one
+# band are equal. This has the probability 1 - (1 - J⁸)¹⁶: 0.06 for J = 0.5, and 0.95 for J = 0.8.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: signatures</summary>
@@ -267,15 +264,16 @@ checks.minhash((signature, similarity), ranks)
 # %% [markdown]
 # ## One rank for each key (CORE, 11 min)
 #
-# The easy way is an all-gather of all signatures. But then every rank makes all the comparisons.
+# After an all-gather of all signatures, every rank would make all comparisons.
 #
 # Instead, give each band of each document a **key**: a hash of the band's number and content. Documents with an equal
-# band have an equal key. *The key decides to which rank it is sent*, in an all-to-all. So equal keys meet on one rank.
+# band have an equal key. *The key decides to which rank an all-to-all sends it.* So equal keys meet on one rank.
 #
 # ![Odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair there](../assets/12_keys.svg)
 #
-# **Predict.** There are 1,024 documents on 4 ranks, with 16 bands each. A record (key, document) has 8 bytes. With the
-# all-gather a rank receives 393 kB from the other ranks. With the all-to-all, how many kB of records?
+# **Predict.** 1,024 documents on 4 ranks have 16 bands each. A record (key, document) has 8 bytes. With the
+# all-gather of signatures, a rank receives 393 kB from the others. How many kB of records does it receive with the
+# all-to-all?
 
 # %%
 # %%ranks
@@ -339,8 +337,8 @@ checks.colliding(colliding, ranks)
 # </details>
 
 # %% [markdown]
-# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second. If J
-# reaches the limit, the second is dropped.
+# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second. If the
+# estimate of J reaches `limit`, the second is dropped.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -384,7 +382,7 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
 # Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With more ranks, each
-# receives fewer bytes by your all-to-all, but not by the all-gather.
+# rank receives less only with your all-to-all.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: keys</summary>
@@ -398,7 +396,7 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 # %% [markdown]
 # ## Tokens: byte-pair encoding (CORE, 7 min)
 #
-# If a token is a character, sequences are long. If it is a word, the vocabulary has no end. Byte-pair encoding
+# If tokens are characters, sequences are long. If they are words, the vocabulary has no end. Byte-pair encoding
 # ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. It begins with the 256 bytes, so it
 # can encode any text. Then it makes the *most frequent pair of neighbours* a new token, and repeats this.
 #
@@ -406,9 +404,9 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 #
 # ### Build D: one merge
 #
-# `pairs` is {(a, b): how often}. Return the most frequent pair, and in a tie the smaller one: so all ranks choose the
-# same. `merge` returns a new list in which `new` replaces each `pair`, from left to right. Each token is used once: of
-# a a a only the first two become one.
+# `pairs` is {(a, b): how often}. Return the most frequent pair, in a tie the smaller one, so that all ranks choose
+# the same. `merge` returns a new list in which `new` replaces each `pair`, from left to right. Of a a a only the
+# first two become one.
 
 
 # %%
@@ -446,9 +444,9 @@ checks.one_merge((most_frequent, merge), ranks)
 # </details>
 
 # %% [markdown]
-# Pairs are counted only within words. So it is enough to know how often each *word* occurs. Ranks all-gather these counts
-# once, and find the same merges. Then each rank tokenizes its own documents into a **shard**. A special token, the
-# **separator**, begins each document.
+# Pairs are counted only within words. So ranks all-gather once how often each *word* occurs, and find the same
+# merges. Then each rank tokenizes its own documents into a **shard**. A special token, the **separator**, begins each
+# document.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -521,14 +519,14 @@ metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 # %% [markdown]
 # ## Packing: many documents in one sequence (CORE, 7 min)
 #
-# Documents differ in length, and padding wastes compute. So they are [**packed**](../assets/glossary.md#packing): joined
-# end to end, and cut into sequences of T tokens. Now a token can attend to another document in its sequence.
+# Documents differ in length, and padding wastes compute. So they are [**packed**](../assets/glossary.md#packing):
+# joined end to end and cut into sequences of T tokens. Now a token can attend to another document in its sequence.
 #
 # ![Three documents in one sequence of ten tokens; in the mask three triangles along the diagonal are
 # allowed](../assets/12_packing.svg)
 #
-# A [**document mask**](../assets/glossary.md#document-mask) prevents that. `documents_BT` is [B, T]: the number of
-# each position's document, such as 1 1 1 2 2 2 2 3 3 3 in the figure.
+# A [**document mask**](../assets/glossary.md#document-mask) prevents that. `documents_BT` (B sequences) has the
+# number of each position's document, in the figure 1 1 1 2 2 2 2 3 3 3.
 #
 # ### Build E: the mask
 #
@@ -557,8 +555,8 @@ checks.document_mask(document_mask, ranks)
 # </details>
 
 # %% [markdown]
-# Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? Change the
-# second token of a sequence: do logits of later documents change?
+# Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? The next
+# cell changes the second token of each sequence. Do logits of later documents change?
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -642,8 +640,8 @@ if rank == 0:
 # %% [markdown]
 # ## One point of a scaling law (CORE, 9 min)
 #
-# For the same FLOPs a larger model reads fewer tokens, but learns more from each. Which size is best for a budget? Train
-# several sizes, each on as many tokens as the budget allows. Their losses are an
+# For the same FLOPs a larger model reads fewer tokens, but learns more from each. Which size is best? Train several
+# sizes, each on as many tokens as the budget of FLOPs allows. Their losses are an
 # [**isoFLOP**](../assets/glossary.md#isoflop) curve (Hoffmann et al. 2022), and its lowest point is the best size. On
 # logarithmic axes the best sizes of several budgets lie on a line: a [**scaling
 # law**](../assets/glossary.md#scaling-law).
@@ -667,8 +665,8 @@ if rank == 0:
 metrics.close(1e-2, live_loss=live["val_loss"])
 
 # %% [markdown]
-# Your model cannot write words yet. Here is [a model](../assets/models/README.md) that the same trainer made on one GPU
-# in four minutes: its loss by FLOPs, with your point, and text that it writes.
+# Your model cannot write words yet. The same trainer made [this model](../assets/models/README.md) in four minutes on
+# one GPU:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -696,8 +694,7 @@ if rank == 0:  # no other rank takes part
 # ### Build F: the lowest point of a valley
 #
 # An isoFLOP curve looks like a parabola in x = ln(parameters). `np.polyfit(x, losses, 2)` returns bend, slope and
-# height of bend·x² + slope·x + height. Find the x of its lowest point. Return the parameters (not their logarithm) and
-# the loss there.
+# height of bend·x² + slope·x + height. Return the parameters (not their logarithm) and the loss of its lowest point.
 
 
 # %%
@@ -758,25 +755,25 @@ if rank == 0:
     say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
 
 # %% [markdown]
-# The runs on the right cost a billion times as much (read from a figure of Hoffmann et al.). In both panels a larger
-# budget has a larger best model. But ours read more tokens per parameter, and our tokens are characters. So use a
-# scaling law only for the data and near the budgets that it was measured with.
+# The runs on the right (read from a figure of Hoffmann et al.) cost about a billion times as much. But our best
+# models read more tokens per parameter, and our tokens are characters. So use a scaling law only for the data and
+# near the budgets that it was measured with.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
 #
 # While the point trains, let the room draw the curve. *Usual mistake:* comparing two models that were trained on
 # equally many tokens, and calling the larger one better. *Ask:* "what changes if the model will answer a billion
-# questions?" (A smaller model trained for longer is cheaper to serve: Llama 3 8B read the same 15 T tokens, over 1,800
-# per parameter.) *When late:* show the stored figure.
+# questions?" (A smaller model trained for longer is cheaper to serve: Llama 3 8B read 15 T tokens, over 1,800 per
+# parameter.) *When late:* show the stored figure.
 #
 # </details>
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 2 min)
 #
-# A model computes its loss with `plain_loss`. Somebody replaces it with a library's `shifted_loss`. The loss falls.
-# **What is wrong, and which measurement shows it?** Decide before you open the answer.
+# Somebody replaces a model's `plain_loss` by a library's `shifted_loss`. The loss falls. **What is wrong, and which
+# measurement shows it?** Decide before you open the answer.
 
 
 # %%
@@ -818,7 +815,7 @@ if rank == 0:
     say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
 
 # %% [markdown]
-# Now measure: how well do the logits at t guess the characters at t to t + 3?
+# Now measure how well the logits at t guess the characters at t to t + 3:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -837,8 +834,9 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The targets are shifted twice: by the batch and by the loss. The model learns to guess the character *after* the next.
-# There is something to learn in that too, so the loss falls. But it stays higher, and the samples are not English.
+# The targets are shifted twice: by the batch and by the loss. The model learns to guess the character *after* the
+# next one: the loss at t + 2 is its lowest. It can learn a little, so the loss falls, but it stays higher than that
+# of the mended model.
 #
 # This happens when a library's loss starts to shift while a model's own code still does. [The
 # handbook](../assets/handbook/12_llm_pretraining.md#targets-that-are-shifted-twice) names two models that were trained
@@ -846,8 +844,8 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 #
 # </details>
 #
-# The rule to take home: **score the model against targets moved by one in both directions.** The true targets must have
-# the lowest loss. And read a sample before you trust a curve.
+# The rule: **score the model against targets moved by one in both directions.** The true targets must have the lowest
+# loss. And read a sample before you trust a curve.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -893,8 +891,8 @@ card(
 # %% [markdown]
 # ## How good is the estimate? (MORE, 4 min)
 #
-# Copy long speeches and replace some of their words. Each rank copies and signs its share. The true J of each pair is
-# known.
+# The cell below copies long speeches and replaces some of their words. Each rank copies and signs its share. The true
+# J of each pair is known.
 #
 # **Predict.** Which share of the points lies within one standard deviation, sqrt(J (1 - J) / K)? (For J = 0.8 and K =
 # 128 it is 0.035.)
@@ -938,7 +936,7 @@ if rank == 0:
 metrics.exact(minhash_inside=inside)
 
 # %% [markdown]
-# Real pipelines also **filter**: they drop what is too short, has few letters, or repeats its lines
+# Real pipelines also **filter**: they drop documents that are too short, have few letters, or repeat their lines
 # (`manyhands.data.documents.Quality`).
 
 # %% [markdown]
@@ -953,7 +951,8 @@ metrics.exact(minhash_inside=inside)
 #
 # <details><summary>Answer</summary>
 #
-# Before, the planted half. Afterwards neither has an advantage: what difference is left is that of the texts themselves.
+# Before, the planted half. Afterwards neither has an advantage: the difference that is left comes from the texts
+# themselves.
 #
 # </details>
 
@@ -1009,22 +1008,23 @@ if rank == 0:
 metrics.close(tolerance=0.1, contamination=[scores["before"], scores["after"]])
 
 # %% [markdown]
-# A score needs both: overlap of n-grams between test and training set, and a held-out text that was written later. Copies
-# with changed words escape the n-grams; the signatures above find these.
+# To trust a score you need both: a search for n-grams that test and training set share, and a test text that was
+# written after the training data. Copies with changed words escape the search for n-grams; the signatures above find
+# these.
 
 # %% [markdown]
 # ## Data mixing: how much of what? (MORE, 6 min)
 #
 # **Why.** A training set is a mixture: web, code, books, mathematics. Its shares are chosen by small runs. Our second
-# domain is Python code (three modules of the standard library). Each run reads as many bytes; only the share of code
-# differs. The runs know nothing of each other, so each rank takes its own: a job array.
+# domain is Python code (three modules of the standard library). Each run reads the same number of bytes; only the
+# share of code differs. The runs are independent, so each rank takes its own, as in a job array.
 #
 # **Predict.** The share of code goes from 0 to 5 %. Which changes more, the loss on code or the loss on plays?
 #
 # <details><summary>Answer</summary>
 #
-# The loss on code, by far. The first bytes of a domain teach its alphabet and its commonest words. That is why nobody
-# leaves a domain out, and why the best share is found by runs and not by argument.
+# The loss on code, by far. The first bytes of a domain teach its alphabet and its commonest words. So even a small
+# share of a domain pays, and the best share is found by runs.
 #
 # </details>
 
@@ -1076,14 +1076,15 @@ if rank == 0:
 metrics.close(tolerance=0.1, mixtures=[losses[share] for share in shares])
 
 # %% [markdown]
-# Small runs rank mixtures; whether the ranking holds for a large model is a question of its own, as with every law here.
+# Small runs rank mixtures. Whether a large model has the same ranking must be tested, as with every law in this
+# lesson.
 
 # %% [markdown]
 # ## Bits per byte (MORE, 9 min)
 #
-# **Why.** A loss is in nats *per token* (a nat is the unit of the natural logarithm). With longer tokens a model makes
-# fewer and harder guesses, so its loss is higher though it knows as much. What all models share is the text: divide by
-# its **bytes**.
+# **Why.** A loss is in nats *per token* (a nat is the unit of the natural logarithm). With longer tokens a model
+# makes fewer and harder guesses, so its loss per token is higher even if it knows as much. All models share the text,
+# so divide by its **bytes**.
 #
 # **Predict.** A model that knows nothing pays ln 65 = 4.17 nats per character of one byte, or ln 512 = 6.24 nats per
 # token of 1.95 bytes. Which is less per byte?
@@ -1154,14 +1155,14 @@ for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tok
         say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
 
 # %% [markdown]
-# The model with the higher loss per token is better per byte. A loss without its tokenizer says nothing.
+# The model with the higher loss per token is better per byte. So never state a loss without its tokenizer.
 
 # %% [markdown]
 # ## The mask in the library, and FlexAttention (MORE, 5 min)
 #
-# The course's GPT builds the mask itself if its configuration names the separator, and so does `train.py` under every
-# strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose true positions nobody
-# knows.
+# The course's GPT builds the mask itself if its configuration names the separator; with `train.py` it does so under
+# every strategy. Its positions do not restart: a sequence may begin in the middle of a document, whose true positions
+# nobody knows.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1205,21 +1206,22 @@ assert (by_flex - dense).abs().max() < 1e-5
 say(f"equal to the dense mask; blocks skipped: causal {causal.sparsity():.0f}%, documents {blocks.sparsity():.0f}%")
 
 # %% [markdown]
-# We print no time. Without `torch.compile` FlexAttention computes all pairs, on a CPU and on a GPU. Compiled for a GPU,
-# its kernel skips those blocks. FlashAttention's `varlen` functions take the documents' lengths instead.
+# We print no time. Without `torch.compile` FlexAttention computes all pairs, on a CPU and on a GPU. Compiled for a
+# GPU, its kernel skips the empty blocks. FlashAttention's `varlen` functions take the documents' lengths instead.
 
 # %% [markdown]
 # ## How sure is the law? (MORE, 6 min)
 #
-# The brackets below come from refits of the grid with noise as large as its points' scatter about the parabolas. Is that
-# scatter chance? One point, the best width of the smallest budget, was trained with four further seeds.
+# The brackets below come from repeated fits of the grid, with noise as large as the scatter of its points about the
+# parabolas. Is that scatter only chance? One point, the best width of the smallest budget, was trained with four
+# further seeds.
 #
 # **Predict.** Is the spread of the seeds larger or smaller than the scatter about the parabolas?
 #
 # <details><summary>Answer</summary>
 #
-# Smaller (the cell prints both): the points scatter also because a valley is no exact parabola, and because the learning
-# rate is not equally good for all widths.
+# Smaller (the cell prints both). The points scatter also because a valley is not exactly a parabola, and because the
+# learning rate is not equally good for all widths.
 #
 # </details>
 
@@ -1260,8 +1262,9 @@ if rank == 0:
 # - the fit itself can be wrong: Besiroglu et al. (2024) read the points of Hoffmann's third approach off its plots,
 #   got other numbers from them, and found the published intervals implausibly narrow.
 #
-# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. A thirtieth of the budget must
-# end with the same loss under each of them, up to rounding. And how busy is this machine?
+# `train_point` is built from `train.py`'s parts and takes its data-parallel strategies. The next cell trains with a
+# thirtieth of the budget under each of them: the loss must be the same, up to rounding. It also prints which share of
+# the machine's peak the training uses (MFU).
 
 # %%
 # %%ranks --timeout 120
@@ -1281,17 +1284,16 @@ assert max(ends) - min(ends) < 1e-3
 metrics.measured(flop_per_s=flop_per_s)
 
 # %% [markdown]
-# The peak is what large matrix products reach here, in the same precision. This model is 24 numbers wide, so its own are far
-# too small for that.
+# The peak is what large matrix products reach here, in the same precision. This model is 24 numbers wide, so its
+# matrix products are far too small for that.
 
 # %% [markdown]
 # ## A text of your own (MORE, 4 min)
 #
-# `scripts/prepare_data.py` cleans and tokenizes files: filter, deduplicate, train the tokenizer, write shards (files of
-# 16-bit numbers). The next
-# cell writes a small file of pages, four of which do not belong in a training set, and prepares it. Any number of ranks
-# writes the same bytes. (Here rank 0 gathers the signatures and decides, 512 bytes for each document: enough for a
-# million of them.)
+# `scripts/prepare_data.py` cleans and tokenizes files: filter, deduplicate, train the tokenizer, write shards (files
+# of 16-bit numbers). The next cell writes a small file of pages, four of which do not belong in a training set, and
+# prepares it. Any number of ranks writes the same bytes. (Here rank 0 gathers the signatures, 512 bytes per document,
+# and decides. That works for a million documents.)
 
 # %%
 # %%ranks --timeout 120
@@ -1335,9 +1337,10 @@ metrics.exact(prepared=report["documents"])
 #
 # ### Exercise 2: encode a word
 #
-# You have the merges. Which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the list
-# of tokens of `word`, given as bytes. As long as two neighbours are a pair in the table, take the pair that was
-# *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 + i.
+# You have the merges. Which of them apply to a new word, and in which order? Write `encode_word(word, table)`: the
+# list of tokens of `word`, which is given as bytes. As long as two neighbours are a pair in the table, take the pair
+# that was *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 +
+# i.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1369,10 +1372,11 @@ checks.encode_word(encode_word, ranks)
 # %% [markdown]
 # ### Exercise 3: what does a packed sequence teach?
 #
-# With a separator between documents, the last token of one learns to guess "the end". Without a separator it would have to guess
-# how another document begins, which nobody can. Write `packed_targets(ids_BT, documents_BT)`: for each position the next
-# token of the *same document*, and -100 where there is none (`F.cross_entropy` ignores -100). The last position of a
-# sequence has none either. Do not change `ids_BT`.
+# With a separator between documents, the last token of a document teaches the model to guess "the end". Without a
+# separator the model would have to guess there how another document begins, which is impossible. Write
+# `packed_targets(ids_BT, documents_BT)`: for each position the next token of the *same document*, and -100 where
+# there is none (`F.cross_entropy` ignores -100). The last position of a sequence has none either. Do not change
+# `ids_BT`.
 
 
 # %%
