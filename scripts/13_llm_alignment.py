@@ -249,9 +249,9 @@ once(f"base: {examples(base)}")
 once(f"right: {accuracy(base):.1%}; the letters in a random order: {task.chance:.1%}")
 
 # %% [markdown]
-# It does not answer, and does not stop. You have two things to teach it. The first is 80 questions with right answers, the
-# **gold answers**. The second is a program, the [**verifier**](../assets/glossary.md#verifier): `task.right("jbcg",
-# "bcgj")` says whether an answer is right.
+# The model does not answer, and does not stop. You can teach it with 80 questions and their right answers, the **gold
+# answers**, and with a program, the [**verifier**](../assets/glossary.md#verifier): `task.right("jbcg", "bcgj")` says
+# whether an answer is right.
 
 # %% [markdown]
 # ## Only answers count: SFT (CORE, 9 min)
@@ -279,8 +279,8 @@ guess_count = ____  # your turn: type a number
 #
 # `ids_BT` [B, T] has a conversation per row, perhaps with several questions and answers, and padding at the end.
 # Return bool [B, T - 1], one for each target. For the row `<|user|> a <|end|> <|assistant|> b <|end|>` it is `[False,
-# False, False, True, True]`. The end marker of an answer counts, because the model must learn to stop. (Letters at the
-# end of a name are its shape. If you skip a build, the cells below use the lesson's own lines.)
+# False, False, True, True]`. The end marker of an answer counts, because the model must learn to stop. (Letters at
+# the end of a name are its shape.)
 
 
 # %%
@@ -389,7 +389,7 @@ once(f"right: {sft_right:.1%}")
 #
 # ### Build B: advantages
 #
-# `rewards_B` has the rewards of all answers; those to one question are next to each other, `group` of them. Return the
+# `rewards_B` has the rewards of all answers. Each run of `group` rewards belongs to one question. Return the
 # advantages, [B]. Use `.std()` as it is, and add 1e-4 to it before you divide.
 
 
@@ -419,8 +419,9 @@ checks.group_advantages(group_advantages, ranks)
 # ### Build C: the term of one token
 #
 # The **importance ratio** of a token is p / p_old: its probability now, divided by its probability when it was drawn.
-# Its term in the loss is `-min(ratio * A, capped * A)`, where A is the advantage of its answer, and `capped` is the ratio
-# limited to 0.8 to 1.2. So a token that has moved that far is not pushed further. Return the terms, [b, T].
+# Its term in the loss is `-min(ratio * A, capped * A)`, where A is the advantage of its answer, and `capped` is the
+# ratio, limited to the range 0.8 to 1.2. So a token that has moved that far is not pushed further. Return the terms,
+# [b, T].
 
 
 # %%
@@ -454,7 +455,7 @@ checks.clipped(clipped, ranks)
 #
 # | | the sum is divided by | used by |
 # |---|---|---|
-# | per answer | each answer's by its own length, then all by the number of answers | Shao et al. 2024 |
+# | per answer | each answer's length, then the number of answers | Shao et al. 2024 |
 # | per token | the number of tokens of all answers | DAPO, Yu et al. 2025 |
 # | Dr. GRPO | the number of answers times `longest`, the longest length allowed | Liu et al. 2025 |
 #
@@ -489,7 +490,7 @@ checks.three_losses(three_losses, ranks)
 # </details>
 
 # %% [markdown]
-# How much does a token of a long answer count? Your losses of 16 answers with 1 to 16 tokens:
+# How much does a token of a long answer count? The plot shows it in your losses, for 16 answers of 1 to 16 tokens:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -546,7 +547,7 @@ guess_kb = ____  # your turn: type kB
 # %% [markdown]
 # ### Build E: hand over the weights
 #
-# Rank 0 has the new weights. All ranks of `group` call this function, and then have them, too. Use *one* collective.
+# Rank 0 has the new weights. All ranks of `group` call this function, and then have them. Use *one* collective.
 # `parameters_to_vector(...)` makes one row of all parameters, and `vector_to_parameters(row_P, ...)` writes it back.
 
 
@@ -674,8 +675,8 @@ once(f"answers: {answers.payload_bytes():,} bytes for {ANSWERS} answers with the
 metrics.exact(hand_over_bytes=weights.payload_bytes() if rank in connected else 4 * P)
 
 # %% [markdown]
-# The weights grow with the model, and the answers do not. For 7 billion parameters in bf16, 14 GB of weights are sent
-# in every step.
+# The bytes of weights grow with the model, those of answers do not. With 7 billion parameters in bf16, each step
+# sends 14 GB of weights.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: two ranks draw</summary>
@@ -690,7 +691,7 @@ metrics.exact(hand_over_bytes=weights.payload_bytes() if rank in connected else 
 # ## Stale answers (CORE, 5 min)
 #
 # If drawing and training run at the same time, the answers are **stale**: they were drawn with the weights of 1 or 4
-# steps ago. The importance ratios show this. With the same weights all are 1.
+# steps ago. The importance ratios show this: with the current weights all are 1.
 #
 # **Predict.** At a staleness of 4 steps, how many percent of the drawn tokens have a ratio outside 0.8 to 1.2?
 
@@ -781,8 +782,8 @@ if rank == 0:
 metrics.measured(accuracy=shares)
 
 # %% [markdown]
-# Reading the 80 answers again helps as well. The difference between the second and the third bar comes from the verifier.
-# The last bar is better still, but needs 720 more gold answers.
+# Reading the 80 answers again helps as well. The difference between the second and the third bar comes from the
+# verifier. The last bar needs 720 more gold answers.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -798,8 +799,8 @@ if rank == 0:  # `make serve` finds it
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the control</summary>
 #
-# It trains what has not been trained yet: about half a minute on two cores. *Say:* one seed is no comparison, and a bar
-# without its answers is none either.
+# It trains what has not been trained yet: about half a minute on two cores. *Say:* one seed is no comparison, and
+# neither are bars of models that have seen unequal numbers of answers.
 #
 # </details>
 
@@ -837,19 +838,19 @@ for name, model in (("theirs", theirs), ("ours", models["SFT", 0])):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The mask leaves out padding *by its id*, and with it every real end marker. So the model is never taught to stop, and its answers
-# run on until a limit cuts them. No loss shows it; the share of answers that end does.
+# The mask leaves out padding *by its id*, and with it every real end marker. So the model never learns to stop. No
+# loss shows that, but the share of answers that end does.
 #
-# A user of a library found exactly this: its collator sets the labels of all pad tokens to -100, which the loss leaves out, and
-# the pad token was the end-of-sequence token, because the model had none of its own. "Rarely (if ever)" did the trained model
-# end: [trl#976](https://github.com/huggingface/trl/issues/976). The collator underneath, with an example of two sentences:
-# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The cure is a separate padding token, or a mask made
-# from *positions*, like yours.
+# A user of the library trl found exactly this. A collator gave all pad tokens the label -100, which the loss ignores,
+# and the pad token was the end-of-sequence token. The trained model "rarely (if ever)" ended:
+# [trl#976](https://github.com/huggingface/trl/issues/976), and the same in
+# [transformers#23530](https://github.com/huggingface/transformers/issues/23530). The cure is a separate padding
+# token, or a mask made from *positions*, like yours.
 #
 # </details>
 #
-# The rule to take home: **look at what the model writes, its last token included.** And decode one batch with its mask before
-# you train.
+# The rule: **look at what the model writes, its last token included.** And decode one batch with its mask before you
+# train.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -904,7 +905,8 @@ card(
 #
 # <details><summary>Answer</summary>
 #
-# 7/4 = 1.75. The mean of means is (4 + 1)/2 = 2.5: the lone token counts three times as much as each of the others.
+# 7/4 = 1.75. The mean of means is (4 + 1)/2 = 2.5: the single token of rank 0 counts three times as much as each of
+# the others. The cell takes all your ranks: four have 13/10 = 1.3 and (4 + 3)/4 = 1.75.
 #
 # </details>
 
@@ -985,9 +987,9 @@ for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(sp
         once(f"    {who}: {line!r}")
 
 # %% [markdown]
-# Before and after, the model writes something like English. Before, it never stops, since no marker was in the plays: 48
-# characters are cut off somewhere. SFT has taught it the *format* in a few seconds: one line, then the end marker. What
-# it knows of Romeo it knew before.
+# Before and after, the model writes something like English. Before, it never stops, since the plays have no marker:
+# each line is cut off after 48 characters. SFT has taught it the *format* in a few seconds: one line, then the end
+# marker. Its English comes from pre-training.
 
 # %% [markdown]
 # ## Unequal answers (MORE, 3 min)
@@ -1056,9 +1058,10 @@ once(f"{busy:.0%} of the slots of all ranks wrote a token; the others waited")
 #
 # ### Exercise 1: the DPO loss
 #
-# This rank has b of the `num_pairs` pairs. In names, the axis 2 is (chosen, rejected). `log_p_b2T` holds the policy's log p of every token of both answers, chosen first;
-# `mask_b2T` says which of them count; `reference_b2` is the reference's log p of the whole answers. Return this rank's part of
-# the mean over all pairs. For large margins `F.logsigmoid` stays finite; `log(sigmoid(x))` does not.
+# This rank has b of the `num_pairs` pairs. The 2 in a name is the axis (chosen, rejected). `log_p_b2T` holds the
+# policy's log p of every token of both answers, chosen first; `mask_b2T` says which of them count; `reference_b2` is
+# the reference's log p of the whole answers. Return this rank's part of the mean over all pairs. For large margins
+# `F.logsigmoid` stays finite; `log(sigmoid(x))` does not.
 
 
 # %%
@@ -1104,9 +1107,9 @@ checks.dpo_loss(dpo_loss, ranks)
 #
 # ### Exercise 2: sharded at rest, gathered to compute
 #
-# A **unit** is a module that is gathered at once. `row_P` holds all P numbers of a unit in one row. Write `own_share`: this rank's
-# ceil(P/n) of them, padded with zeros at the end of the row, *in memory of their own* (a view would keep the whole row alive).
-# And `whole`: the P numbers again, by one collective.
+# A **unit** is a module that is gathered at once. `row_P` holds all P numbers of a unit in one row. Write
+# `own_share`, which returns this rank's ceil(P/n) of them *as a copy* (a view would keep the whole row alive). The
+# end of the row is padded with zeros. And write `whole`, which returns all P numbers, by one collective.
 
 
 # %%
@@ -1278,9 +1281,9 @@ for name, (model, different, read) in after.items():
     once(f"{name}: {share:.1%} right; {different} answers, none of them gold, {read:,} read")
 
 # %% [markdown]
-# The control imitates the *right* answers of the same pairs at the same learning rate. Compare DPO with that, not with
-# SFT. Practice takes beta = 0.1 to 0.5. Beta scales the margin before the sigmoid: with a small one the loss keeps
-# pulling when a pair is long decided, so the policy moves further from the reference.
+# The control imitates the *right* answers of the same pairs at the same learning rate. Compare DPO with that, not
+# with SFT. In practice beta is often 0.1 to 0.5. Beta scales the margin before the sigmoid. With a small beta the
+# loss still changes the policy when a pair is long decided, so the policy moves further from the reference.
 
 # %% [markdown]
 # ### The library, and three ways to the same gradients
@@ -1349,7 +1352,8 @@ metrics.exact(dpo_loss=loss_1.detach())
 # %% [markdown]
 # ## Advantages when every rank draws (MORE, 6 min)
 #
-# `scripts/align.py` lets all ranks draw and train in turn. Then a group may lie on several ranks, and nobody has all rewards.
+# `scripts/align.py` lets all ranks draw and train in turn. Then the answers of a group may be on several ranks, and
+# no rank has all rewards.
 #
 # ### Exercise 3: advantages across ranks
 #
@@ -1385,9 +1389,9 @@ checks.advantages(advantages, ranks)
 # %% [markdown]
 # ## A reward that is easier to game than to earn (MORE, 12 min)
 #
-# **Why.** Most tasks have no verifier. So you reward something that usually goes along with the goal, and the model finds what
-# the reward leaves out: [**reward hacking**](../assets/glossary.md#reward-hacking). Suppose that nobody checks which letters are
-# used, and the reward is the share of *neighbouring letters that ascend*. A right answer gets 1.
+# **Why.** Most tasks have no verifier. So you reward something that usually comes with the goal, and the model finds
+# what the reward leaves out: [**reward hacking**](../assets/glossary.md#reward-hacking). Suppose that nobody checks
+# which letters are used, and the reward is the share of *neighbouring letters that ascend*. A right answer gets 1.
 #
 # | answer to `sort jbcg` | letters that ascend | the verifier |
 # |---|---|---|
@@ -1483,8 +1487,9 @@ naive = sum(text.count(marker) for marker in MARKERS)
 once(f"encode: {sum(letters[i] in MARKERS for i in safe)} markers; a search in the text: {naive}")
 
 # %% [markdown]
-# The template adds two markers. A tokenizer that searches the finished text finds four: the user has ended their own message and
-# now speaks for the assistant. `encode` never looks for markers inside a message. A server must not either.
+# The template adds two markers. A tokenizer that searches the finished text finds four: the user has ended their own
+# message and now speaks for the assistant. `encode` never looks for markers inside a message. A server must not do it
+# either.
 
 # %% [markdown]
 # ## End
