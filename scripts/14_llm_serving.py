@@ -93,11 +93,13 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 
 # %% [markdown]
 # The model comes with the course: a GPT with 5 layers and width 256, trained on 36 of Shakespeare's plays
-# ([how](../assets/models/README.md)). Its tokens are characters. Each rank loads it in float64, so that we can compare
-# to 1e-10. Expect lines in the style of Shakespeare:
+# ([how](../assets/models/README.md)). Its tokens are characters. Each rank loads it in float64, so that we can
+# compare to 1e-10.
 #
-# Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` new positions, `S` all positions so far, `E`
-# numbers per head, `V` tokens in the vocabulary.
+# Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` new positions, `S` all positions so far,
+# `E` numbers per head, `V` tokens in the vocabulary.
+#
+# Expect lines in the style of Shakespeare:
 
 
 # %% jupyter={"source_hidden": true}
@@ -179,7 +181,7 @@ guess_positions = ____  # your turn: type a number
 compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001)) / 4000)
 
 # %% [markdown]
-# The work grows with the square of the text. **The goal: compute each position once.**
+# The work grows with the square of the text's length. **The goal: compute each position once.**
 
 # %% [markdown]
 # ## Keep keys and values (CORE, 15 min)
@@ -263,7 +265,7 @@ checks.attend(attend, ranks)
 # </details>
 
 # %% [markdown]
-# Your mask, if three positions arrive, then one, then two:
+# Your mask, when three positions arrive, then one, then two:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -284,9 +286,9 @@ if rank == 0:
 # With a cache, writing has two phases. [**Prefill**](../assets/glossary.md#prefill-and-decode) computes all positions
 # of the prompt in one call. **Decode** computes one position per call.
 #
-# `step(new, start)` computes the list of ids `new` at positions start, start + 1, ..., puts them into the cache, and
-# returns the next id. `known` is how many positions the cache holds. In each turn of the loop, call `step` with the
-# ids that the cache does not hold yet, and update `known`.
+# `step(new, start)` computes the list of ids `new` at positions start, start + 1, ..., puts their keys and values
+# into the cache, and returns the next id. `known` is how many positions the cache holds. In each turn of the loop,
+# call `step` with the ids that the cache does not hold yet, and update `known`.
 
 
 # %%
@@ -322,7 +324,7 @@ checks.continued(continued, ranks)
 # %% [markdown]
 # `greedy_step(model, cache)` (folded) returns such a `step`: the model's forward with your `attend` in each layer.
 #
-# **Predict.** It computes 63 positions instead of 2,016, 32 times fewer. How many times faster is it here?
+# **Predict.** With it, 63 positions are computed instead of 2,016, 32 times fewer. How many times faster is it here?
 
 # %%
 # %%ranks
@@ -402,8 +404,8 @@ if rank == 0:
 #
 # ### Build D: the bytes of a cache
 #
-# N layers, H query heads, `KV` KV heads, E numbers per head, S positions, `size` bytes per number. Return the bytes of
-# the keys and values of one sequence.
+# There are N layers, H query heads, `KV` KV heads, E numbers per head, S positions, and `size` bytes per number.
+# Return the bytes of the keys and values of one sequence.
 
 
 # %%
@@ -501,14 +503,14 @@ if rank == 0:
     say(f"published, 250 users: {gaps[250] / 1e3 * rates[250]:.0f} texts are written at a time, the others wait")
 
 # %% [markdown]
-# **A full server spends its time on reading.** Memory is full long before 295 users, and most bytes that it reads are
+# **A full server spends its time on reading.** Memory is full long before 295 users, and most bytes that are read are
 # caches. With four times fewer KV heads, four times as many users fit. DeepSeek's MLA
 # ([2024](https://arxiv.org/abs/2412.19437)) stores one short vector for all heads.
 #
 # The right panel is a real server ([source](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)). Its
 # tokens per second, times its seconds per token, are the 86 texts that it writes at the same time. Between 50 and 100
-# users it is full. With more users the time per token stays the same, but the **time to first token** grows fast,
-# because new users wait in a queue.
+# users it becomes full. With more users the time per token stays the same, but the **time to first token** grows
+# fast, because new users wait in a queue.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: what a token waits for</summary>
@@ -600,7 +602,7 @@ checks.hand_over(hand_over, ranks)
 # </details>
 
 # %% [markdown]
-# Now prefill on rank `src`, and decode on rank `dst`. The prefill also returns the first token, so it is sent, too.
+# Now rank `src` prefills and rank `dst` decodes. The prefill also returns the first token, so it is sent, too.
 
 # %%
 # %%ranks
@@ -652,13 +654,14 @@ metrics.exact(hand_over_bytes=seen.sent_bytes)
 # ## Draw instead of taking the likeliest (MORE, 11 min)
 #
 # A model returns logits; softmax turns them into probabilities; the next token is drawn at random from those. That is
-# [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four tokens with 0.4, 0.3, 0.2, 0.1:
+# [**sampling**](../assets/glossary.md#sampling). Three knobs change the probabilities. Take four tokens with
+# probabilities 0.4, 0.3, 0.2 and 0.1:
 #
 # - **temperature** divides the logits before softmax: below 1 likely tokens get likelier, and towards 0 only the likeliest is left;
 # - **top-k** keeps the k likeliest tokens;
 # - **top-p** keeps the *fewest* likeliest tokens whose probabilities together **reach** p (Holtzman et al. 2020).
 #
-# What is kept is divided by its sum.
+# The kept probabilities are divided by their sum.
 #
 # ![Four bars 0.4, 0.3, 0.2, 0.1: temperature 0.5 makes them steeper; top-k 2 keeps two; top-p 0.6 keeps two, the second of which
 # crosses the line](../assets/14_sampling.svg)
@@ -667,8 +670,9 @@ metrics.exact(hand_over_bytes=seen.sent_bytes)
 #
 # <details><summary>Answer</summary>
 #
-# The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the token that crosses the line is kept.
-# So 4/9, 3/9 and 2/9. With p = 0.7 only two: 0.4 + 0.3 reach it exactly, which gives 4/7 and 3/7.
+# The first two have 0.7 together, which does not reach 0.75. With the third it is 0.9: the token that crosses the
+# line is kept. This gives 4/9, 3/9 and 2/9. With p = 0.7 only two are kept: 0.4 + 0.3 reach it exactly, which gives
+# 4/7 and 3/7.
 #
 # </details>
 
@@ -691,10 +695,10 @@ catch_up(globals(), "remember", "attend", "continued", "forward")
 #
 # ### Build G: what is kept
 #
-# Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the tokens, with sum 1. Apply top-k first (None keeps
-# all), then top-p to what is left: the kept tokens must reach `top_p` times *its* sum. `p_V.sort(descending=True)` gives the
-# sorted values and their places; `torch.zeros_like(p_V).scatter(0, places_V, sorted_V)` puts them back. Keep the token that crosses
-# the line.
+# Write `kept(p_V, top_k, top_p)`. It returns probabilities in the order of the tokens, with sum 1. Apply top-k first
+# (None keeps all), then top-p to what is left: the kept tokens must reach `top_p` times the sum of *what is left*.
+# `p_V.sort(descending=True)` gives the sorted values and their places; `torch.zeros_like(p_V).scatter(0, places_V,
+# sorted_V)` puts them back. Keep the token that crosses the line.
 
 
 # %%
@@ -723,8 +727,8 @@ checks.kept(kept, ranks)
 # </details>
 
 # %% [markdown]
-# To draw, take a random number u in [0, 1) and the first token at which the running sum of probabilities exceeds u. We draw one u
-# per place in the text beforehand, so that a text does not depend on who else is being served.
+# To draw, take a random number u in [0, 1) and the first token at which the running sum of probabilities exceeds u.
+# We draw one u per place in the text beforehand, so that a text does not depend on the other texts that are served.
 
 
 # %%
@@ -802,12 +806,13 @@ say(f"{len(ours)} tokens, the same by our lines and by the package's")
 # ![Four places over time: with a static batch all wait for the longest; with continuous batching a place is filled as soon as a
 # text is finished](../assets/14_batching.svg)
 #
-# **Predict.** The same texts of 8, 2, 2, 2, 8, 2, 2, 2 tokens, but *two* places. How many steps does each way take?
+# **Predict.** The figure has four places. How many steps does each way take for the same texts (8, 2, 2, 2, 8, 2, 2,
+# 2 tokens) on *two* places?
 #
 # <details><summary>Answer</summary>
 #
-# Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts pass beside the first
-# long one, and three beside the second: **14**, which is 28 tokens on 2 places, none of which is ever empty.
+# Static: the pairs (8, 2), (2, 2), (8, 2), (2, 2) take 8 + 2 + 8 + 2 = **20**. Continuous: three short texts run next
+# to the first long one, and three next to the second: **14**, which is 28 tokens on 2 places that are never empty.
 #
 # </details>
 
@@ -864,7 +869,7 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# Your machine's calls have a price, too: **expect the microseconds per token to fall** as the batch grows.
+# On your machine each call has a fixed cost, too: **expect the microseconds per token to fall** as the batch grows.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -907,8 +912,9 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # ![A small model drafts four tokens; one call of the large model gives its probabilities at five places; the first two
 # draft tokens are kept, the third is replaced, the rest is thrown away](../assets/14_draft_tokens.svg)
 #
-# The small model draws a draft token x from its probabilities q. The large one would have drawn from its own, p. Keep x with
-# probability **min(1, p(x)/q(x))**. Otherwise draw a token from what q gives too little of: **max(0, p - q)**, divided by its sum.
+# The small model draws a draft token x from its probabilities q. The large one would have drawn from its own, p. Keep
+# x with probability **min(1, p(x)/q(x))**. Otherwise draw a token from the part of p that q lacks: **max(0, p - q)**,
+# divided by its sum.
 #
 # **Predict.** Two tokens: p = (0.5, 0.5), q = (0.9, 0.1). How often is a draft token kept? And what is written in the end?
 #
@@ -957,10 +963,11 @@ checks.judged(judged, ranks)
 # </details>
 
 # %% [markdown]
-# **Does it follow p?** "The text looks fine" proves nothing. Take one place in a text, with our models' own p and q over all
-# tokens. Draw many times, count each token, and compare with p by a **chi-square test**: add up (count - expected)²/expected. If the
-# tokens follow p, the sum is about the number of tokens (rare ones count as one), and rarely beyond the limit below. For comparison,
-# draw from p directly, and from q.
+# **Does it follow p?** "The text looks fine" proves nothing. Take one place in a text, with our models' own p and q
+# over all tokens. Draw many times, count each token, and compare with p by a **chi-square test**: add up (count -
+# expected)²/expected. If the draws follow p, the sum is about the number of different tokens (rare ones count as
+# one), and it rarely exceeds the limit that the cell prints. For comparison, the cell also draws from p directly, and
+# from q.
 
 
 # %%
@@ -1098,10 +1105,11 @@ if rank == 0:
     say(f"{kept_share:.0%} of the draft tokens were kept; times as fast as without them, here: {gains}")
 
 # %% [markdown]
-# The formula gives every draft token the same α. Real texts have easy stretches and hard places, and what our models write is not the
-# validation text; a few texts also scatter. To save *time*, k calls of the small model and one call on k + 1 positions must cost less
-# than the calls that they replace. The last line says whether they did. Here one core does the arithmetic, so k + 1 positions cost more than one. Is there
-# arithmetic left for that in a full server? `call_s` knows:
+# The formula gives every draft token the same α. But real texts have easy and hard places, our models write other
+# texts than the validation text, and a few texts are a small sample. To save *time*, k calls of the small model and
+# one call on k + 1 positions must cost less than the calls that they replace. The last line says whether they did.
+# Here one core does the arithmetic, so k + 1 positions cost more than one. Has a full server time left for this
+# arithmetic? `call_s` says:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1157,11 +1165,11 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The rule is exact for draft tokens that are *drawn from the q that it is given*. Here the likeliest token is drafted with certainty,
-# so its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the distribution that you draw from, after
-# temperature, top-k, top-p or argmax. The author confirmed it when a reader asked why greedy texts differed:
-# [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3). A relative, a draft model that ignores the temperature:
-# [dflash#74](https://github.com/z-lab/dflash/issues/74).
+# The rule is exact for draft tokens that are *drawn from the q that it is given*. Here the likeliest token is drafted
+# with certainty, so its q is 1, not softmax's; with the smaller q it is kept too often. Give the rule the
+# distribution that you draw from, after temperature, top-k, top-p or argmax. The author confirmed it when a reader
+# asked why greedy texts differed: [speculative-sampling#3](https://github.com/jaymody/speculative-sampling/issues/3).
+# A similar bug, a draft model that ignores the temperature: [dflash#74](https://github.com/z-lab/dflash/issues/74).
 #
 # </details>
 
@@ -1244,9 +1252,9 @@ if rank == 0:
 # `/user/YOU/proxy/8000/`, if the hub has jupyter-server-proxy. If not, chat in a notebook:
 # `Client.from_file("../outputs/serve/serving-8000.json").show_chat()`.
 #
-# The next cell starts that server on the large model, as a process of its own. The notebook's `Client` asks it twice to go on with
-# the same prompt. **Expect** the second time to find the prompt's first block of 16 in the cache, and the server to
-# refuse a prompt that is too long.
+# The next cell starts that server on the large model, in a separate process. The notebook's `Client` asks it twice to
+# go on with the same prompt. **Expect** the second time to find the prompt's first block of 16 in the cache, and the
+# server to refuse a prompt that is too long.
 
 # %%
 # %%ranks --timeout 150
@@ -1269,11 +1277,13 @@ if rank == 0:  # no other rank takes part
             say(str(refusal))
 
 # %% [markdown]
-# A server must do what a loop need not: **refuse** requests that are too long, too many or too late, with a status (400, 413, 429, 504);
-# drop clients who leave **from the batch**; finish accepted requests when it is told to stop; and keep the token out of every log.
+# A server has more to do than a loop: **refuse** requests that are too long, too many or too late, with a status
+# (400, 413, 429, 504); take the texts of clients who leave **out of the batch**; finish accepted requests when it is
+# told to stop; and keep the token out of every log.
 #
-# **The gate.** The next checkpoint may be worse: the run diverged, or saw another text. So it is evaluated on a held-out text before
-# it serves. Texts that are being written are finished by the old model, waiting ones get the new model, and nobody is dropped.
+# **The gate.** The next checkpoint may be worse: its run diverged, or it was trained on another text. So it is
+# evaluated on a held-out text before it serves. Texts that are being written are finished by the old model, waiting
+# ones get the new model, and no request is dropped.
 
 # %%
 # %%ranks
@@ -1292,9 +1302,9 @@ if rank == 0:  # no other rank takes part
         say(f"{name}: {'passes' if verdict.passed else 'is refused'}, {verdict.sentence}")
 
 # %% [markdown]
-# **Drift.** The model may stay the same while its users change. A prefill computes the logits of the whole prompt anyway, so the
-# server gets the loss on users' prompts for free. It reports this as `manyhands_prompt_nats`, beside `manyhands_held_out_nats`. Here
-# are two groups of users: one sends Shakespeare, the other the alphabet.
+# **Drift.** The model may stay the same while its users change. A prefill computes the logits of the whole prompt
+# anyway, so the server gets the loss on users' prompts for free. It reports this as `manyhands_prompt_nats`, next to
+# `manyhands_held_out_nats`. Here are two groups of users: one sends Shakespeare, the other the alphabet.
 
 # %%
 # %%ranks
