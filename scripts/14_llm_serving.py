@@ -195,8 +195,7 @@ compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001
 # ### Build A: remember
 #
 # `cache` is a dict {layer: (keys, values)}, empty at first. `k_BHTE` and `v_BHTE` belong to T new positions. If the
-# cache has this layer, put its keys and values before the new ones, along dim 2. Then store the result. (If you skip a
-# build, the cells below use the lesson's own lines.)
+# cache has this layer, put its keys and values before the new ones, along dim 2. Then store the result.
 
 
 # %%
