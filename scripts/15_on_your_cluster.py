@@ -18,8 +18,8 @@
 #
 # **40 minutes** for the sections marked CORE, 71 with those marked MORE.
 #
-# A job runs without an error, and trains at half the speed of your neighbour's. The file is the same. What differs is
-# what the job got, and nobody tells you unless you ask.
+# A job runs without an error, and trains at half the speed of your neighbour's. The job file is the same. What
+# differs is what each job got, and nobody tells you unless you ask.
 #
 # After this lesson **you can**
 # - ask a job four questions before a long run: which cores, which GPUs, which channels, how slow are imports?
@@ -138,15 +138,15 @@ if rank == 0:
 # job.grep("____")  # your turn: the word at the beginning of the line that you want
 
 # %% [markdown]
-# **Predict.** Repeat the mistake on this machine: all ranks compute on one core instead of on all cores. How many times as long
-# does a matrix product take?
+# **Predict.** Repeat the mistake on this machine: as many ranks as it has cores compute, but all on one core. How
+# many times as long does a matrix product take?
 
 # %%
 # %%ranks
 guess_slower = ____  # your turn: times as long
 
 # %% [markdown]
-# The measurement takes turns: all ranks on all cores, all ranks on one.
+# The cell measures both cases in turn:
 
 # %%
 # %%ranks
@@ -156,8 +156,8 @@ metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.sam
 compare("one core instead of all: times as long", guess_slower, shared.predicted)
 
 # %% [markdown]
-# n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer. Data loading,
-# kernel launches and the threads that feed the network do.
+# n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer, but
+# data loading, kernel launches and the threads that feed the network do.
 #
 # A node's cores, GPUs and network cards sit in [**NUMA domains**](../assets/glossary.md#numa-domain). Within a domain,
 # copies are short. So a rank should run on the cores next to its GPU.
@@ -171,8 +171,8 @@ compare("one core instead of all: times as long", guess_slower, shared.predicted
 #
 # ### Build A: the cores next to a GPU
 #
-# `domains` is a list of `(cores, gpus)`. A GPU gets an equal share of its domain's cores, in the order of `gpus`. An
-# example: with `[([0, 1, ..., 11], [5, 2])]`, GPU 5 gets cores 0 to 5 and GPU 2 gets cores 6 to 11.
+# `domains` is a list of `(cores, gpus)`. A GPU gets an equal share of its domain's cores, in the order of `gpus`.
+# With `[([0, 1, ..., 11], [5, 2])]`, GPU 5 gets cores 0 to 5 and GPU 2 gets cores 6 to 11.
 
 
 # %%
@@ -260,7 +260,8 @@ if rank == 0:
     show(held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
 
 # %% [markdown]
-# DDP's memory stays put; FSDP's shrinks as ranks are added. Activations come on top: `train.py --dry-run` counts them too.
+# DDP's memory stays the same; FSDP's shrinks as ranks are added. Activations come on top: `train.py --dry-run` counts
+# them too.
 
 # %% [markdown]
 # ## Question 3: which channels? (CORE, 9 min)
@@ -269,9 +270,9 @@ if rank == 0:
 # job.grep("channels")
 
 # %% [markdown]
-# NCCL takes the best network that it finds. If it finds none, it silently falls back to TCP, unless you set
-# `NCCL_DEBUG=INFO`. The doctor sets it, and counts what NCCL's *channels* go `via`. (A channel is one of the parallel paths
-# along which NCCL sends.)
+# NCCL takes the best network that it finds. If it finds none, it falls back to TCP, and only `NCCL_DEBUG=INFO` shows
+# that. The doctor sets it, and counts NCCL's *channels* by what follows `via`. (A channel is one of the parallel
+# paths along which NCCL sends.)
 #
 # | `via` | it means |
 # |---|---|
@@ -291,7 +292,7 @@ if rank == 0:
         say(("-> " if any(word in line for word in ("DISABLE", "Using network", "via")) else "   ") + line)
 
 # %% [markdown]
-# Somebody has set `NCCL_IB_DISABLE`, so NCCL did not look for InfiniBand. **The log cannot tell whether there was any.** Unset
+# `NCCL_IB_DISABLE` is set, so NCCL did not look for InfiniBand. **The log cannot tell whether there was any.** Unset
 # the variable, run again, and look for `NET/IB : Using`.
 #
 # ### Build B: which network?
@@ -332,8 +333,8 @@ checks.network(network, ranks)
 
 # %% [markdown]
 # NCCL also reads `/etc/nccl.conf` and the file in `NCCL_CONF_FILE`, which `env` does not show. NVIDIA's
-# [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of debugging variables: use them "only as
-# workaround", and remove them "as soon as the issue is resolved". The handbook lists the usual suspects.
+# [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of debugging variables: use them
+# "only as workaround", and remove them "as soon as the issue is resolved". The handbook lists them.
 #
 # The right network may still be slow. Before a long run, time an all-reduce on the nodes that you *got*, with
 # [nccl-tests](https://github.com/NVIDIA/nccl-tests): `srun all_reduce_perf -b 32K -e 4G -f 2`. If one node is slow, exclude
@@ -399,12 +400,13 @@ if rank == 0:
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
 # file: it removes almost all of that traffic.
 #
-# Compute nodes often have **no internet** either, and a library that asks for it waits for a time-out, with all your GPUs:
+# Compute nodes often have **no internet**. A library that tries to use it waits for a time-out, and so do all your
+# GPUs:
 #
 # ![The login node loads packages and data from the internet onto the shared file system; compute nodes have no internet, read the
 # shared file system, and keep a copy of what they read often on a disk of their own](../assets/15_offline.svg)
 #
-# So download on the login node, and say in the job that nobody should try:
+# So download on the login node, and tell the libraries in the job not to try:
 #
 # ```bash
 # export HF_HOME=/shared/hf HF_HUB_OFFLINE=1 WANDB_MODE=offline
@@ -460,8 +462,9 @@ checks.stage(stage, ranks, folder=folder)
 # %% [markdown]
 # ## A bug from the zoo: each row once (CORE, 2 min)
 #
-# A sweep is an [**array job**](../assets/glossary.md#array-job): one file, many tasks, and each takes a row of a table by its
-# number. A line from a workshop's array job, for tasks 1 to 6. **What is wrong, and what would show it?**
+# A sweep is an [**array job**](../assets/glossary.md#array-job): one file, many tasks, and each takes a row of a
+# table by its number. Below is a line from a workshop's array job, for tasks 1 to 6. **What is wrong, and what would
+# show it?**
 
 # %%
 # %%ranks
@@ -483,8 +486,8 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Tasks count from 1, Python from 0. Row 1 is never trained. Task 6 gets nothing, trains with the defaults, and ends well. No
-# loss curve shows it. Count the settings that ran: as many as rows?
+# Tasks count from 1, Python from 0. The first row is never trained. Task 6 gets no flags, trains with the defaults,
+# and ends with status 0. No loss curve shows it. Count the different settings that ran.
 #
 # </details>
 
@@ -504,8 +507,8 @@ card(
 )
 
 # %% [markdown]
-# Below is the lab, to pick from. Variables, flags and links are in
-# [the handbook](../assets/handbook/15_on_your_cluster.md).
+# Below is the lab to choose from. Variables, flags and links are in [the
+# handbook](../assets/handbook/15_on_your_cluster.md).
 
 # %% [markdown]
 # ## Lab: two presets, for real (MORE, 10 min)
@@ -551,14 +554,17 @@ if rank == 0:
         say("\n".join(line for line in told if line.startswith(("model", "ranks", "a step", "it fits", "IT DOES"))))
 
 # %% [markdown]
-# The sizes follow [OLMo](https://github.com/allenai/OLMo/blob/0bb7f7dbd0c54e26fdfb0c7deeb1324ed2c84662/configs/official/OLMo-7B.yaml)
-# of 2024; the model is this course's GPT, with a smaller vocabulary and a smaller step. So its learning rate need not suit
-# yours ([lesson 05](05_same_science.ipynb)); the handbook has the differences.
+# The sizes follow
+# [OLMo](https://github.com/allenai/OLMo/blob/0bb7f7dbd0c54e26fdfb0c7deeb1324ed2c84662/configs/official/OLMo-7B.yaml)
+# of 2024; the model is this course's GPT, with a smaller vocabulary and a smaller step. So OLMo's learning rate,
+# which the preset takes, may not be the best here ([lesson 05](05_same_science.ipynb)). The handbook has all
+# differences.
 #
 # The ranks of this notebook run both presets for real, scaled down: the same flags, a smaller model, and two micro-batches per
 # step.
 #
-# **Predict.** How many bytes do DDP's all-reduces carry per parameter, once per step, and once per micro-batch?
+# **Predict.** How many bytes per parameter do DDP's all-reduces carry in a step, if it averages once per step? And if
+# it averages once per micro-batch?
 #
 # <details><summary>Answer</summary>
 #
@@ -598,18 +604,18 @@ if rank == 0:
 # %% [markdown]
 # ### Wrapping and sharding
 #
-# The 7B has more to choose: what is gathered at once (`--parallel.wrapping`: each block, two blocks, or all as one unit, the
-# root), in which precision, and for how long it stays (`--parallel.sharding`).
+# The 7B has more to choose: what is gathered at once (`--parallel.wrapping`: each block, two blocks, or all as one
+# unit, the root), in which precision, and for how long it is kept (`--parallel.sharding`).
 #
 # **Predict.** With 2 micro-batches, which choice makes the fewest all-gathers, and which gathers the fewest bytes? Does the
 # loss change?
 #
 # <details><summary>Answer</summary>
 #
-# One unit makes the fewest calls: one per micro-batch. (It is kept for its backward.) By block there is a call for each block
-# before its forward and before its backward, in each micro-batch. The fewest bytes: kept after forward (`grad_op`), one gather
-# per unit for the whole step, because what stays whole over both micro-batches need not be gathered again. Apart from bf16
-# rounding the loss is the same: wrapping changes when weights are gathered, not their values.
+# One unit makes the fewest calls: one per micro-batch. (The unit is kept until its backward.) By block there is a
+# call for each block before its forward and before its backward, in each micro-batch. If units are kept after forward
+# (`grad_op`), the fewest bytes are gathered: each unit once per step, because it stays whole over both micro-batches.
+# Apart from bf16 rounding the loss is the same: wrapping changes when weights are gathered, not their values.
 #
 # </details>
 
@@ -633,7 +639,8 @@ for name, flags in WAYS.items():
         say(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
 
 # %% [markdown]
-# The calls and bytes are those of the dry run's formula. And the loss is that of one process, which reads the whole batch:
+# The calls and bytes are those of the dry run's formula. And the loss is equal to that of one process that reads the
+# whole batch:
 
 # %%
 # %%ranks
@@ -649,9 +656,9 @@ if rank == 0:
     say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
 
 # %% [markdown]
-# Fewer, longer messages cost memory: as one unit, the whole model is there at once. At full size, for ranks we do not have, the
-# [fake backend](../assets/glossary.md#fake-backend) of [lesson 10](10_meshes_and_planning.ipynb) shards the real shapes (512
-# sequences do not split over 1,024 ranks, so the step grows):
+# Fewer, longer messages cost memory: as one unit, the whole model is in memory at once. At full size, for ranks we do
+# not have, the [fake backend](../assets/glossary.md#fake-backend) of [lesson 10](10_meshes_and_planning.ipynb) shards
+# the real shapes (512 sequences do not split over 1,024 ranks, so the step grows):
 
 # %%
 # %%ranks --timeout 300
@@ -702,8 +709,8 @@ if rank == 0:
             )
 
 # %% [markdown]
-# By block the gathers hide behind computation, and one unit's cannot. So which is faster on how many nodes is a measurement: run
-# both on the nodes that you will use.
+# By block, the gathers can hide behind computation; the gather of one unit cannot. So only a measurement tells which
+# is faster: run both on the nodes that you will use.
 
 # %% [markdown]
 # ## Exercises (MORE, 18 min)
@@ -711,9 +718,9 @@ if rank == 0:
 # ![Six tasks and six rows: shifted by one, the first row is never taken and the last task has none; counted from one, each task has
 # its row](../assets/15_sweep.svg)
 #
-# Our `jobs/sweep.*` refuse an array that is not as long as its table, and print each row. (Another one of this kind: a
-# configuration whose warm-up was 1,000 steps in a run of 515, so that the learning rate never reached its peak. `train.py` refuses
-# that too.)
+# Our `jobs/sweep.*` refuse an array that is not as long as its table, and print each row. (Another bug of this kind:
+# a configuration whose warm-up was 1,000 steps in a run of 515, so that the learning rate never reached its peak.
+# `train.py` refuses that too.)
 #
 # ### Exercise 1: mend the sweep
 #
@@ -807,7 +814,7 @@ checks.to_exclude(to_exclude, ranks)
 # %% [markdown]
 # ## On the cluster (MORE, 3 min)
 #
-# In pairs, from the course's folder on the login node. This block of the job file is yours to edit:
+# Work in pairs, in the course's folder on the login node. You edit this block of the job file:
 
 # %% tags=["active-ipynb"]
 # !sed -n "/edit here/,/end of what/p" ../jobs/train.slurm
@@ -825,8 +832,8 @@ checks.to_exclude(to_exclude, ranks)
 # sbatch jobs/sweep.slurm --preset shakespeare                       # qsub jobs/sweep.pbs: a task per row
 # ```
 #
-# Into a job that runs: `srun --jobid=4711 --overlap --pty bash`, or under PBS `ssh` to a node that `qstat -f 4711` names, where
-# the site allows it. Then `nvidia-smi` and `top`; and does the log grow?
+# To get into a running job: `srun --jobid=4711 --overlap --pty bash`, or under PBS `ssh` to a node that `qstat -f
+# 4711` names, where the site allows it. Then look at `nvidia-smi` and `top`. Does the log grow?
 #
 # **What changes on GPUs.** Everything: one rank per GPU, no internet, pinned cores, the fast network.
 #
