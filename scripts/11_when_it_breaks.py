@@ -773,7 +773,7 @@ if rank == 0:
 # On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's,
 # and [research clusters of A100](https://arxiv.org/abs/2410.21680) (hollow points are projections). On 1,024 GPUs
 # these clusters measured 7.9 hours, a sixth of the 49.5 hours computed from Llama 3's M. So take M from your own
-# logs. An estimate is enough: near the best τ the loss hardly changes.
+# logs. An estimate is enough: near the best τ the lost share hardly changes.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 5 min)

@@ -143,8 +143,9 @@ a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))  # of t
 # %% [markdown]
 # ## The copies that stay (CORE, 4 min)
 #
-# [**Pre-training**](../assets/glossary.md#pre-training) teaches a model to predict the next token of very much text.
-# Many pages on the web are copies, and a model learns by heart what it reads many times. So copies are removed first.
+# [**Pre-training**](../assets/glossary.md#pre-training) teaches a model to predict the next token of huge amounts of
+# text. Many pages on the web are copies, and a model learns by heart what it reads many times. So copies are removed
+# first.
 #
 # `found_by(n)` (folded) lets each of n ranks look for copies among its own documents:
 
@@ -382,7 +383,7 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
 # Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With more ranks, each
-# rank receives less only with your all-to-all.
+# rank receives less, but only with your all-to-all.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: keys</summary>
@@ -405,8 +406,8 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 # ### Build D: one merge
 #
 # `pairs` is {(a, b): how often}. Return the most frequent pair, in a tie the smaller one, so that all ranks choose
-# the same. `merge` returns a new list in which `new` replaces each `pair`, from left to right. Of a a a only the
-# first two become one.
+# the same. `merge` returns a new list in which `new` replaces each `pair`, from left to right. For the pair (a, a), a
+# a a becomes `new` a.
 
 
 # %%
@@ -1024,7 +1025,7 @@ metrics.close(tolerance=0.1, contamination=[scores["before"], scores["after"]])
 # <details><summary>Answer</summary>
 #
 # The loss on code, by far. The first bytes of a domain teach its alphabet and its commonest words. So even a small
-# share of a domain pays, and the best share is found by runs.
+# share of a domain helps, and the best share is found by runs.
 #
 # </details>
 

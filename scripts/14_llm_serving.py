@@ -323,7 +323,8 @@ checks.continued(continued, ranks)
 # %% [markdown]
 # `greedy_step(model, cache)` (folded) returns such a `step`: the model's forward with your `attend` in each layer.
 #
-# **Predict.** With it, 63 positions are computed instead of 2,016, 32 times fewer. How many times faster is it here?
+# **Predict.** With the cache, 63 positions are computed instead of 2,016, 32 times fewer. How many times faster is it
+# here?
 
 # %%
 # %%ranks
@@ -1107,7 +1108,7 @@ if rank == 0:
 # The formula gives every draft token the same α. But real texts have easy and hard places, our models write other
 # texts than the validation text, and a few texts are a small sample. To save *time*, k calls of the small model and
 # one call on k + 1 positions must cost less than the calls that they replace. The last line says whether they did.
-# Here one core does the arithmetic, so k + 1 positions cost more than one. Has a full server time left for this
+# Here one core does the arithmetic, so k + 1 positions cost more than one. Does a full server have time for this
 # arithmetic? `call_s` says:
 
 # %% jupyter={"source_hidden": true}

@@ -334,7 +334,7 @@ checks.network(network, ranks)
 # %% [markdown]
 # NCCL also reads `/etc/nccl.conf` and the file in `NCCL_CONF_FILE`, which `env` does not show. NVIDIA's
 # [manual](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html) says of debugging variables: use them
-# "only as workaround", and remove them "as soon as the issue is resolved". The handbook lists them.
+# "only as workaround", and remove them "as soon as the issue is resolved". The handbook lists some.
 #
 # The right network may still be slow. Before a long run, time an all-reduce on the nodes that you *got*, with
 # [nccl-tests](https://github.com/NVIDIA/nccl-tests): `srun all_reduce_perf -b 32K -e 4G -f 2`. If one node is slow, exclude
