@@ -43,9 +43,9 @@
 # Minutes of the CORE: start 1, a model that does not fit 3, who needs what 2, rungs 13, 6 and 9, real machines 3, the library 2,
 # zoo 4, card 1; the rest is for questions. A build takes three to four minutes, and these are in the numbers.
 #
-# *Say:* one question carries the lesson: "who needs this number, and when?" Moments: one rank, once per step.
-# Gradients: one rank, after backward. Weights: everybody, but one layer at a time. Each stage of ZeRO is one of
-# these three answers.
+# *Say:* one question carries the lesson: "who needs this number, and when?" Adam's moments: one rank, once per step.
+# Gradients: one rank, after backward. Weights: every rank, but one layer at a time. Each stage of ZeRO is one of these
+# three answers.
 #
 # *Three usual mistakes:* thinking that FSDP splits the *computation* of a layer (that is lesson 07; here every rank
 # computes whole layers, on its own sequences); thinking that gradients are reduced after backward; mixing up sharding
@@ -435,9 +435,10 @@ climb("ZeRO-1", zero_1)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
 #
-# *Say:* "the update is a local affair, so let the locals do it". Build B is where most people divide by n twice or not
-# at all; the check says which. *Usual question:* "why does stage 1 reduce-scatter, if all gradients are there anyway?"
-# Because nobody needs the other averages; an all-reduce would be a P too many, as in the library's 3 P (in MORE).
+# *Say:* "each rank updates one piece, so it needs the moments of that piece only". Build B is where most people divide
+# by n twice or not at all; the check says which. *Usual question:* "why does stage 1 reduce-scatter, if all gradients
+# are there anyway?" Because nobody needs the other averages; an all-reduce would be a P too many, as in the library's 3
+# P (in MORE).
 #
 # </details>
 
@@ -562,7 +563,7 @@ def free(unit):
 # %%
 # %%ranks
 def gather_when_needed(unit, modules, stays=False):
-    """Attach the moments of a unit, which is freed now, to its modules."""
+    """Gather this unit before its modules compute, and free it afterwards; it is freed now."""
 
     def come(*_):  # hooks of a module pass arguments that you do not need
         gather(unit)
@@ -1690,10 +1691,10 @@ if rank == 0:
 #
 # ### Exercise 3: never build the whole model
 #
-# Your models above were built whole on every rank, and then cut. (`train.py` avoids that.) With `init_device: cuda`
-# in a 7 B configuration every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own
-# file says [`meta`](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml).) Where they do not
-# fit, it runs out of memory before step 1, and no sharding helps. The cure is the [**meta
+# Your models above were built whole on every rank, and then cut. (`train.py` avoids that.) If each of 64 GPUs builds a
+# 7 B model whole, it first holds all weights, 26.9 GB in fp32, to keep a 64th of them. A GPU that is too small for them
+# runs out of memory before step 1, and sharding does not help. The cure, also in [OLMo's own
+# configuration](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml), is the [**meta
 # device**](../assets/glossary.md#meta-device): tensors with shape and dtype, but without numbers.
 
 # %%

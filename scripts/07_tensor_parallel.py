@@ -250,12 +250,12 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 # %%
 # %%ranks
 def f(x, group):
-    """Where x, the same on all ranks, enters what each computes differently."""
+    """Where x enters: it is the same on all ranks, and each uses it differently."""
     return Move.apply(x, lambda x: ____, lambda gradient: ____)
 
 
 def g(x, group):
-    """Where partial sums leave as their sum, the same on all ranks."""
+    """Where the result leaves: partial sums become their sum, the same on all ranks."""
     return Move.apply(x, lambda x: ____, lambda gradient: ____)
 
 
@@ -497,7 +497,7 @@ def split_stream(model, group):
 # %%
 # %%ranks
 def gathered(x_BsD, group):
-    """From own positions to all of them, which each rank then uses differently."""
+    """From this rank's positions to all positions, which each rank then uses differently."""
     return Move.apply(x_BsD, lambda x: ____, lambda gradient: ____)
 
 
@@ -697,9 +697,9 @@ metrics.close(float64_loss=loss_1.detach())
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
 #
-# Let somebody break one line (drop `add_up`, or add the bias before `leave`) and run the proof again: the assertion
-# names the model and the distance. *Usual question:* "is it bit-equal?" No: the order of additions differs, and so does
-# the last digit. `src_data_rank=None`: every rank has the full weights already, so none needs to send them.
+# Let somebody break one line (drop `add_up`, or add the bias before `leave`) and run the comparison again: the
+# assertion names the model and the distance. *Usual question:* "is it bit-equal?" No: the order of additions differs,
+# and so does the last digit. `src_data_rank=None`: every rank has the full weights already, so none needs to send them.
 #
 # </details>
 

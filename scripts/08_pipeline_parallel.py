@@ -312,7 +312,7 @@ guess_1f1b = ____  # your turn: type %
 # %%
 # %%ranks
 def ahead(s, p, m):
-    """With how many forwards stage s of p begins."""
+    """The number of forwards that stage s of p does before its first backward."""
     return ____
 
 
@@ -873,8 +873,8 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
 #
 # Your 1F1B once more, with sleeping stages. `--trace` draws below the cell what each rank did, and for whom it waited.
 #
-# **Predict.** For whom does the last rank wait at the beginning, and rank 0 in the middle? Which share of the time does a
-# rank wait at least, with p = 4 and m = 8?
+# **Predict.** For whom does the last rank wait at the beginning, and rank 0 in the middle? For which share of the time,
+# at least, does a rank compute nothing, with p = 4 and m = 8?
 
 # %%
 # %%ranks --trace
@@ -886,7 +886,8 @@ if rank == 0:
 # <details><summary>Answer</summary>
 #
 # The last rank waits for the one before it, until the first activation has come through all stages. Rank 0 waits for rank 1,
-# which sends the first gradient back. The bubble is (p - 1)/(m + p - 1) = 3/11 = 27 % on every rank; messages add to it.
+# which sends the first gradient back. The bubble is (p - 1)/(m + p - 1) = 3/11 = 27 % on every rank. In this time it
+# waits or communicates. Messages add to it.
 #
 # </details>
 

@@ -1010,7 +1010,7 @@ if rank == 0:
 # %%
 # %%ranks
 def finish(copies, experts, group):
-    """Leave in each p.grad that of the mean over all ranks' tokens. All ranks of the group call it."""
+    """Make each p.grad the gradient of the mean over all ranks' tokens. All ranks of the group call it."""
     ____  # one all-reduce for each copy
     ____  # and what both kinds need
 
