@@ -43,9 +43,9 @@
 # Minutes of the CORE: start 1, a model that does not fit 3, who needs what 2, rungs 13, 6 and 9, real machines 3, the library 2,
 # zoo 4, card 1; the rest is for questions. A build takes three to four minutes, and these are in the numbers.
 #
-# *Say:* one question carries the lesson: "who needs this number, and when?" Moments: one rank, once per step.
-# Gradients: one rank, after backward. Weights: everybody, but one layer at a time. Each stage of ZeRO is one of
-# these three answers.
+# *Say:* one question carries the lesson: "who needs this number, and when?" Adam's moments: one rank, once per step.
+# Gradients: one rank, after backward. Weights: every rank, but one layer at a time. Each stage of ZeRO is one of these
+# three answers.
 #
 # *Three usual mistakes:* thinking that FSDP splits the *computation* of a layer (that is lesson 07; here every rank
 # computes whole layers, on its own sequences); thinking that gradients are reduced after backward; mixing up sharding
@@ -208,8 +208,8 @@ def climb(name, units_of):
 # %% [markdown]
 # ## A model that does not fit (CORE, 3 min)
 #
-# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. Each rank may hold 5 MB, as a GPU has its
-# 80 GB. `weigh` (folded) trains three steps and prints what a rank holds and sends.
+# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 5
+# MB. `weigh` (folded) trains three steps and prints what a rank holds and sends.
 
 # %%
 # %%ranks
@@ -220,7 +220,7 @@ optimizer = adamw(model.parameters())
 weigh("DDP", model, optimizer)
 
 # %% [markdown]
-# On a GPU, this is where you read `CUDA out of memory`.
+# On a GPU you would now read `CUDA out of memory`.
 #
 # **Predict.** You get more machines, 64 ranks instead of four. How many MB does each rank hold now?
 
@@ -233,13 +233,13 @@ guess_64 = ____  # your turn: type MB
 compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "MB")
 
 # %% [markdown]
-# Nothing is saved. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's two
-# moments. All ranks hold *the same numbers*. Is that necessary?
+# More ranks save no memory. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's
+# two moments. All ranks hold *the same numbers*. Is that necessary?
 
 # %% [markdown]
 # ## Who needs what, and when? (CORE, 2 min)
 #
-# [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this for each kind of number:
+# [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this question for each kind of number:
 #
 # | rung | number | who needs it | when | a step sends |
 # |---|---|---|---|---|
@@ -250,8 +250,8 @@ compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "
 # ![Bytes per rank without sharding and in three stages: stage 1 cuts the optimizer's, stage 2 also the gradients',
 # stage 3 all](../assets/06_stages.svg)
 #
-# (Here: 7.5 billion parameters in mixed precision, also 16 bytes each.) In stages 1 and 2 each rank still holds all
-# weights. In stage 3 everything shrinks with the number of ranks.
+# (The figure has 7.5 billion parameters in mixed precision, also 16 bytes each.) In stages 1 and 2 each rank still
+# holds all weights. In stage 3 everything shrinks with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
@@ -416,8 +416,8 @@ checks.all_gather(all_gather, ranks)
 
 # %% [markdown]
 # That is ZeRO-1. A step of `ShardedOptimizer` (folded above) calls `reduce_scatter(unit)`, then AdamW on
-# `unit.share_p`, then `all_gather(unit)`. Here the whole model is one unit. `climb` weighs it, and compares its
-# weights with one process:
+# `unit.share_p`, then `all_gather(unit)`. Here the whole model is one unit. `climb` weighs it, and compares its weights
+# with those of one process:
 
 
 # %%
@@ -435,9 +435,10 @@ climb("ZeRO-1", zero_1)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
 #
-# *Say:* "the update is a local affair, so let the locals do it". Build B is where most people divide by n twice or not
-# at all; the check says which. *Usual question:* "why does stage 1 reduce-scatter, if all gradients are there anyway?"
-# Because nobody needs the other averages; an all-reduce would be a P too many, as in the library's 3 P (in MORE).
+# *Say:* "each rank updates one piece, so it needs the moments of that piece only". Build B is where most people divide
+# by n twice or not at all; the check says which. *Usual question:* "why does stage 1 reduce-scatter, if all gradients
+# are there anyway?" Because nobody needs the other averages; an all-reduce would be a P too many, as in the library's 3
+# P (in MORE).
 #
 # </details>
 
@@ -450,8 +451,8 @@ climb("ZeRO-1", zero_1)
 # ### Build C: reduce during backward
 #
 # PyTorch calls your `gradient_is_there(p)` when the gradient of parameter `p` is complete. `ready` lists these
-# parameters. When all of the unit are in it, reduce the unit with build B. (`then()` is for rung 3. Backward has the
-# same order on all ranks, so their collectives match.)
+# parameters. When it has all parameters of the unit, reduce the unit with build B. (`then()` is for rung 3. Backward
+# has the same order on all ranks, so their collectives match.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -562,7 +563,7 @@ def free(unit):
 # %%
 # %%ranks
 def gather_when_needed(unit, modules, stays=False):
-    """Attach the moments of a unit, which is freed now, to its modules."""
+    """Gather this unit before its modules compute, and free it afterwards; it is freed now."""
 
     def come(*_):  # hooks of a module pass arguments that you do not need
         gather(unit)
@@ -733,8 +734,8 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 
 # %% [markdown]
 # Again five all-gathers. In backward the library gathers block 0 *before* it reduces block 1, so that the gather can
-# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor): a rank holds some of its rows. Your share is a piece
-# of one long row instead. That matters:
+# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor): a rank holds some of its rows. Your share is a
+# piece of one long row instead. This matters below.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -831,12 +832,12 @@ for name, make in optimizers.items():
 # <details><summary>What is wrong?</summary>
 #
 # SGD and AdamW work number by number. **Adafactor** needs the means of a matrix's rows and columns, **Muon** the whole
-# matrix. A piece of a long row has no rows and columns. Muon says so. Adafactor takes another rule for tensors with one
-# dimension, and says nothing: the loss falls, and you train something else.
+# matrix. A piece of a long row has no rows and columns. Muon raises an error. Adafactor silently uses another rule for
+# tensors with one dimension: the loss falls, but the updates are wrong.
 #
-# DTensors know their matrix. Muon on them is one process's Muon, apart from its bf16 rounding. The Adafactor of torch 2.13
-# raises an error there. One cure is to bring each matrix together for the update
-# ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)); the handbook has another.
+# With DTensors Muon is right, apart from its bf16 rounding. The Adafactor of torch 2.13 raises an error. One cure is to
+# gather each matrix for the update ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)); the
+# handbook has another.
 #
 # </details>
 #
@@ -853,15 +854,15 @@ for name, make in optimizers.items():
 # %% [markdown]
 # ## How to free what autograd still wants (MORE, 3 min)
 #
-# In forward, autograd saves the weights that backward will need. Give the parameter another tensor (`p.data = ...`),
-# and autograd still holds the old one: nothing is freed. So `free` keeps the tensor, with its shape, and empties the
-# **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
+# In forward, autograd saves the weights that backward will need. If you give the parameter another tensor (`p.data =
+# ...`), autograd still holds the old one, and nothing is freed. So `free` keeps the tensor, with its shape, and empties
+# the **storage** below it. Every view of the row loses its numbers at the same time, autograd's too, and gets them back
 # when the same storage is filled again.
 #
 # ![The row's storage, and on it the views: the parameter and what autograd has saved; when the storage is emptied both
 # views point at nothing, when it is gathered again both see the numbers](../assets/06_storage.svg)
 #
-# A layer computes forward with its weights gathered. Then free, gather, backward:
+# The cell computes forward with gathered weights. Then it frees them, gathers them again, and computes backward:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -901,7 +902,8 @@ if rank == 0:
         say(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
 
 # %% [markdown]
-# Read the rows: stages 1 and 2 reach a floor, because something stays whole. Only stage 3 keeps falling with n.
+# Read the rows: stages 1 and 2 reach a floor, because the weights (in stage 1 also the gradients) stay whole. Only
+# stage 3 keeps falling with n.
 #
 # ![Volumes per step: DDP two P in one all-reduce; ZeRO-1 and ZeRO-2 two P, a reduce-scatter of gradients and an
 # all-gather of weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
@@ -921,8 +923,8 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# Each rank broadcasts the tensors that it has updated: one P more. Together with DDP's all-reduce, which is two, **3
-# P**, where the ideal is 2. Correct, easy to adopt, and not free.
+# Each rank broadcasts the tensors that it has updated: one P more. Together with the 2 P of DDP's all-reduce this makes
+# **3 P**. Your ZeRO-1 sends 2 P.
 #
 # </details>
 
@@ -989,8 +991,9 @@ checks.clip_by_global_norm(clip_by_global_norm, ranks)
 # %% [markdown]
 # ### Three ways to the same weights, clipped (MORE, 3 min)
 #
-# Ours, the library's, and one process that reads the whole global batch. In float64, by plain SGD, so that a wrong norm
-# would show. (Adam divides by the gradient's size, which hides a wrong factor.)
+# We train the same model with our ZeRO-3, with `fully_shard`, and in one process that reads the whole global batch: in
+# float64, and with plain SGD, so that a wrong norm would show. (Adam divides by the gradient's size, which hides a
+# wrong factor.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1044,7 +1047,7 @@ weights = {
 }
 
 # %% [markdown]
-# Losses, norms and the weights after the last step, each against the one process:
+# Compare the losses, the norms and the weights after the last step with those of one process:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -1067,9 +1070,9 @@ metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 # %% [markdown]
 # ### The norm of a share (MORE, 3 min)
 #
-# Code that clipped well under DDP moves to FSDP. Parameters are DTensors now, so it takes what is here, `to_local()`,
-# and clips that as before. The lines run on all ranks, and the loss falls. What is wrong, and which measurement shows
-# it?
+# Somebody moves code that clipped correctly under DDP to FSDP. Parameters are DTensors now, so the code takes this
+# rank's share, `to_local()`, and clips it as before. It runs on all ranks, and the loss falls. What is wrong, and which
+# measurement shows it?
 
 
 # %%
@@ -1086,7 +1089,7 @@ model = by_library(new_model())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 # %% [markdown]
-# *Every* rank says its norm, beside the library's. A limit of infinity changes nothing:
+# Here *every* rank prints its own norm, and the library's. (Clipping to infinity returns the norm and changes nothing.)
 
 # %%
 # %%ranks
@@ -1106,10 +1109,10 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `to_local()` is this rank's share, and its length is not the gradient's. Every rank computes another norm, all of
-# them too small, and scales its share by its own factor. What remains is up to the square root of n times longer
-# than the limit. It is also *turned*, because its parts are scaled differently. The more ranks, the weaker the
-# clipping. On one rank the lines are right, so no test on one GPU finds the bug.
+# `to_local()` is this rank's share, and its length is not the gradient's. Every rank computes a different norm, which
+# is too small, and scales its share by its own factor. The clipped gradient is up to the square root of n times longer
+# than the limit. Its *direction* is wrong as well, because its parts are scaled differently. The more ranks, the weaker
+# the clipping. On one rank the lines are right, so no test on one GPU finds the bug.
 #
 # The library's own `clip_grad_norm_` is right for DTensors. The norm that it *returns* is a DTensor, too. In torch 2.13
 # its local part is the global norm; in older versions it was the local one, and `norm.item()` read that.
@@ -1119,15 +1122,15 @@ if rank == 0:
 #
 # </details>
 #
-# The rule to take home: **a number that a rank computes from its share is that rank's number.** Let all ranks say it.
-# A global number is the same everywhere.
+# The rule to take home: **a number that a rank computes from its share is that rank's number.** Print it on all ranks:
+# a global number is the same everywhere.
 
 # %% [markdown]
 # ## What gloo sends for a reduce-scatter (MORE, 2 min)
 #
 # Two numbers are easily mixed up: what is *communicated*, and what the operating system says was *sent* (on Linux). A
-# ring sends (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce.
-# **Predict**: does gloo?
+# ring sends (n-1)/n of what is handed to an all-gather or a reduce-scatter, twice that for an all-reduce. **Predict**:
+# does gloo send the same?
 
 # %%
 # %%ranks
@@ -1147,6 +1150,8 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
         say(f"{name:14} sent {sent:.2f} of what was communicated; a ring: {ring:.2f}")
 
 # %% [markdown]
+# gloo's reduce-scatter is an all-reduce of which each rank keeps its piece, so it sends twice what a ring sends.
+#
 # ## Micro-batches, and a gather that need not be (MORE, 3 min)
 #
 # With m micro-batches per step, `set_requires_gradient_sync(False)` before all but the last keeps whole gradients on
@@ -1158,8 +1163,9 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
 #
 # <details><summary>Answer</summary>
 #
-# Up to 3m = 6 P with, 2m + 1 = 5 P without; a little less, because the root is gathered once per micro-batch. Keeping
-# the last block saves one gather per micro-batch. It costs the memory of one block while the loss is computed.
+# With the sync after each micro-batch up to 3m = 6 P, without it up to 2m + 1 = 5 P. Both are a little less, because
+# the root is gathered once per micro-batch. Keeping the last block saves one gather per micro-batch. It costs the
+# memory of one block while the loss is computed.
 #
 # </details>
 
@@ -1190,7 +1196,8 @@ for title, sync, keep in (
 # ## Wrapping: what is gathered at once (MORE, 4 min)
 #
 # A unit is what is whole at the same time. Large units mean few, long messages, and much memory; small ones
-# the opposite. A rank must have room for *at least* the largest unit and the root, whole, beside all shares.
+# the opposite. In addition to its shares, a rank must have room for *at least* the largest unit and the root, both
+# whole.
 #
 # ![The same GPT wrapped four ways: by block; by block and size, with embedding and head apart; in groups of two
 # blocks; in one unit](../assets/06_wrapping.svg)
@@ -1225,15 +1232,16 @@ if rank == 0:
         say(f"7 B, {wrap:15} {len(inner)} units and the root; at least {whole:8,.1f} M numbers whole at once")
 
 # %% [markdown]
-# By block, one block and the root are whole, with both large matrices in it; as units of their own, they take turns.
-# The last line is a trap: each attention has 67 million parameters, less than 10⁸, so all 32 end up in the root.
+# By block, one block and the root are whole, and both large matrices are in the root. As units of their own, the two
+# matrices are whole one after the other. The last line is a trap: each attention has 67 million parameters, less than
+# 10⁸, so all 32 end up in the root.
 
 # %% [markdown]
 # ## Experiment: bytes against formulas (MORE, 5 min)
 #
-# For each strategy and wrapping, what a rank holds
-# when backward is done, and what it communicates in a step, measured. `model_from_flags` builds the model as `scripts/train.py`
-# does, and knows two formulas that see the configuration only.
+# For each strategy and wrapping you measure what a rank holds when backward is done, and what it communicates in a
+# step. `model_from_flags` builds the model as `scripts/train.py` does. It also predicts both numbers by formulas, from
+# the configuration alone.
 
 # %%
 # %%ranks
@@ -1307,9 +1315,10 @@ if rank == 0:
 assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 
 # %% [markdown]
-# What is left is Adam's step counters, 4 bytes per tensor: the formulas know the padding. FSDP stops short of 3 P,
-# because the root is gathered once. Under `size:100000` most of the model is root, so it saves most, and has most
-# whole at once. `grad_op` pays with memory for the third P. Otherwise the wrapping changes *calls*, hardly bytes.
+# The difference that is left is Adam's step counters, 4 bytes per tensor; the formulas include the padding. FSDP needs
+# a little less than 3 P, because the root is gathered once. Under `size:100000` a third of the model is in the root, so
+# this wrapping sends the least of the four. `grad_op` saves the third P, and pays with memory. Otherwise the wrapping
+# changes the number of *calls*, and hardly the bytes.
 #
 # What the bars do not show are activations. **FSDP leaves them as they are**: each rank computes whole layers, on
 # its own rows.
@@ -1317,7 +1326,8 @@ assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 # %% [markdown]
 # ### Memory over a step (MORE, 4 min)
 #
-# At rest all wrappings are the same. The difference is what is whole *during* the step. Record one, event by event.
+# At rest all wrappings hold the same. They differ in what is whole *during* a step. The next cell records a step, event
+# by event.
 #
 # **Predict.** By block, how many MB does the gathered part reach? Under `grad_op`?
 #
@@ -1371,10 +1381,10 @@ if rank == 0:
         say(recorded_runs.beside("06", here))
 
 # %% [markdown]
-# DDP stands on a high floor of weights and moments, and its gradients are there nearly from the start: they are views
-# of its buckets. FSDP's floor is a share of it. Its gathered part is the thin band that rises and falls unit by unit;
-# under `grad_op` it only grows until backward. "Other" comes on top of what the formula counts: messages, the next
-# unit, which is fetched early, and a unit's whole gradients before they are cut. So the formula is a floor.
+# DDP has a high floor of weights and moments, and its gradients are there nearly from the start: they are views of its
+# buckets. FSDP's floor is an n-th of that. Its gathered part is the thin band that rises and falls unit by unit; under
+# `grad_op` it only grows until backward. "Other" comes on top of what the formula counts: messages, the next unit,
+# which is fetched early, and a unit's whole gradients before they are cut. So the formula gives the least.
 
 # %% [markdown]
 # ## Fetch the next unit early (MORE, 4 min)
@@ -1497,11 +1507,11 @@ if rank == 0:
 # %% [markdown]
 # The gathers' bytes halve, the reduce-scatter's stay. There is no autocast, and no copy of all weights in bf16: what
 # is gathered *is* the copy. Reducing in bf16 would halve the rest, and add up n gradients in 8 significant bits. The
-# loss is computed in fp32 from 16-bit logits: the model sees to that.
+# model computes the loss in fp32 from 16-bit logits.
 #
 # **Offload**: shards, gradients and optimizer rest in the CPU's memory. A unit's share goes to the GPU to be
-# gathered, and its gradient comes back, each over PCIe. The update runs on the CPU. A last resort, but a model that
-# fits beats one that does not.
+# gathered, and its gradient comes back, each over PCIe. The update runs on the CPU. Use it as a last resort, when the
+# model does not fit otherwise.
 
 # %%
 # %%ranks
@@ -1515,9 +1525,9 @@ if rank == 0:
     say(f"ranks compute on {device.type}; shards and gradients rest on {', '.join(on)}")
 
 # %% [markdown]
-# **HSDP**, hybrid sharding: between nodes the network is slow, and gathering a layer twice per step over it hurts.
-# So shard *within* a node, where links are fast, and keep replicas *between* nodes, as DDP does. The mesh says which
-# ranks do what.
+# **HSDP**, hybrid sharding: the network between nodes is slow, and FSDP gathers each layer over it twice per step. So
+# shard *within* a node, where links are fast, and keep replicas *between* nodes, as DDP does. The mesh says which ranks
+# do what.
 #
 # ![Two nodes of four GPUs: the weights are cut into four within each node; ranks with the same share in both nodes
 # average its gradients](../assets/06_hsdp.svg)
@@ -1546,12 +1556,13 @@ if rank == 0:
 # %% [markdown]
 # A reduce-scatter within the node, then an all-reduce *of the share* between nodes. Each rank hands only 1/(ranks per
 # node) of the gradient to the slow network, and no weights. (On four ranks the all-reduce of half a P counts as 1 P,
-# because an all-reduce is two volumes.) The price is memory: a share is a rank's part of the node, not of all ranks.
+# because an all-reduce is two volumes.) The price is memory: the weights are divided by the ranks of a node, not by all
+# ranks.
 #
 # ## DeepSpeed's ZeRO (MORE, 3 min)
 #
-# The paper's own authors wrote DeepSpeed. There a stage is a number in a configuration; the engine it returns owns
-# the backward pass and the step.
+# The authors of the ZeRO paper wrote DeepSpeed. There a stage is a number in a configuration; the engine it returns
+# owns the backward pass and the step.
 #
 # | | PyTorch | DeepSpeed |
 # |---|---|---|
@@ -1565,7 +1576,7 @@ if rank == 0:
 # [DeepSpeed#8068](https://github.com/microsoft/DeepSpeed/pull/8068) made it 1.0 (in 0.19.8, tested here, it is 1.0).
 #
 # DeepSpeed is an optional extra: `pip install -e .[deepspeed]` in the course's folder, then run this section again.
-# The trainer drives it behind the same interface as everything else, so one function compares all stages with one
+# The trainer uses it through the same interface as every other strategy, so one function compares all stages with one
 # process.
 
 # %%
@@ -1591,7 +1602,7 @@ def deepspeed_losses(stage):
 
 
 # %% [markdown]
-# The reference: one process, the same three steps.
+# First the same three steps in one process:
 
 # %%
 # %%ranks
@@ -1606,7 +1617,7 @@ for step in range(3):
     expected.append(loss.detach())
 
 # %% [markdown]
-# All three stages against it, in fp32:
+# Now the losses of all three stages, compared with those, in fp32:
 
 # %%
 # %%ranks --timeout 180
@@ -1622,8 +1633,7 @@ except OptionError as error:
 
 # %% [markdown]
 # ## Exercises (MORE, 12 min)
-#
-# Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a separate process group: you cannot break anything.
 #
 # ### Exercise 2: predict the bytes of a wrapping
 #
@@ -1658,7 +1668,7 @@ checks.predict(predict, ranks)
 # </details>
 
 # %% [markdown]
-# Against reality, with the `wrapping` of this run's parameters:
+# Compare your prediction with a measured step. (`wrapping` is set at the top of the lesson.)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1677,14 +1687,14 @@ if rank == 0:
     say(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:,}")
 
 # %% [markdown]
-# (A world of one sends nothing; the library knows.)
+# (On one rank nothing is sent.)
 #
 # ### Exercise 3: never build the whole model
 #
-# Your models above were built whole on every rank, and then cut. (`train.py` avoids that.) With `init_device: cuda`
-# in a 7 B configuration every GPU first holds all weights, 26.9 GB in fp32, to keep a 64th of them. (OLMo's own
-# file says [`meta`](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml).) Where they do not
-# fit, it runs out of memory before step 1, and no sharding helps. The cure is the [**meta
+# Your models above were built whole on every rank, and then cut. (`train.py` avoids that.) If each of 64 GPUs builds a
+# 7 B model whole, it first holds all weights, 26.9 GB in fp32, to keep a 64th of them. A GPU that is too small for them
+# runs out of memory before step 1, and sharding does not help. The cure, also in [OLMo's own
+# configuration](https://github.com/allenai/OLMo/blob/main/configs/official/OLMo-7B.yaml), is the [**meta
 # device**](../assets/glossary.md#meta-device): tensors with shape and dtype, but without numbers.
 
 # %%

@@ -233,8 +233,8 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 # %% [markdown]
 # ## f and g: mend it (CORE, 8 min)
 #
-# Megatron-LM ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)) calls the place where x enters **f**, and the place
-# where the result leaves **g**. For each, ask about the gradient: **do all ranks hold the same, or partial sums?**
+# Megatron-LM ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)) names two places: **f**, where x enters, and
+# **g**, where the result leaves. For each, ask about the gradient: **do all ranks hold the same, or partial sums?**
 #
 # - *At g*: y is the sum of all partial sums. All ranks hold the gradient of y. What is the gradient of one partial
 #   sum?
@@ -250,12 +250,12 @@ compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
 # %%
 # %%ranks
 def f(x, group):
-    """Where x, the same on all ranks, enters what each computes differently."""
+    """Where x enters: it is the same on all ranks, and each uses it differently."""
     return Move.apply(x, lambda x: ____, lambda gradient: ____)
 
 
 def g(x, group):
-    """Where partial sums leave as their sum, the same on all ranks."""
+    """Where the result leaves: partial sums become their sum, the same on all ranks."""
     return Move.apply(x, lambda x: ____, lambda gradient: ____)
 
 
@@ -350,8 +350,8 @@ checks.linears((column_linear, row_linear), ranks)
 # </details>
 
 # %% [markdown]
-# The folded classes `Column` and `Row` make modules of them. Attention is split in the same way. Each rank computes
-# whole heads: the projection to q, k and v is split by columns, the output projection by rows.
+# The folded classes `Column` and `Row` make modules of these functions. Attention is split in the same way. Each rank
+# computes whole heads: the projection to q, k and v is split by columns, the output projection by rows.
 #
 # ![Ranks 0 and 1 hold two heads each of the qkv weight; the output projection is split along its inputs; g adds
 # up](../assets/07_heads.svg)
@@ -425,16 +425,15 @@ if rank == 0:
 assert numbers == [B * T * D] * 4 * layers
 
 # %% [markdown]
-# Attention and MLP each make one in forward and one in backward. Each all-reduce has B·T·D numbers: it grows with the
+# Attention and MLP each make one all-reduce in forward and one in backward. Each has B·T·D numbers: it grows with the
 # batch, not with the weights.
 
 # %% [markdown]
 # ## Sequence parallelism: cut what is left (CORE, 9 min)
 #
 # Outside attention and MLP, every rank still holds the activations of all positions, and computes the same norms. A
-# norm needs one position only. So there let each rank have s = **T/t positions**: [**sequence
-# parallelism**](../assets/glossary.md#sequence-parallel) ([Korthikanti et al.
-# 2022](https://arxiv.org/abs/2205.05198)).
+# norm needs one position only. So each rank can have s = **T/t positions** there: [**sequence
+# parallelism**](../assets/glossary.md#sequence-parallel) ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)).
 #
 # ![A layer on two ranks: with sequence parallelism each norm sees half of the positions, an all-gather leads into
 # attention and MLP, a reduce-scatter out](../assets/07_sequence.svg)
@@ -498,7 +497,7 @@ def split_stream(model, group):
 # %%
 # %%ranks
 def gathered(x_BsD, group):
-    """From own positions to all of them, which each rank then uses differently."""
+    """From this rank's positions to all positions, which each rank then uses differently."""
     return Move.apply(x_BsD, lambda x: ____, lambda gradient: ____)
 
 
@@ -663,7 +662,7 @@ def furthest(model, single, group):
 
 
 # %% [markdown]
-# Now the proof, in float64: the loss and **every gradient** of each way, against one process.
+# Now compare the loss and **every gradient** with one process, in float64.
 
 # %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
@@ -698,9 +697,9 @@ metrics.close(float64_loss=loss_1.detach())
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
 #
-# Let somebody break one line (drop `add_up`, or add the bias before `leave`) and run the proof again: the assertion
-# names the model and the distance. *Usual question:* "is it bit-equal?" No: the order of additions differs, and so does
-# the last digit. `src_data_rank=None`: every rank has the full weights already, so none needs to send them.
+# Let somebody break one line (drop `add_up`, or add the bias before `leave`) and run the comparison again: the
+# assertion names the model and the distance. *Usual question:* "is it bit-equal?" No: the order of additions differs,
+# and so does the last digit. `src_data_rank=None`: every rank has the full weights already, so none needs to send them.
 #
 # </details>
 
@@ -711,8 +710,8 @@ metrics.close(float64_loss=loss_1.detach())
 # as NVLink joins are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks
 # 72.
 #
-# One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model. Four GPUs share this layer. The fast
-# domain moves 450 GB/s, the network between nodes 50 GB/s.
+# One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model. Four GPUs share this layer. Each sends
+# 450 GB/s in the fast domain, and 50 GB/s between nodes.
 #
 # **Predict.** All four are in one fast domain. How many times as fast as one GPU are they?
 
@@ -764,10 +763,10 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# With two domains it takes as long as with four, because a ring is as slow as its slowest link. On the right is a 3 B
-# model on nodes of 8 GPUs ([Ultra-Scale
+# In two domains the layer takes as long as in four, because a ring is as slow as its slowest link. On the right is a 3
+# B model on nodes of 8 GPUs ([Ultra-Scale
 # Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
-# Up to 8 the speed per GPU falls a little. From 8 to 16, where the group is on two nodes, it falls by almost half.
+# From 2 to 8 ranks the speed per GPU falls by a fifth. From 8 to 16, on two nodes, it falls by almost half.
 #
 # **So a tensor-parallel group stays within a fast domain.**
 
@@ -867,7 +866,7 @@ say_drift("theirs", model, with_head_norm(new_model()))
 # sum, with or without sequence parallelism. So each rank updates its copy differently. The mend is to add up these
 # gradients always, as the next cell does.
 #
-# It is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452).
+# This bug is number 11 in [Megatron-LM#7452](https://github.com/NVIDIA/Megatron-LM/issues/7452).
 #
 # </details>
 
@@ -897,8 +896,8 @@ say_drift("mended", model, with_head_norm(new_model()))
 # %% [markdown]
 # ## Lab: six numbers, two ways (MORE, 4 min)
 #
-# **Predict.** Three ranks split W by rows, one row each. Which three matrices do they compute? Which collective makes
-# the result?
+# **Predict.** The next code cell has x and W. Three ranks split W by rows, one row each. Which three matrices do they
+# compute? Which collective makes the result?
 #
 # <details><summary>Answer</summary>
 #
@@ -927,8 +926,8 @@ say(f"by rows my partial sum is {mine}, the sum {partial_sum.tolist()}")
 
 # %% [markdown]
 # (With four ranks two have no column, and one has no row: its partial sum is zero.) All ranks compute *at the same
-# time*, then one all-reduce. Passing a running total from rank to rank gives the same sum, but only one rank works at a
-# time: that is a relay, and no parallelism.
+# time*, and then call one all-reduce. Passing a running total from rank to rank gives the same sum, but only one rank
+# works at a time.
 
 # %% [markdown]
 # **Predict.** Lesson 03's network of 6 inputs, 4 hidden and 2 outputs has 38 parameters. How many does each of two
@@ -936,8 +935,8 @@ say(f"by rows my partial sum is {mine}, the sum {partial_sum.tolist()}")
 #
 # <details><summary>Answer</summary>
 #
-# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. On four ranks it is 11. Backward communicates the
-# gradient of the inputs: 6 numbers. The 4 hidden units appear nowhere.
+# 2·6 + 2 of the first layer, 2·2 + 2 of the second, whose bias is on both: **20**, not 19. On four ranks it is 11.
+# Backward communicates the gradient of the inputs: 6 numbers. The 4 hidden units are never sent.
 #
 # </details>
 
@@ -973,8 +972,8 @@ if rank == 0:
 # <details><summary>Answer</summary>
 #
 # Tensor parallelism divides what lies inside: 260 + 256 + 1,540/4 = 901. The 516 stay, however many ranks you take. Sequence
-# parallelism divides the norms' part too: 256 + (260 + 1,540)/4 = 706. What stays are our gathered inputs. Korthikanti et
-# al. keep only a share of these as well, and gather them again in backward.
+# parallelism divides the norms' part too: 256 + (260 + 1,540)/4 = 706. The 256 that stay are the gathered inputs.
+# Korthikanti et al. keep only a share of these as well, and gather them again in backward.
 #
 # </details>
 
@@ -1085,14 +1084,14 @@ if rank == 0 and chunked:
         say(f"{name}: {1e3 * total:.2f} ms, of which {1e3 * exposed:.2f} ms are not hidden")
 
 # %% [markdown]
-# On 256 H100s async TP gives a Llama 3.1 70B with t = 8 about 6 % more: 876 tokens per second and GPU, where it was 829
+# On 256 H100s async TP gives a Llama 3.1 70B with t = 8 about 6 % more: 876 tokens per second and GPU instead of 829
 # ([torchtitan](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
 
 # %% [markdown]
 # ## Lab: the library counts its own calls (MORE, 2 min)
 #
-# `CommDebugMode` counts the collectives of DTensors. In torch 2.13 it fails on a module that is called twice in a forward, as
-# our dropout is. So it sees one MLP, without sequence parallelism:
+# `CommDebugMode` counts the collectives of DTensors. In torch 2.13 it fails on a module that is called twice in a
+# forward, as our dropout is. So here it counts for one MLP, without sequence parallelism:
 
 # %%
 # %%ranks
@@ -1122,8 +1121,8 @@ if rank == 0:
 # ![The 65 rows of the embedding on four ranks: 17, 17, 17 and 14; a token is looked up where its row lies, the other ranks give
 # zeros, and g adds up](../assets/07_vocabulary.svg)
 #
-# **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a partial sum: g.
-# **Head**: by columns; the logits stay cut.
+# **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a partial sum, so g
+# adds it up. **Head**: it is split by columns, and the logits stay split.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1185,8 +1184,8 @@ checks.split_loss(split_loss, ranks)
 # </details>
 
 # %% [markdown]
-# The whole model with its vocabulary split, ours and the library's `loss_parallel` (in `sharded_loss`), against one
-# process:
+# Compare the whole model with its vocabulary split, by our lines and by the library's `loss_parallel` (in
+# `sharded_loss`), with one process:
 
 # %%
 # %%ranks
@@ -1224,15 +1223,16 @@ say(f"{rows} of {V} tokens; the loss communicated {loss_bytes:,} bytes, all logi
 # %% [markdown]
 # ## Exercises (MORE, 12 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything. Exercise 1 stands above.
+# Each check runs your answer in a separate process group: you cannot break anything. Exercise 1 is above.
 #
 # ### Exercise 2: a test that a wrong backward does not pass
 #
 # "The output is right" says nothing about backward, and `y.sum().backward()` sends ones, which hide much. Test the
 # [**vector-Jacobian product**](../assets/glossary.md#vector-jacobian-product): draw a random v of y's shape, and compare
-# the gradients of x under `y.backward(v)`. Write `agree(parallel, single, x, group)`: both are functions of x, in float64,
-# with equal results and gradients or not. Return True on every rank if output and gradient agree to 1e-10 on *all* ranks, else
-# False on every rank. v must be the same on all ranks, since they share one loss. Leave x and its gradient as you found them.
+# the gradients of x under `y.backward(v)`. Write `agree(parallel, single, x, group)`: both are functions of x, in
+# float64, whose results and gradients may differ. Return True on every rank if output and gradient agree to 1e-10 on
+# *all* ranks, else False on every rank. v must be the same on all ranks, since they share one loss. Leave x and its
+# gradient as you found them.
 
 
 # %%
@@ -1271,8 +1271,8 @@ checks.agree(agree, ranks)
 # with 8 query heads and 2 such KV heads, queries 0 to 3 use KV head 0, and 4 to 7 KV head 1. Write `my_heads(num_heads,
 # num_kv_heads, t, rank)`: the lists of query heads and of KV heads that this rank holds. Query heads are dealt out in order. A rank
 # holds exactly the KV heads that its queries use. Where t is a multiple of `num_kv_heads`, that means copies on
-# several ranks. (Their gradients are then partial sums: you know what to do.) Refuse with a ValueError that names the
-# two numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
+# several ranks. (Their gradients are then partial sums, as in Build D.) Refuse with a ValueError that names the two
+# numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
 
 
 # %%
@@ -1303,7 +1303,7 @@ checks.my_heads(my_heads, ranks)
 # %% [markdown]
 # ## Lab: a list of names (MORE, 4 min)
 #
-# Another trainer, with sequence parallelism. Its author knew that the norms' gradients need a sum, and listed the norms.
+# Another trainer uses sequence parallelism. Its author knew that the norms' gradients need a sum, and listed the norms.
 # **Which parameters are missing from the list?**
 
 # %% jupyter={"source_hidden": true}
@@ -1328,8 +1328,8 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The *last* norm, and the biases of the row-parallel layers, which work on own positions as well. `of_own_positions` has
-# them. The last norm, with ranks' gradients printed side by side:
+# The *last* norm, and the biases of the row-parallel layers, which also work on a rank's own positions.
+# `of_own_positions` has them. Such bugs were reported. The last norm, with ranks' gradients printed side by side:
 # [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446). Norms in general:
 # [Megatron-LM#443](https://github.com/NVIDIA/Megatron-LM/issues/443). A library that leaves this sum to its caller:
 # [TransformerEngine#435](https://github.com/NVIDIA/TransformerEngine/issues/435).

@@ -218,7 +218,8 @@ checks.needs(needs, ranks)
 # </details>
 
 # %% [markdown]
-# A backward takes twice as long as a forward, because it multiplies twice as many matrices. Messages take no time here.
+# In the charts a backward takes twice as long as a forward, because it multiplies twice as many matrices. Messages take
+# no time.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who waits for whom</summary>
@@ -260,10 +261,10 @@ checks.gpipe(gpipe, ranks)
 # </details>
 
 # %% [markdown]
-# The white areas of a chart are the [**bubble**](../assets/glossary.md#bubble). Count along its last row: it waits for p - 1
-# forwards of the others, works m micro-batches, and is done p - 1 backwards before rank 0. So everybody works m and
-# waits p - 1, in units of a forward and a backward: the bubble is **(p - 1)/(m + p - 1)** of the time. `simulate` runs
-# your orders by your rules:
+# The white areas of a chart are the [**bubble**](../assets/glossary.md#bubble). Count along its last row: it waits for
+# p - 1 forwards, computes m micro-batches, and is done p - 1 backwards before rank 0. So every rank works m units and
+# waits p - 1, where a unit is a forward and a backward: the bubble is **(p - 1)/(m + p - 1)** of the time. `simulate`
+# runs your orders by your rules:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -295,7 +296,7 @@ for n in (1, 2, 4, 8, 16, 58):
 # [**1F1B**](../assets/glossary.md#1f1b), one forward, one backward (Narayanan et al. 2021), starts backwards as early as
 # possible: a stage begins with some forwards, and from then on alternates.
 #
-# **Predict.** GPipe is idle for 27 % of the time on four stages with eight micro-batches. How much is 1F1B?
+# **Predict.** GPipe is idle for 27 % of the time on four stages with eight micro-batches. How much is 1F1B idle?
 
 # %%
 # %%ranks
@@ -311,7 +312,7 @@ guess_1f1b = ____  # your turn: type %
 # %%
 # %%ranks
 def ahead(s, p, m):
-    """With how many forwards stage s of p begins."""
+    """The number of forwards that stage s of p does before its first backward."""
     return ____
 
 
@@ -383,9 +384,9 @@ if rank == 0:
 # %% [markdown]
 # ## Under a real clock (CORE, 4 min)
 #
-# The formula ignores messages, and ranks that share cores. So cut one batch into more and more micro-batches, and run both
-# schedules for real, as in the first cell. The dashed line is the formula. On the right are 32 A100s and the
-# memory of each GPU ([Qi et al. 2024](https://openreview.net/forum?id=tuzTN0eIO5), table 4).
+# The formula ignores messages, and ranks that share cores. So cut one batch into more and more micro-batches, and run
+# both schedules on sleeping ranks again. The dashed line is the formula. On the right are 32 A100s and the memory of
+# each GPU ([Qi et al. 2024](https://openreview.net/forum?id=tuzTN0eIO5), table 4).
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -409,11 +410,11 @@ if rank == 0:
 metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 
 # %% [markdown]
-# Left, the points leave the line, further with more micro-batches: each action pays for a message and for a sleep that ends
-# late, and on a laptop ranks also wait for a core. The shortest step is often somewhere in between.
+# Left: more micro-batches move the points further from the line: each action pays for a message and for a sleep that
+# ends late, and on a laptop ranks also wait for a core. So the shortest step is often not at the right end.
 #
-# Right, the formula of 1F1B with p = 32, fixed at its last point, is within 2 % of what the GPUs did. "Smaller bubbles", in
-# MORE, draws the schedules of the other curves.
+# Right: the formula of 1F1B with p = 32, scaled to the last point, is within 2 % of the measurement. "Smaller bubbles",
+# in MORE, draws the schedules of the other curves.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the real clock</summary>
@@ -583,7 +584,7 @@ for way, stage in stages.items():
 metrics.close(float64_loss=expected.detach(), gradient_norm=torch.stack([g.norm() for g in wanted.values()]).norm())
 
 # %% [markdown]
-# So a schedule is about *when*, never about *what*.
+# A schedule changes *when* ranks compute, never *what*.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -639,7 +640,7 @@ checks.balance(balance, ranks)
 # </details>
 
 # %% [markdown]
-# Six layers on two stages, where the head costs two blocks: three and three, or as you balance them?
+# Six layers on two stages, where the head costs two blocks: compare three and three with your balance.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -692,7 +693,7 @@ compare("gathers of a block, 1F1B with 8 micro-batches", guess_gathers, 9)
 
 # %% [markdown]
 # Every action that finds the weights freed gathers them: m + 1 times in all. The other choice is to hold the stage
-# *whole*, with one gather: of OLMo's 13.4 GB in bf16 a stage of four then takes up to 3.4 GB more.
+# *whole*, with one gather. OLMo 7B has 13.4 GB in bf16: one of four stages then takes up to 3.5 GB more.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
@@ -817,8 +818,8 @@ if s > 0:
 say(f"got x = {x.item():g}, made y = {y.item():g}, got dy = {dy.item():g}; my gradient is {w.grad.item():g}")
 
 # %% [markdown]
-# What crosses a cut does not depend on the number of layers: the deeper the stages, the cheaper it is beside the
-# computing. That is why pipelines run *between* nodes, where links are slow.
+# The size of a message does not depend on the number of layers. So in deeper stages messages cost less, compared with
+# the computing. That is why pipelines run *between* nodes, where links are slow.
 #
 # ## What is sent, and what is kept (MORE, 3 min)
 #
@@ -852,8 +853,8 @@ say(f"{seen.messages} messages, predicted {expected}; {seen.sent_bytes:,} bytes,
 metrics.exact(gpipe_messages=seen.messages, gpipe_bytes=seen.sent_bytes)
 
 # %% [markdown]
-# `count_saved` (lesson 01) counts what autograd keeps of one micro-batch on this stage; times what is in flight, that is
-# the memory of activations:
+# `count_saved` (lesson 01) counts what autograd keeps of one micro-batch on this stage. Multiplied by the micro-batches
+# in flight, this is the memory of activations:
 
 # %%
 # %%ranks
@@ -872,8 +873,8 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
 #
 # Your 1F1B once more, with sleeping stages. `--trace` draws below the cell what each rank did, and for whom it waited.
 #
-# **Predict.** For whom does the last rank wait at the beginning, and rank 0 in the middle? Which share of the time does a
-# rank wait at least, with p = 4 and m = 8?
+# **Predict.** For whom does the last rank wait at the beginning, and rank 0 in the middle? For which share of the time,
+# at least, does a rank compute nothing, with p = 4 and m = 8?
 
 # %%
 # %%ranks --trace
@@ -885,7 +886,8 @@ if rank == 0:
 # <details><summary>Answer</summary>
 #
 # The last rank waits for the one before it, until the first activation has come through all stages. Rank 0 waits for rank 1,
-# which sends the first gradient back. The bubble is (p - 1)/(m + p - 1) = 3/11 = 27 % on every rank; messages add to it.
+# which sends the first gradient back. The bubble is (p - 1)/(m + p - 1) = 3/11 = 27 % on every rank. In this time it
+# waits or communicates. Messages add to it.
 #
 # </details>
 
@@ -907,11 +909,11 @@ if rank == 0:
 # ![Left: eight stages on four ranks, dealt out in turn. Right: the backward of a layer in two halves, I for the input's
 # gradient and W for the weights'](../assets/08_two_ideas.svg)
 #
-# **Both, in a V.** Give rank s the stages s and 2p - 1 - s: a micro-batch goes down the ranks and comes up again. Rank 0
-# has the first stage *and* the last one. It can begin a backward where it stands, and all ranks hold equally much:
-# `ZBVZeroBubble`, by the same authors. DeepSeek-V3 was trained on [16 pipeline
-# ranks](https://arxiv.org/abs/2412.19437) with a relative of it, DualPipe, in which the messages of a forward also
-# hide behind a backward; torch has a variant as `DualPipeV`.
+# **Both, in a V.** Give rank s the stages s and 2p - 1 - s: a micro-batch goes down the ranks and comes up again. Rank
+# 0 has the first stage *and* the last one. So it begins the backward itself, and all ranks hold the same amount of
+# activations: `ZBVZeroBubble`, by the same authors. DeepSeek-V3 was trained on [16 pipeline
+# ranks](https://arxiv.org/abs/2412.19437) with a relative of it, DualPipe, in which the messages of a forward also hide
+# behind a backward; torch has a variant as `DualPipeV`.
 #
 # **Predict.** p = 4, m = 8. What are the bubbles of 1F1B, interleaved with v = 2, ZB-H1 with v = 1, and the V?
 #
@@ -994,17 +996,17 @@ if rank == 0:
 metrics.exact(idle=idles)
 
 # %% [markdown]
-# Bold numbers belong to the rank's second stage. What is held is counted in stages: on four ranks interleaved holds 11 halves on rank 0, where 1F1B holds 4 wholes. With
-# one stage per rank torch's interleaved order holds 7, because it begins with 2(p - 1 - s) forwards and one more.
-# ZB-H1 holds p = 4 on *every* rank: what rank 3 has saved in 1F1B it now keeps for its late `W`s. The V holds 8 halves
-# everywhere, which is as much.
+# Bold numbers belong to the rank's second stage. What is held is counted in stages: on four ranks interleaved holds 11
+# half-size stages on rank 0, and 1F1B holds 4 of full size. With one stage per rank torch's interleaved order holds 7,
+# because it begins with 2(p - 1 - s) forwards and one more. ZB-H1 holds p = 4 on *every* rank: rank 3, which holds 1
+# under 1F1B, now keeps more for its late `W`s. The V holds 8 half-size stages on every rank, which is the same amount.
 #
 # ### One step for any order (MORE, 5 min)
 #
 # Your 1F1B sends what it has made while it receives what it needs next. With several stages on a rank, and a `W` that
-# needs no message at all, that pairing is gone. So a send starts at once and is waited for at the end of the step, and a
-# message carries a number, its *tag*, that says which micro-batch it is. NCCL knows no tags: this goes through the CPU's
-# backend, on GPUs too.
+# needs no message at all, that pairing does not work. So a send starts at once and is waited for at the end of the
+# step, and a message carries a number, its *tag*, that says which micro-batch it is. NCCL has no tags, so these
+# messages go through the CPU's backend, on GPUs too.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1035,8 +1037,8 @@ def send(kind, stage, i, result, here):
 
 
 # %% [markdown]
-# An `I` walks back to the input only and keeps the graph; its `W` walks back to the weights. (Written so, a `W` computes
-# the gradients *inside* its stage once more. torch's runtime keeps them.)
+# An `I` walks back to the input only and keeps the graph; its `W` walks back to the weights. (In this form a `W`
+# computes the gradients *inside* its stage a second time. torch's runtime keeps them.)
 
 
 # %%
@@ -1069,8 +1071,8 @@ def run_any(parts, order, ids, targets):
 
 # %% [markdown]
 # In torch these schedules are `ScheduleInterleaved1F1B` and `ScheduleInterleavedZeroBubble`. They take a *list* of stages
-# per rank, and refuse m that is no multiple of max(1, m // p). Again, each rank compares the gradients of its own weights
-# with those of one process, for a GPT with a block for each of the 2p stages:
+# per rank, and refuse an m that is not a multiple of max(1, m // p). Again, each rank compares the gradients of its own
+# weights with those of one process, for a GPT with a block for each of the 2p stages:
 
 # %%
 # %%ranks
@@ -1137,8 +1139,8 @@ for kind, name, v in (
 #
 # Rank 0 has room for the activations of `room` micro-batches only, and so have the others. Write `fitting(p, m, room)`:
 # the orders of all p stages, a list of lists of actions. At most `room` are in flight on any stage, and the bubble is
-# the smallest that this allows, as far as the check knows. Predict first: what does it cost to have half of the memory
-# that 1F1B takes?
+# the smallest that this allows, as far as the check knows. Predict first: what does it cost to use only half of the
+# memory of 1F1B?
 
 
 # %%
@@ -1172,8 +1174,8 @@ checks.fitting(fitting, ranks)
 #
 # Each micro-batch pays for its messages, so take as few as the bubble allows. A global batch of `sequences` is cut into m
 # equal micro-batches. Write `fewest(p, sequences, most_idle)`: the smallest m for which GPipe or 1F1B on p stages is idle for
-# at most `most_idle` of the time, a number from 0 to 1. Return None if no m will do: the batch is too small for so many
-# stages.
+# at most `most_idle` of the time, a number from 0 to 1. Return None if no m is enough: the batch is too small for this
+# number of stages.
 
 
 # %%
@@ -1261,7 +1263,7 @@ card(
 # %% [markdown]
 # ## On the cluster
 #
-# The command stands in the card. What to look for is in the
+# The command is in the card. What to look for is in the
 # [handbook](../assets/handbook/08_pipeline_parallel.md#on-a-cluster).
 #
 # ## Further reading

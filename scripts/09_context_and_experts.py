@@ -17,7 +17,7 @@
 # # 09 Context and experts: long sequences, many experts
 #
 # **80 minutes** for the sections marked CORE, 120 with those marked MORE. Two halves of 40 minutes: contexts, then
-# experts. Each stands alone after the start cells.
+# experts. After the start cells you can do either half alone.
 #
 # In the first half a sequence is too long for one rank. In the second half a layer has too many experts for one rank.
 # Each time you build what the ranks send each other, and make the work of all ranks equal.
@@ -97,7 +97,7 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %% [markdown]
 # Letters at the end of a name are its shape: `B` sequences, `H` heads, `T` positions, `K` numbers per head; `N`
 # tokens, `D` width, `M` hidden units, `E` experts, `k` experts per token. A small letter is this rank's share: `s` =
-# T/c, `e` = E/c. All is float64, so that we can compare to 1e-10.
+# T/c, `e` = E/c. Everything is float64, so that we can compare to 1e-10.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -169,7 +169,7 @@ say(f"{list(alone.shape)}, away from full attention by {(alone - whole[:, :, at[
 # %% [markdown]
 # The shapes are right, and no error is raised. But only rank 0's result is right, because no keys come before its
 # positions. Each rank could gather all keys, but then every rank needs memory for all of them. **The goal: exact
-# attention, and no rank holds more than two ranks' keys, two blocks.**
+# attention, and no rank holds more than two blocks, the keys of two ranks.**
 
 # %% [markdown]
 # ## Softmax in blocks (CORE, 8 min)
@@ -198,7 +198,7 @@ assert torch.isclose(sum_2, at_once)
 compare("the sum after two blocks", guess_sum, round(sum_2.item(), 2))
 
 # %% [markdown]
-# The old sum becomes e⁻¹ · 1.37 = 0.50, and the new terms add e⁰ + e⁻³ = 1.05. All four scores at once give the same.
+# The old sum becomes e⁻¹ · 1.37 = 0.50, and the new terms add e⁰ + e⁻³ = 1.05.
 #
 # ### Build A: take in a block
 #
@@ -360,7 +360,7 @@ metrics.close(attention_norm=square.sqrt())  # the same on any number of ranks
 # %% [markdown]
 # In [grouped-query attention](../assets/glossary.md#gqa) several query heads share one head of keys and values.
 #
-# **Predict.** Each query head with its own head of keys and values: a rank sends 2 · 3 = 6 times as many numbers as
+# **Predict.** If each query head has its own head of keys and values, a rank sends 2 · 3 = 6 times as many numbers as
 # its queries have (keys and values, three times). How many times as many, if 16 query heads share one?
 
 # %%
@@ -428,7 +428,7 @@ metrics.exact(ring_virtual_s=ring_times)
 # %% [markdown]
 # ## Backward: gradients travel with their keys (CORE, 7 min)
 #
-# To keep all scores for backward takes too much memory. So a rank keeps only the output and `log_sums`, which
+# Keeping all scores for backward takes too much memory. So a rank keeps only the output and `log_sums`, which
 # `ring_forward` returns, and **computes the scores again**, as FlashAttention does ([Dao et al.
 # 2022](https://arxiv.org/abs/2205.14135)). For one block, with P = exp(scores - log_sums):
 #
@@ -438,7 +438,7 @@ metrics.exact(ring_virtual_s=ring_times)
 #
 # ### Build C: one block's gradients
 #
-# Write these four lines in code. `s_BHsu` are the block's scores [B, H, s, u]. `log_sums` and `delta` (δ) are [B, H,
+# Write these four formulas in code. `s_BHsu` are the block's scores [B, H, s, u]. `log_sums` and `delta` (δ) are [B, H,
 # s, 1]; they come from all keys.
 
 
@@ -555,9 +555,9 @@ metrics.exact(ring_backward_bytes=seen.sent_bytes)
 # ## Who waits for whom? (CORE, 10 min)
 #
 # With a causal mask, rank 0's queries need only block 0. The last rank's queries need all blocks. The ranks wait for
-# each other in each step, so a step is as long as that of its busiest rank.
+# each other in each step, so a step takes as long as its busiest rank.
 #
-# **Predict.** Four ranks, positions in order. How many times as long as with equal work does the ring take? Count
+# **Predict.** Four ranks have positions in order. By what factor does the ring take longer than with equal work? Count
 # query-key pairs: a rank's own block counts as half a block, because of the mask.
 
 # %%
@@ -570,8 +570,8 @@ compare("the ring in order, times perfect balance", guess_wait, 2 - 1 / 4)
 
 # %% [markdown]
 # Step 0 is half a block on all ranks. In each of the three later steps some rank has a full one: together 3.5. All
-# ranks need 8 blocks, so 2 each with equal work: 3.5 / 2 = 1.75. In general it is 2 - 1/c: **almost half of the time
-# is waiting**.
+# ranks together compute 8 blocks, 2 each with equal work: 3.5 / 2 = 1.75. In general it is 2 - 1/c: **almost half of
+# the time is waiting**.
 #
 # ![Query-key pairs of four ranks: in order, rank 0 has few and rank 3 many; in zig-zag all have the
 # same](../assets/09_zig_zag.svg)
@@ -707,7 +707,7 @@ say(f"experts {held.start} to {held.stop - 1} are mine: {rows_E[held].sum()} row
 # one expert. The numbers of rows differ, and all ranks wait for the one with the most.
 #
 # **Predict.** Eight experts on four ranks, k = 1. Half of the tokens choose expert 0; the rest choose the other seven
-# equally. Rank 0 has experts 0 and 1. How many times the mean of all ranks does it get?
+# equally. Rank 0 has experts 0 and 1. How many times the mean of all ranks does rank 0 get?
 
 # %%
 # %%ranks
@@ -736,7 +736,7 @@ compare("rows of rank 0, times the mean", guess_skew, round(4 * (1 / 2 + 1 / 14)
 # ### Build E: the sizes of the parts
 #
 # `experts_Nk` has the experts that each token of this rank chose. Count the choices of each of the E experts; rank r
-# has experts r·e to (r + 1)·e - 1. `.view(n, -1)` makes of the E counts one row for each rank, [n, e]. Exchange them
+# has experts r·e to (r + 1)·e - 1. `.view(n, -1)` turns the E counts into one row for each rank, [n, e]. Exchange them
 # with `dist.all_to_all_single(arriving_ne, leaving_ne, group=group)`. Return two lists of n numbers, the rows to and
 # from each rank, and `arriving_ne`.
 
@@ -946,7 +946,7 @@ for way, exchange in {"ours": Exchange.apply, "the library's exchange": by_libra
 # ## A bug from the zoo: whose gradient is it? (CORE, 8 min)
 #
 # In data-parallel training each rank's loss is the mean over its tokens, and the gradients of replicated weights, such
-# as the router's, are averaged over the n ranks. In the code they are called `copies`. An author thinks: *"Each expert
+# as the router's, are averaged over the n ranks. The code calls these weights `copies`. An author thinks: *"Each expert
 # is on one rank only. There is nothing to average, so I do not change its gradient."*
 
 
@@ -960,7 +960,7 @@ def theirs(copies, experts, group):
 
 
 # %% [markdown]
-# The loss falls. **Predict.** On four ranks, how many times as large as they should be are the experts' gradients?
+# The loss falls. **Predict.** On four ranks, by what factor are the experts' gradients too large?
 
 # %%
 # %%ranks
@@ -1010,7 +1010,7 @@ if rank == 0:
 # %%
 # %%ranks
 def finish(copies, experts, group):
-    """Leave in each p.grad that of the mean over all ranks' tokens. All ranks of the group call it."""
+    """Make each p.grad the gradient of the mean over all ranks' tokens. All ranks of the group call it."""
     ____  # one all-reduce for each copy
     ____  # and what both kinds need
 
@@ -1031,7 +1031,7 @@ checks.finish(finish, ranks)
 # </details>
 
 # %% [markdown]
-# Does the loss show the bug? Ten steps of Adam each way:
+# Does the loss show the bug? Ten steps of Adam with `theirs`, and with `finish`:
 
 
 # %% jupyter={"source_hidden": true}
@@ -1063,8 +1063,8 @@ for name, way in {"theirs": theirs, "mended": finish}.items():
         say(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
 
 # %% [markdown]
-# It does not, because Adam divides a gradient by its own size. But clipping by the global norm changes. The bug was in
-# [DeepSpeed#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545) and
+# It does not, because Adam divides a gradient by its own size. But clipping by the global norm goes wrong. The bug was
+# in [DeepSpeed#6545](https://github.com/deepspeedai/DeepSpeed/issues/6545) and
 # [megablocks#20](https://github.com/databricks/megablocks/pull/20), among others. To find it, compare *gradients*, not
 # losses, on the same data in one process and in several.
 
@@ -1191,8 +1191,8 @@ runs = {name: [train(seed, *way) for seed in range(seeds)] for name, way in ways
 shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, rows in runs.items()}
 
 # %% [markdown]
-# Left: rows of a popular expert, drawn and predicted. Right: the trained routers' experts, busiest first. Points are
-# medians over the seeds, and whiskers go from the least to the most.
+# Left: bytes at a popular expert's rank, divided by the mean, measured and predicted. Right: the trained routers'
+# experts, busiest first. Points are medians over the seeds, and whiskers go from the least to the most.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1257,9 +1257,10 @@ if rank == 0:
 # %% [markdown]
 # ## Lab: the library's ring (MORE, 2 min)
 #
-# Within PyTorch's `context_parallel`, `F.scaled_dot_product_attention` runs on several ranks, in zig-zag by default. Two
-# things to know of torch 2.13. It handles CUDA's attention kernels and none of a CPU, so it does not run here. And by
-# default it is **no ring**: it all-gathers keys and values, which takes the memory of all of them on every rank. Ask for the ring:
+# Within PyTorch's `context_parallel`, `F.scaled_dot_product_attention` runs on several ranks, in zig-zag by default.
+# Two things matter in torch 2.13. It supports attention kernels of CUDA only, so it does not run on a CPU. And by
+# default it is **no ring**: it all-gathers keys and values, so every rank needs memory for all of them. Ask for the
+# ring:
 #
 # ```python
 # from torch.distributed.tensor.experimental import context_parallel
@@ -1276,21 +1277,22 @@ if rank == 0:
 # ## Lab: Ulysses trades positions for heads (MORE, 10 min)
 #
 # Heads do not look at each other. So before attention, trade: give away *your positions* of the other ranks'
-# heads, and get *all positions* of yours. One all-to-all each for q, k, v, then any attention kernel, unchanged, and
-# one all-to-all back. This is DeepSpeed-[Ulysses](../assets/glossary.md#ulysses)
-# ([Jacobs et al. 2023](https://arxiv.org/abs/2309.14509)).
+# heads, and get *all positions* of your own heads. It takes one all-to-all each for q, k and v, then any attention
+# kernel, unchanged, and one all-to-all back. This is DeepSpeed-[Ulysses](../assets/glossary.md#ulysses) ([Jacobs et al.
+# 2023](https://arxiv.org/abs/2309.14509)).
 #
 # ![A grid of positions by heads on four ranks: before the all-to-all each rank has some rows (positions), after it some columns
 # (heads)](../assets/09_ulysses.svg)
 #
-# **Predict.** Four ranks, every query head has a KV head. How many numbers does a rank send in forward, in units of
-# B·H·s·K? The ring sends 2(c - 1) = 6. And if 16 query heads share a KV head, where the ring sends 0.375?
+# **Predict.** On four ranks every query head has its own KV head. How many numbers does a rank send in forward, in
+# units of B·H·s·K? The ring sends 2(c - 1) = 6. And if 16 query heads share a KV head, where the ring sends 0.375?
 #
 # <details><summary>Answer</summary>
 #
 # Four all-to-alls; in each a rank keeps a c-th: 4 · 3/4 = **3**. In general 4(c - 1)/c, which stays below 4 while the
 # ring's grows with c. With 16 query heads per KV head, keys and values shrink, but queries and output do not:
-# (2 + 2/16) · 3/4 = **1.59**, four times as much as the ring. "Ulysses sends less" holds without GQA.
+# (2 + 2/16) · 3/4 = **1.59**, four times as much as the ring. So "Ulysses sends less" is right without GQA, and wrong
+# here.
 #
 # </details>
 #
@@ -1329,7 +1331,7 @@ checks.to_heads(to_heads, ranks)
 # </details>
 
 # %% [markdown]
-# The way back is its inverse, and as it only moves numbers, each is the other's backward:
+# The way back is the inverse of `to_heads`. Both only move numbers, so each is the backward of the other:
 
 
 # %%
@@ -1380,7 +1382,7 @@ if rank == 0:
     say(f"sent {sent / mine[0].nbytes:g} units; a ring sends {2 * (c - 1)}")
 
 # %% [markdown]
-# And with GQA: 16c query heads share c KV heads, so that each rank gets a KV head.
+# Now with GQA: 16c query heads share c KV heads, so that each rank gets a KV head.
 
 # %%
 # %%ranks
@@ -1399,7 +1401,7 @@ if rank == 0:
 #
 # The loop over experts starts two small products for each. On a GPU 64 experts are 128 launches. Trainers sort the rows by
 # expert and make *one* call, a grouped matrix product: `F.grouped_mm` takes all rows, all weights and the place where each
-# expert's rows end. It knows no float64, so this cell compares in float32 (in bfloat16 on GPUs).
+# expert's rows end. It does not support float64, so this cell compares in float32 (in bfloat16 on GPUs).
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1439,8 +1441,8 @@ say(f"{len(rows)} rows, {e} experts: {2 * e} products in the loop, 2 grouped; re
 #   ones are scaled to sum to 1;
 # - a **bias** chooses (build H);
 # - a **shared expert** sees every token. It is on every rank, so it needs no exchange, and it can compute while rows travel;
-# - **node-limited dispatch**: a token visits at most so many nodes. The nodes are chosen by the sum of the best scores of
-#   their experts, then the experts within them.
+# - **node-limited dispatch**: the number of nodes that a token visits has a limit. First the nodes are chosen, by the
+#   sum of the best scores of their experts, and then the experts on these nodes.
 #
 # **Predict.** 32 experts on 8 nodes, and each token chooses 8. About how many nodes does it visit without a limit?
 #
@@ -1479,17 +1481,17 @@ for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": mos
 # %% [markdown]
 # ## Exercises (MORE, 14 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything. Exercise 1 stands above.
+# Each check runs your answer in a separate process group: you cannot break anything. Exercise 1 is above.
 #
 # ### Exercise 2: a balancing loss that does not depend on the number of ranks
 #
 # If each rank takes f from its own tokens, the mean over ranks of Σ fᵢ Pᵢ is not Σ (mean fᵢ)(mean Pᵢ). Write
 # `global_balance(probs_NE, experts_Nk, group)`: E · Σ fᵢ Pᵢ over *all* ranks' tokens, the same number on every rank,
-# for one all-reduce of at most 2E numbers. Its gradient on a rank must be such that gradients *averaged* over ranks
-# are one process's, as those of the loss are. All ranks have equally many tokens.
+# with one all-reduce of at most 2E numbers. Gradients of the loss are *averaged* over the ranks. The average of this
+# term's gradients must be the gradient of one process. All ranks have equally many tokens.
 #
-# You need one thing that is new: a tensor with the *value* of one and the *gradient* of another. `y - y.detach()` is zero,
-# but its gradient is that of y. So `x.detach() + y - y.detach()` has the value of x and the gradient of y:
+# You need one new trick: a tensor with the *value* of one and the *gradient* of another. `y - y.detach()` is zero, but
+# its gradient is that of y. So `x.detach() + y - y.detach()` has the value of x and the gradient of y:
 
 # %%
 # %%ranks
@@ -1528,11 +1530,11 @@ checks.global_balance(global_balance, ranks)
 # %% [markdown]
 # ### Exercise 3: capacity
 #
-# Unequal parts are a nuisance: sizes must reach the host, and one rank can run out of memory. Some trainers give each
-# expert a [**capacity**](../assets/glossary.md#capacity): at most C rows from each rank, the rest is *dropped* and
-# passes by the layer on the residual stream. Then all parts are equal. Write `kept(experts_Nk, E, capacity)`: a bool
-# tensor [N, k], True for the choices that fit. Earlier tokens first, and of one token its first choice first. No loop
-# over tokens: the check gives you 200,000.
+# Parts of unequal size cause trouble: the sizes must reach the host, and one rank can run out of memory. Some trainers
+# give each expert a [**capacity**](../assets/glossary.md#capacity): at most C rows from each rank. The rest is
+# *dropped*: for these tokens the expert adds nothing to the residual stream. Then all parts are equal. Write
+# `kept(experts_Nk, E, capacity)`: a bool tensor [N, k], True for the choices that fit. Earlier tokens come first, and
+# within a token its first choice. Use no loop over tokens: the check gives you 200,000.
 
 
 # %%

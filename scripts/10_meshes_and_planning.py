@@ -162,7 +162,7 @@ guess_inside = ____  # your turn: type ms
 compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * SENT["tensor"] / FAST), "ms")
 
 # %% [markdown]
-# Nine times less, by one line of a configuration. So this lesson asks: **which kind of parallelism goes inside a node,
+# Nine times less, by another order of the ranks. So this lesson asks: **which kind of parallelism goes inside a node,
 # and which goes between nodes?**
 
 # %% [markdown]
@@ -355,8 +355,8 @@ for axis in AXES:
 # %% [markdown]
 # ### Round 1: the fewest bytes
 #
-# Back to the job on 16 GPUs. `crossing` adds up the bytes between the two nodes of 8. Assign to `fewest` the order of
-# the axes with the fewest bytes.
+# Back to the job on 16 GPUs. `crossing` adds up the bytes between the two nodes of 8. Set `fewest` to the order of the
+# axes with the fewest bytes.
 
 
 # %%
@@ -437,7 +437,7 @@ checks.exposed_s(exposed_s, ranks)
 # ### Round 2: the fewest seconds
 #
 # A group on both nodes has the speed of the slow link. `SENT` has the bytes that a GPU sends, `BEHIND_S` the seconds
-# that it computes meanwhile (0.11 s for data). Assign to `fastest` the order with the least waiting.
+# that it computes meanwhile (0.11 s for data). Set `fastest` to the order with the least waiting.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -481,7 +481,7 @@ metrics.exact(waited_ms={" x ".join(order): round(sum(waited_ms(order).values())
 # orders](../assets/handbook/10_meshes_and_planning.md#orders-of-the-axes)).
 #
 # Count seconds for *your* job. With one sequence per micro-batch, instead of 8, the last backward is too short to hide
-# the gradients. Then the pipeline belongs outside:
+# the gradients. Then put the pipeline outermost:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -567,7 +567,7 @@ compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 
 # %% [markdown]
 # Only the two data ranks read different sequences. Tensor ranks and pipeline stages compute parts of the model on the
-# same ones. (The output's *shard* is data.)
+# same ones. (*shard* is the data axis.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: all axes at once</summary>
@@ -596,7 +596,7 @@ compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
 #
 # Predictions can be off by 5 %, so a plan that is 5 % slower may be as good, and simpler. A plan is `(name, bytes,
 # seconds, axes)`, where `axes` is a number. `fitting`: the plans that fit into `memory_bytes`. `close`: those of them
-# within 5 % of `fastest`. Return the name of the one with the fewest axes; of several, the fastest.
+# within 5 % of `fastest`. Return the name of the close plan with the fewest axes; of several, the fastest.
 
 
 # %%
@@ -651,7 +651,7 @@ for name, n_gpus, batch in (("olmo-7b", 64, 512), ("llama3-70b", 64, 512), ("lla
 #
 # Can you trust this? Before BLOOM (176B), its team timed [five
 # layouts](https://github.com/bigscience-workshop/bigscience/blob/9dcfdde07e059202cad97179f82567aa107dc3b5/train/tr11-176B-ml/chronicles-prequel.md)
-# of one model on 384 A100s. Our planner has not seen them.
+# of one model on 384 A100s. Our planner was not fitted on them.
 #
 # **Predict.** Which was the fastest: 8, 4 or 2 tensor ranks?
 
@@ -678,8 +678,8 @@ if rank == 0:
 compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 
 # %% [markdown]
-# The planner finds the slow layouts, but cannot tell the fast ones apart. (The team measured one layout twice, and got
-# 3 % more.) So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
+# The planner finds the slow layouts, but cannot tell the fast ones apart. (The team measured one layout twice, 3 %
+# apart.) So **let the planner name three candidates, run each for 20 steps, keep the fastest.**
 #
 # Its bytes of weights, gradients and optimizer are right to 2 %: "What ranks hold", in MORE, measures them.
 # Activations and buffers are not measured. So leave a reserve.
@@ -698,7 +698,7 @@ compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
 #
 # A published simulator computes the time of an all-reduce of M bytes in three phases: reduce-scatter inside nodes of G
 # ranks, all-reduce of M/G bytes between nodes, all-gather inside nodes. **First** it gave the third phase the time of
-# a ring all-reduce of M bytes. Then a **change** made it M/G bytes, because "only the shard" goes back. **Which is
+# a ring all-reduce of M bytes. Then a **change** replaced M by M/G, because "only the shard" goes back. **Which is
 # right?** The folded cell measures the third phase, at 450 GB/s:
 
 # %% jupyter={"source_hidden": true}
@@ -743,7 +743,7 @@ for group in (pair.get_group(), dist.group.WORLD)[: 1 + (world_size > 2)]:
 #
 # </details>
 #
-# **Test a cost formula with real messages at two sizes**: at G = 2 the wrong one is right.
+# **Test a cost formula with real messages at two sizes**: at G = 2 the change looks right.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>
@@ -767,7 +767,7 @@ for group in (pair.get_group(), dist.group.WORLD)[: 1 + (world_size > 2)]:
 # <details><summary>Answer</summary>
 #
 # Rows: 1 + 2 = 3 on ranks 0 and 1, 3 + 4 = 7 on ranks 2 and 3. Columns: 1 + 3 = 4 on ranks 0 and 2, 2 + 4 = 6 on ranks
-# 1 and 3. The same call with another group means another thing. (On eight ranks the grid has four rows.)
+# 1 and 3. The same call on another group gives another sum. (On eight ranks the grid has four rows.)
 #
 # </details>
 
@@ -788,15 +788,17 @@ say(f"I hold {rank + 1}; the sum over my tensor group is {sums['tensor']}, over 
 # A plan that does not fit wastes a night in the queue. So compare the planner's bytes with what ranks *hold*: build up to
 # eight layouts of a small GPT, run a step, and add up the storages of parameters, gradients and Adam's state.
 #
-# Expect bars that end at their dashed lines, within 2 %. They cannot all be exact shares: DTensor and FSDP pad, and some
-# weights (norms, biases) are whole on every tensor rank. This is state *at rest*. What a forward keeps, what FSDP gathers
-# for a moment and the buffers of a step come on top: formulas that this cell does not measure.
+# Expect bars that end at their dashed lines, within 2 %. Not all of them are exact shares: DTensor and FSDP pad, and
+# some weights (norms, biases) are whole on every tensor rank. This is state *at rest*. What a forward keeps, what FSDP
+# gathers for a moment and the buffers of a step come on top. The planner has formulas for these, which this cell does
+# not check.
 #
 # **Predict.** Which of the layouts `replicas` and `zero3` over all ranks holds more, and by what factor?
 #
 # <details><summary>Answer</summary>
 #
-# Copies: 16 bytes per parameter in fp32 with Adam (4 + 4 + 8), on each rank. zero3 an n-th of that on n ranks, and padding.
+# `replicas` holds 16 bytes per parameter in fp32 with Adam (4 + 4 + 8), on each rank. On n ranks `zero3` holds an n-th
+# of that, and padding.
 #
 # </details>
 
@@ -885,9 +887,10 @@ if rank == 0:
 # You cannot start 1,024 ranks here. But torch can be told that it is rank 0 of 1,024: the [**fake
 # backend**](../assets/glossary.md#fake-backend) has a process group whose collectives return at once and move nothing. With weights
 # on the meta device, which have a shape and no numbers, `fully_shard` and `parallelize_module` cut a 7B model as they would
-# on the machine. Then count bytes. (It runs in a process of its own: a process has one default group.)
+# on the machine. Then count bytes. (It runs in a separate process, because a process has only one default group.)
 #
-# **Predict.** 6.7 B parameters with fp32 Adam, 16 bytes each, tensor 8: rank 0 of 8 holds 13.4 GB and a little. Of 1,024?
+# **Predict.** 6.7 B parameters with fp32 Adam, 16 bytes each, tensor 8: rank 0 of 8 holds a little more than 13.4 GB.
+# How much does rank 0 of 1,024 hold?
 #
 # <details><summary>Answer</summary>
 #
@@ -910,8 +913,8 @@ if rank == 0:  # nothing communicates in there
         assert abs(held / planned - 1) < 0.02
 
 # %% [markdown]
-# What you get: bytes at rest, and every error that torch would raise, days before the machine has time for you. What you do
-# not get: time, and what a forward keeps.
+# This gives you the bytes at rest, and errors that torch would raise when it cuts the model, before you wait in a
+# queue. It does not give you times, nor what a forward keeps.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: 1,024 ranks</summary>
@@ -924,10 +927,11 @@ if rank == 0:  # nothing communicates in there
 # %% [markdown]
 # ## Held against published runs (MORE, 4 min)
 #
-# Bytes can be counted; time is a model. This one has a few fitted constants, such as the share of a GPU's best product that the
-# matrix products of a training reach. Table 1 of Narayanan et al. 2021 has ten runs on A100, from 32 GPUs to 3,072; 38 runs come
-# from other sources, up to 16,384 H100. Five of the 48 fix the constants. The others are *predicted*. Expect points along the
-# dashed line. The hollow ones were fitted: they lie on it, and prove nothing.
+# Bytes can be counted; times come from a model. The planner's model has a few fitted constants, such as the speed of a
+# training's matrix products as a share of the GPU's fastest product. Table 1 of Narayanan et al. 2021 has ten runs on
+# A100, from 32 GPUs to 3,072; 38 runs come from other sources, up to 16,384 H100. Five of the 48 fix the constants. The
+# others are *predicted*. Expect points along the dashed line. The hollow ones were fitted: they lie on it, and prove
+# nothing.
 
 # %%
 # %%ranks
@@ -954,7 +958,8 @@ if rank == 0:
     show(figure, "published", alt)
 
 # %% [markdown]
-# Is that good? Hold it to a *baseline* that knows nothing of layouts: the mean of the table's two fitted runs, for all of it.
+# Is that good? Compare it with a *baseline* that ignores the layout: for each run of the table it predicts the mean of
+# the two fitted ones.
 
 # %%
 # %%ranks
@@ -979,14 +984,15 @@ if rank == 0:
 # %% [markdown]
 # A layout that is predicted to take half as long is faster. One that is predicted to be 5 % faster has to be measured.
 #
-# And does it *choose* well? `python scripts/plan.py --published` searches for each of these runs, with what the program of its
-# time could do, and says where the layout that people ran stands among ours.
+# And does it *choose* well? For each of these runs, `python scripts/plan.py --published` searches the layouts that the
+# program of its time could do. It prints at which place the published layout comes.
 
 # %% [markdown]
 # ## Turn the knobs (MORE, 2 min)
 #
-# The grid again, with the links: left a rank and its partners, right what each rank sends to each. What lies outside of
-# the two frames goes between nodes. Change the order of the axes and watch the dark squares move out.
+# This is the grid again, with the links: left a rank and its partners, right what each rank sends to every other.
+# Squares outside of the two frames are sent between nodes. Change the order of the axes and watch the dark squares move
+# out.
 
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.rank_grid import show_rank_grid
@@ -994,7 +1000,7 @@ if rank == 0:
 # show_rank_grid(pipeline=2, data=2, tensor=4, per_node=8, rank=5)
 
 # %% [markdown]
-# And the planner. A row is the best plan of its family:
+# And this is the planner. A row is the best plan of its family:
 
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.planner import show_planner
@@ -1004,7 +1010,7 @@ if rank == 0:
 # %% [markdown]
 # `zero3` shards more than `zero2`, so **why does its row hold more bytes?** `zero2` keeps the weights whole ("gathered")
 # for the whole step. That leaves room for smaller micro-batches only. `zero3` gathers block by block, and its fastest
-# variant spends the room on a larger micro-batch. With the same micro-batch it holds less:
+# variant uses the room for a larger micro-batch. With the same micro-batch it holds less:
 
 # %%
 # %%ranks
@@ -1028,7 +1034,7 @@ for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1)
 # %% [markdown]
 # ## Exercises (MORE, 19 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a separate process group: you cannot break anything.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1109,8 +1115,8 @@ checks.roofline(roofline, ranks)
 #
 # A [**hierarchical all-reduce**](../assets/glossary.md#hierarchical-all-reduce) of M bytes on N nodes of G ranks: a reduce-scatter
 # inside each node leaves every rank a G-th of the sum; rank i of each node all-reduces its part with rank i of the other
-# nodes; an all-gather inside the node makes it whole. All by rings. Write `phases(M, G, N)`: the bytes that one rank sends in
-# each of the three. (The zoo's bug below is a mistake in exactly this.)
+# nodes; an all-gather inside the node makes it whole. All three use rings. Write `phases(M, G, N)`: the bytes that one
+# rank sends in each of the three. (The bug from the zoo, above, is a mistake in the third.)
 
 
 # %%
@@ -1136,7 +1142,7 @@ checks.phases(phases, ranks)
 # %% [markdown]
 # ### What else the planner says
 #
-# On which assumption its answer depends most, and on how many GPUs something fits:
+# It says on which assumption its answer depends most, and on how many GPUs a model fits:
 
 # %%
 # %%ranks
