@@ -1345,7 +1345,7 @@ metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
 # %% [markdown]
 # ## Exercises (MORE, 17 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a separate process group: you cannot break anything.
 #
 # ### Exercise 1: tied, frozen and unused parameters
 #

@@ -1351,7 +1351,7 @@ for read_s in (8e-3, 20e-3):
 # %% [markdown]
 # ## Exercises (MORE, 21 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything.
+# Each check runs your answer in a separate process group: you cannot break anything.
 #
 # ### Exercise 1: find the `set_epoch` bug
 #

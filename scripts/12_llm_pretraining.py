@@ -1334,7 +1334,7 @@ metrics.exact(prepared=report["documents"])
 # %% [markdown]
 # ## Exercises (MORE, 18 min)
 #
-# Each check runs your answer in a process group of its own: you cannot break anything. Exercise 1 stands above.
+# Each check runs your answer in a separate process group: you cannot break anything. Exercise 1 stands above.
 #
 # ### Exercise 2: encode a word
 #
