@@ -1475,7 +1475,7 @@ for name in ("ring", "hierarchical"):
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: other shapes</summary>
 #
-# 11 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
+# 14 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
 # plot repeats to the last digit. *Usual mistakes:* reading virtual microseconds as this machine's; thinking that a tree
 # sends fewer bytes; forgetting that the slowest link sets the pace of a ring. *When late:* only the last plot. *Ask:*
 # "Where does the crossing move when the network between the nodes gets ten times slower?"
@@ -1620,7 +1620,7 @@ checks.mended_ring(mended_ring, ranks)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: exercises</summary>
 #
-# 13 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
+# 19 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
 # share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
 # ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 3. *Ask:* "With
 # one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)
