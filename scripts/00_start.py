@@ -65,9 +65,10 @@ iterations = 100  # steps of the smoke test, 10 to 10000
 batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
-# The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
-# them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded.
-# (On a cluster's login node you get two processes, without MPI: start your server on a compute node.)
+# The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all
+# of them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded. (On a
+# cluster's [login node](../assets/glossary.md#login-node) you get two processes, without MPI: start your server on a
+# [compute node](../assets/glossary.md#compute-node).)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -124,8 +125,8 @@ compare("different ranks under mpiexec", guess_ranks, 1)
 # %% [markdown]
 # ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
 #
-# There is no error, and the exit status is 0. In a real job each of the four trains on all of the data and overwrites
-# the same checkpoint.
+# There is no error, and the [exit status](../assets/glossary.md#exit-status) is 0. In a real job each of the four
+# trains on all of the data and overwrites the same checkpoint.
 
 # %% [markdown]
 # ## Four copies of one program (CORE, 7 min)

@@ -468,7 +468,7 @@ checks.recompute(recompute_backward, ranks)
 #     x_BTD = x_BTD.detach().requires_grad_()  # the graph above x ends here
 #     with torch.enable_grad():
 #         y_BTD = block(x_BTD)  # this time everything is kept
-#     y_BTD.backward(dy_BTD)  # and let go
+#     y_BTD.backward(dy_BTD)  # and freed again
 #     return x_BTD.grad
 # ```
 #
@@ -661,8 +661,9 @@ logits_BTV = train("bf16")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸ become 0 in
-# fp16, and nobody scales the loss, because bf16 does not need that. [The transcript with that
+# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸
+# become 0 in fp16, and nobody [scales the loss](../assets/glossary.md#loss-scaling), because bf16 does not need that.
+# [The transcript with that
 # line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
 #
 # </details>
@@ -1258,7 +1259,7 @@ checks.accumulation(accumulate, ranks)
 #     """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
 #     for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
 #         _, loss = model(x_bT, y_bT)
-#         (loss / pieces).backward()  # a mean of equal means; forget the division, and Adam will hide it
+#         (loss / pieces).backward()  # a mean of equal means; if you forget to divide, Adam hides it
 # ```
 #
 # </details>

@@ -1079,9 +1079,9 @@ checks.pass_in_rounds(pass_in_rounds, ranks)
 # </details>
 
 # %% [markdown]
-# This order does not hang, but in each round every rank uses only one direction of its links. `exchange` uses both, and
-# in one batch nobody has to be first. On GPUs prefer it even to `isend` followed by `recv`: NCCL wants the two [in one
-# group](https://github.com/NVIDIA/nccl/issues/479), and some process groups [run point-to-point calls one after the
+# Ordered sends do not hang, but in each round every rank uses only one direction of its links. `exchange` uses both,
+# and in one batch nobody has to be first. On GPUs prefer it even to `isend` followed by `recv`: NCCL wants the two [in
+# one group](https://github.com/NVIDIA/nccl/issues/479), and some process groups [run point-to-point calls one after the
 # other](https://github.com/pytorch/pytorch/pull/154132), so separate calls may hang.
 
 # %% [markdown]
@@ -1605,7 +1605,7 @@ checks.mended_ring(mended_ring, ranks)
 # ```python
 # def mended_ring(x_N):
 #     """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
-#     chunks = x_N.chunk(world_size)  # what travels is a chunk, and each hop has another one
+#     chunks = x_N.chunk(world_size)  # only chunks travel, a different one at each hop
 #     for hop in range(world_size - 1):
 #         arrived = torch.empty_like(chunks[0])
 #         exchange(chunks[(rank - hop) % world_size], right, arrived, left)

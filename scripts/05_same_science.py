@@ -248,7 +248,7 @@ checks.sharded_order(remaining, ranks)
 # def remaining(length, epoch, done, rank, n):
 #     key = np.random.SeedSequence(0, spawn_key=(epoch,))
 #     order = np.random.default_rng(key).permutation(length)  # the same on every rank
-#     return order[done:][rank::n].tolist()  # dealt like cards, so that what was read is its beginning
+#     return order[done:][rank::n].tolist()  # dealt like cards: together the ranks read it from its beginning
 # ```
 #
 # </details>
@@ -480,8 +480,8 @@ if rank == 0 and world_size > 1:
     show(figure, "trajectories", alt)
 
 # %% [markdown]
-# In float64 a mistake is far larger than rounding. In float32 the two are closer. Some things still depend on n:
-# BatchNorm's statistics, dropout's masks, and clipping by each rank's own gradient norm.
+# In float64 a mistake is far larger than rounding. In float32 the two are closer. A missing point means no difference.
+# Some things still depend on n: BatchNorm's statistics, dropout's masks, and clipping by each rank's own gradient norm.
 
 # %% [markdown]
 # ## How large a batch is useful? (CORE, 8 min)
@@ -1413,7 +1413,7 @@ checks.diagnose(diagnose, ranks)
 # def diagnose(read, length):
 #     for epoch in read:
 #         if len({i for mine in epoch for i in mine}) < length:
-#             return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
+#             return "ranks disagree"  # one is lost; if one is only doubled, that is the library's padding
 #     return "same order" if all(epoch == read[0] for epoch in read) else "fine"
 # ```
 #
