@@ -437,8 +437,8 @@ assert len(set(prints)) == 1
 metrics.exact(losses=list(losses), model=mine)
 
 # %% [markdown]
-# How long does a step take? You could time start-up and ten steps, and divide by 10, or take the median of steps 2 to
-# 10. The next cell compares both with later steps.
+# How long does a step take? You could time start-up and ten steps, and divide by 10, or take the median of steps
+# 2 to 10. The next cell compares both with later steps.
 
 
 # %% jupyter={"source_hidden": true}
