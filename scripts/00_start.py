@@ -65,9 +65,10 @@ iterations = 100  # steps of the smoke test, 10 to 10000
 batch = 64  # samples per rank and step, at least 1
 
 # %% [markdown]
-# The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all of
-# them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded.
-# (On a cluster's login node you get two processes, without MPI: start your server on a compute node.)
+# The next cell starts four processes behind this notebook. From then on a cell that begins with `%%ranks` runs in all
+# of them; any other cell runs in the notebook itself. Outputs that you see before you run a cell were recorded. (On a
+# cluster's [login node](../assets/glossary.md#login-node) you get two processes, without MPI: start your server on a
+# [compute node](../assets/glossary.md#compute-node).)
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -124,17 +125,17 @@ compare("different ranks under mpiexec", guess_ranks, 1)
 # %% [markdown]
 # ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
 #
-# There is no error, and the exit status is 0. In a real job each of the four trains on all of the data and overwrites
-# the same checkpoint.
+# There is no error, and the [exit status](../assets/glossary.md#exit-status) is 0. In a real job each of the four
+# trains on all of the data and overwrites the same checkpoint.
 
 # %% [markdown]
 # ## Four copies of one program (CORE, 7 min)
 #
 # ![One file is started as four processes, each with its own memory and its own value of x](../assets/00_spmd.svg)
 #
-# This is how it should be. You write *one* program and start it four times. The copies differ only in their **rank**,
-# counted from 0; how many there are is the **world size**. That is **SPMD**, *single program, multiple data*. They share
-# no memory: when rank 1 sets a variable, rank 2 does not notice.
+# The figure shows what should happen. You write *one* program and start it four times. The copies differ only in their
+# **rank**, counted from 0. The number of copies is the **world size**. That is **SPMD**, *single program, multiple
+# data*. They share no memory: when rank 1 sets a variable, rank 2 does not notice.
 
 # %%
 # %%ranks
@@ -152,8 +153,8 @@ guess_sum = ____  # your turn: type a number
 # %% [markdown]
 # ### Build A: the sum over all ranks
 #
-# Fill in the call of `torch.distributed` that does this. A check tells you at once whether it is right. A
-# solution is folded below it.
+# Fill in the call of `torch.distributed` that adds up `x` over all ranks. A check says whether it is right. A
+# solution is folded below.
 
 
 # %%
@@ -192,7 +193,7 @@ metrics.exact(sum=total.item())
 # %% [markdown]
 # ## Call the roll (CORE, 6 min)
 #
-# You started `started` processes. Are they one world? They can find out with a single all-reduce.
+# You started `started` processes. Are they one world? A *roll call* shows who is present. It takes a single all-reduce.
 #
 # ### Build B: who is here?
 #
@@ -225,7 +226,8 @@ checks.roll_call(roll_call, ranks)
 say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
 
 # %% [markdown]
-# Only ones: one world. The same two lines, put into the program from above (unfold it), catch the four that are alone:
+# Only ones: one world. Your tick and all-reduce, put into the first program (unfold it), catch the four that are
+# alone:
 
 # %% jupyter={"source_hidden": true} tags=["active-ipynb"]
 # from manyhands.notebook.small_programs import run_under
@@ -253,9 +255,10 @@ say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolis
 #
 # ### Build C: who am I?
 #
-# Turn the variables of a process into `(rank, world_size, local_rank)`, three whole numbers. Use a launcher only if all
-# three of its variables are set; if none qualifies, return `(0, 1, 0)`. Sometimes several qualify, for example in a
-# `torchrun` that `mpiexec` started. Then the innermost is right, so the table lists the innermost first.
+# Turn the variables of a process into `(rank, world_size, local_rank)`, three whole numbers. A launcher qualifies only
+# if all three of its variables are set; if none does, return `(0, 1, 0)`. Sometimes several qualify: `mpiexec` may have
+# started `torchrun`. Then `torchrun` is right, because it started the process itself. The table lists the innermost
+# launcher first.
 
 
 # %%
@@ -291,8 +294,8 @@ checks.who_am_i(who_am_i, ranks)
 # </details>
 
 # %% [markdown]
-# `join()`, which you ran at the start, begins with this. Then it brings the ranks together in a **process group** and
-# says who is here. With it the four programs are one world:
+# `join()`, which you ran at the start, first reads these variables. Then it brings the ranks together in a **process
+# group** and says who is here. With `join()` the four programs are one world:
 
 # %% tags=["active-ipynb"]
 # from manyhands.notebook.small_programs import run_under
@@ -359,7 +362,7 @@ compare("the local rank of rank 6", guess_local, 6 % 4)
 # Electricians switch a new device on and look for smoke. The smoke test of a training machine is a small model, trained
 # for a hundred steps, that needs everything to work, from launcher to optimizer. Ours is a stack of linear layers,
 # 128-1024-512-256-128-128, that learns to return its random input. [DDP](../assets/glossary.md#ddp), which lesson 03
-# builds, averages the gradients over the ranks. Unfold the next cell if you want to read it.
+# builds, averages the gradients over the ranks. Unfold the next cell to read it.
 
 
 # %% jupyter={"source_hidden": true}
@@ -434,8 +437,8 @@ assert len(set(prints)) == 1
 metrics.exact(losses=list(losses), model=mine)
 
 # %% [markdown]
-# How long would a thousand steps take? You could stop the whole start after ten steps and divide, or take the median of
-# steps 2 to 10. The next cell compares both with the steps that came after.
+# How long does a step take? You could time start-up and ten steps, and divide by 10, or take the median of steps
+# 2 to 10. The next cell compares both with later steps.
 
 
 # %% jupyter={"source_hidden": true}
@@ -462,7 +465,7 @@ metrics.measured(startup_s=start_s, median_step_s=median(rest), samples_per_s=wo
 # %% [markdown]
 # ### What the step sends, and plots for a log file (MORE, 3 min)
 #
-# **Predict.** How many bytes of float32 gradients do 837,632 parameters have?
+# **Predict.** The model has 837,632 parameters. How many bytes are its float32 gradients?
 #
 # <details><summary>Answer</summary>
 #
@@ -504,11 +507,11 @@ if rank == 0:
 #
 # ![Drawn to scale: Python has queued forward and backward after 17 ms of a 284 ms step](../assets/00_clock.svg)
 #
-# A GPU works through a queue. `loss.backward()` puts work into it and returns, so a clock read then has timed the
-# *queueing*. A [published
+# A GPU works through a queue. `loss.backward()` puts work into the queue and returns. A clock that you read then has
+# timed only the *queueing*. A [published
 # transcript](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# shows it: forward and backward of a GPT on four GPUs take 17 ms of a 284 ms step. A CPU does not queue its arithmetic, but
-# communication is queued everywhere.
+# shows it: forward and backward of a GPT on four GPUs take 17 ms of a 284 ms step. A CPU does not queue its arithmetic,
+# but communication is queued everywhere.
 #
 # **Predict.** An all-reduce of 16 MB is started with `async_op=True`. What part of its time has passed when the
 # call returns?
@@ -574,9 +577,9 @@ checks.is_one_world(is_one_world, ranks)
 #
 # ![Ranks 0 to 3 write their line one after the other; each sends the pen to the next when done](../assets/00_pen.svg)
 #
-# The notebook sorts what ranks print. A file does not: whoever comes first writes first. Let every rank append one
-# line to one file, **in rank order**, with nothing but `dist.send` and `dist.recv`. Call `append("...")` to write
-# your line. It is slowest on rank 0, so that a rank that does not wait overtakes. The check reads the file and
+# The notebook sorts what ranks print. A file does not: the rank that comes first writes first. Let every rank append
+# one line to one file, **in rank order**, with nothing but `dist.send` and `dist.recv`. Call `append("...")` to write
+# your line. `append` is slowest on rank 0, so a rank that does not wait writes first. The check reads the file and
 # counts messages.
 
 
@@ -604,14 +607,14 @@ checks.in_turn(in_turn, ranks)
 # </details>
 
 # %% [markdown]
-# What the pen says does not matter, only that it comes. Much of what is called synchronisation is no more than
-# this.
+# The number in the message does not matter. What matters is that the message arrives: it tells a rank that it may go
+# on.
 #
 # ### Exercise 3: read the profile
 #
-# Ten steps of the smoke test in one process, under Python's profiler. A deeper row is part of the row above it: the
-# seconds of `Adam.__init__` contain those of the import. Of the rows one level below the whole, whatever was called
-# once happened once; the others happen in each step.
+# The table shows ten steps of the smoke test in one process, under Python's profiler. A row is part of the less
+# indented row above it: the seconds of `Adam.__init__` contain those of the import. Look at the rows one level below
+# `train`. A row with one call happened once; the other rows happen in each step.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -650,7 +653,7 @@ checks.predict_seconds(predict_seconds, ranks)
 
 # %% [markdown]
 # 11.6 s, not 153. In that profile 93 % of the ten steps was an import: in torch 2.13 the first optimizer loads a part
-# of PyTorch's compiler. The transcript of the clock above has the same: 2.0 of the 2.9 s of its profile are the first
+# of PyTorch's compiler. The published transcript above shows the same: 2.0 of the 2.9 s of its profile are the first
 # `Adam.__init__`.
 
 # %% [markdown]
@@ -680,8 +683,8 @@ def logged_samples_per_s(step_s):
 # %% [markdown]
 # ### Exercise 4: mend it (MORE, 6 min)
 #
-# You get the batch of one rank, and how long a step takes on *each* rank. How many samples per second does the
-# world do?
+# You get the batch of one rank, and how long a step takes on *each* rank. How many samples per second do all ranks
+# process together?
 
 
 # %%
@@ -760,12 +763,12 @@ if rank == 0:
 # srun --nodes 2 --ntasks 8 --ntasks-per-node 4 python scripts/00_start.py --iterations 200
 # ```
 #
-# **Before an event**, `make doctor` looks at the machine, this script is the second look, and `make preflight` runs
-# everything.
+# **Before an event**, run `make doctor`, which looks at the machine, then this script, then `make preflight`, which
+# runs everything.
 #
 # **On GPUs**, `join()` puts each rank on its GPU, and the group becomes `cpu:gloo,cuda:nccl`. Scripts in bare PyTorch
-# do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`. (With its argument `device_id` NCCL
-# connects at once. `join()` leaves it out: then a later group of gloo alone may
+# do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`. (With its argument `device_id`
+# NCCL connects at once. `join()` leaves `device_id` out: with it, a later group of gloo alone may
 # [hang](https://github.com/pytorch/pytorch/issues/145376).)
 #
 # **What to look for:** the first lines, with ranks, hosts, devices and launcher. "1 rank" four times is the mistake of

@@ -245,7 +245,7 @@ for name, c in large_models.items():
 #
 # ### Build B: the ledger
 #
-# Fill in the bytes of each kind, with AdamW. All is float32, so 4 bytes a number. `layer` counts numbers per token,
+# Fill in the bytes of each kind, with AdamW. All numbers are float32: 4 bytes each. `layer` counts numbers per token,
 # and there are N layers and `tokens` tokens.
 
 
@@ -344,8 +344,8 @@ for name, config in large_models.items():
     )
 
 # %% [markdown]
-# 2 + 2 + 4 + 8 = **16 again**. So bf16 does not make these smaller. It halves the activations, and it makes matrix
-# products faster. ([Other recipes](../assets/handbook/01_one_device.md#bytes-per-parameter))
+# 2 + 2 + 4 + 8 = **16 again**. So bf16 saves nothing here. It halves the activations, and it makes matrix products
+# faster. ([Other recipes](../assets/handbook/01_one_device.md#bytes-per-parameter))
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the ledger</summary>
@@ -468,7 +468,7 @@ checks.recompute(recompute_backward, ranks)
 #     x_BTD = x_BTD.detach().requires_grad_()  # the graph above x ends here
 #     with torch.enable_grad():
 #         y_BTD = block(x_BTD)  # this time everything is kept
-#     y_BTD.backward(dy_BTD)  # and let go
+#     y_BTD.backward(dy_BTD)  # and freed again
 #     return x_BTD.grad
 # ```
 #
@@ -530,8 +530,8 @@ if rank == 0:
     )
 
 # %% [markdown]
-# The gradients are the same. The step takes a third more FLOPs, and a third of the activations is left. Here one block
-# is a quarter of the model; with 80 layers much less is left. The library computes a little less again: it stops the
+# The gradients are the same. The step takes a third more FLOPs, and under a third of the activations is left. Here one
+# block is a quarter of the model; with 80 layers much less is left. The library recomputes a little less: it stops the
 # second forward as soon as backward has what it needs.
 
 # %% [markdown] tags=["notes"]
@@ -661,13 +661,14 @@ logits_BTV = train("bf16")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸ become 0 in
-# fp16, and nobody scales the loss, because "bf16 needs none". [The transcript with that
+# *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸
+# become 0 in fp16, and nobody [scales the loss](../assets/glossary.md#loss-scaling), because bf16 does not need that.
+# [The transcript with that
 # line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
 #
 # </details>
 #
-# Do not trust a name, ask a tensor. Then mend the table:
+# Look at a tensor's dtype. Then mend the table:
 
 # %%
 # %%ranks
@@ -710,8 +711,8 @@ card(
 # %% [markdown]
 # ## Lab: a model of four numbers (MORE, 4 min)
 #
-# Take a model that you can multiply in your head: one matrix **W** of 2 × 2 numbers and three rows of data, **X**,
-# that go through it: **Y** = **X** **W**. Train it with Adam, in float32, 4 bytes a number.
+# Take a model that you can compute in your head: one matrix **W** of 2 × 2 numbers, and three rows of data, **X**. The
+# result is **Y** = **X** **W**. Train it with Adam, in float32, 4 bytes a number.
 #
 # **Predict.** How many numbers are in memory at the end of a step, before `zero_grad`, data included? How many FLOPs does the
 # forward pass take, how many backward, if a multiplication with its addition counts as two?
@@ -754,10 +755,10 @@ say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 #
 # For one of two reasons. **There is too much data**: one device would need months. Then give each device a copy and
 # a share of the data (lessons 03 and 05). Or **the model is too large**: it does not fit. Then cut it up (lessons 06
-# to 10). This lesson gives you the numbers by which you decide. What the first reason has brought:
+# to 10). This lesson gives you the numbers by which you decide.
 #
-# One network and one data set, ResNet-50 on ImageNet ([Goyal et al.](https://arxiv.org/abs/1706.02677), [Yamazaki et
-# al.](https://arxiv.org/abs/1903.12650)):
+# Here is what more devices did for one network and one data set, ResNet-50 on ImageNet ([Goyal et
+# al.](https://arxiv.org/abs/1706.02677), [Yamazaki et al.](https://arxiv.org/abs/1903.12650)):
 #
 # | who | devices | batch | time | accuracy |
 # |---|---|---|---|---|
@@ -765,11 +766,11 @@ say(f"FLOPs: {forward} forward, {counter.get_total_flops() - forward} backward")
 # | Goyal et al. 2017 | 256 P100 | 8,192 | 1 h | 76.3 % |
 # | Yamazaki et al. 2019 | 2,048 V100 | 81,920 | 74.7 s | 75.08 % |
 #
-# **Predict.** From 8 devices to 2,048 is a factor of 256. What is the speed-up? How can it be so?
+# **Predict.** From 8 devices to 2,048 is a factor of 256. What is the speed-up, and why?
 #
 # <details><summary>Answer</summary>
 #
-# 104,400 s / 74.7 s = 1,398, more than five times the factor of 256. They are other devices: a V100 has matrix units, a
+# 104,400 s / 74.7 s = 1,398, more than five times the factor of 256. The devices differ: a V100 has matrix units, a
 # P100 has none.
 #
 # </details>
@@ -781,17 +782,18 @@ say(f"1 h on 256 P100:     {baseline_s / 3600:5.0f} times as fast on {256 // 8} 
 say(f"74.7 s on 2,048 V100: {baseline_s / 74.7:,.0f} times as fast on {2048 // 8} times the devices")
 
 # %% [markdown]
-# The last row divided by 256 is an "efficiency" of 546 %, which says nothing about scaling. The second row has the same
-# device on both sides: 29 on 32, **91 %**. Rule: a scaling efficiency needs *the same device on both sides*.
+# The last row divided by 256 is an "efficiency" of 546 %, which says nothing about scaling. The second row compares
+# P100s with P100s: 29 times as fast on 32 times the devices, **91 %**. Rule: a scaling efficiency compares *the same
+# device*.
 
 # %% [markdown]
 # ## Lab: other models, other recipes (MORE, 15 min)
 #
 # ### Other GPTs, and the very first loss
 #
-# Your formula is exact *for this variant*. **GPT-2** has biases on query, key and value too, so 13D, and its head *is* its
-# embedding ("tied"), so V(D + 1) goes. **Llama** has no biases, no learned positions, and a norm without a shift. Two more things
-# differ, and both change the matrices:
+# Your formula is exact *for this variant*. **GPT-2** has biases on query, key and value too, so 13D, and its head *is*
+# its embedding ("tied"), so it has V(D + 1) fewer. **Llama** has no biases, no learned positions, and a norm without a
+# shift. Two more things differ, and both change the matrices:
 #
 # - **GQA**, grouped queries: K heads of keys and values serve H heads of queries. Query and output have D² weights each, key and
 #   value D·D·K/H each.
@@ -849,15 +851,17 @@ for name in ("fp32", "bf16", "bf16 + fp32 master", "bf16 + fp32 master and gradi
     say(f"{name:34} {total:19g}" + "".join(sizes))
 
 # %% [markdown]
-# Trainers that add up many micro-batches often keep the *gradients* in float32 as well: 18. Autocast keeps float32 weights and
-# gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the matrices while they are in use: 18. That is what stays *between* steps; within
-# a step it can be more. An optimizer that turns all 16-bit gradients into float32 at once holds 4 bytes more, so it peaks at 20.
-# (Some slides calculate with 14: they leave out the gradients.)
+# Trainers that add up many micro-batches often keep the *gradients* in float32 as well: 18. Autocast keeps float32
+# weights and gradients, 4 + 4 + 8 = 16, plus a bf16 copy of the matrices while they are in use: 18. Except for this
+# copy, the table counts what stays *between* steps; within a step it can be more. An optimizer that turns all 16-bit
+# gradients into float32 at once holds 4 bytes more, so it peaks at 20. (Some slides calculate with 14: they leave out
+# the gradients.)
 #
 # ### One more copy under DDP
 #
 # [DDP](../assets/glossary.md#ddp) averages gradients in *buckets*, which are memory of their own. With
-# `gradient_as_bucket_view=True` each `p.grad` is a part of a bucket. Without it, the default, every gradient is there twice.
+# `gradient_as_bucket_view=True` each `p.grad` is a part of a bucket. By default it is off, and every gradient is there
+# twice.
 
 # %%
 # %%ranks
@@ -920,8 +924,8 @@ checks.master_copy(master_step, ranks)
 # </details>
 
 # %% [markdown]
-# Put it into an optimizer, and weigh what a step holds. `MemoryTimeline` follows every tensor from its birth to its end.
-# It knows nothing of recipes.
+# Put your step into an optimizer, and measure the bytes that it holds. `MemoryTimeline` follows every tensor from its
+# allocation until it is freed. It does not know the recipes.
 
 # %%
 # %%ranks
@@ -1073,15 +1077,16 @@ parts = {"products": products, "fused attention": fused, "the rest": moved - pro
 say("bytes: " + ", ".join(f"{name} {100 * part / moved:.0f} %" for name, part in parts.items()))
 
 # %% [markdown]
-# Much of the traffic multiplies nothing: additions, norms, GELU, sums and copies. That is why compilers fuse them, and why
-# **flash attention** is fast: one kernel for softmax(QKᵀ)V that never stores the T × T *scores*. It computes them again
-# in backward, so it multiplies more, and moves less. (On a GPU the library's counter knows it, and counts 5 products
-# backward and not 4.) Wider matrices have more FLOPs per byte: FLOPs grow with the cube of the size, bytes with its square.
+# Much of the traffic comes from operators that multiply no matrices: additions, norms, GELU, sums and copies. That is
+# why compilers fuse them, and why **flash attention** is fast: one kernel for softmax(QKᵀ)V that never stores the T × T
+# *scores*. It computes them again in backward, so it multiplies more, and moves less. (On a GPU the library's counter
+# knows flash attention, and counts 5 products in backward instead of 4.) Wider matrices have more FLOPs per byte: FLOPs
+# grow with the cube of the size, bytes with its square.
 
 # %% [markdown]
 # ### Where the time goes: the profiler
 #
-# `torch.profiler` is a counter with a clock. Do the two agree on what was called?
+# `torch.profiler` is a counter with a clock. Do it and our counter agree on what was called?
 
 # %%
 # %%ranks
@@ -1112,23 +1117,24 @@ if rank == 0:
         say(f"{name}: {events[name].count} calls, {events[name].flops:,} FLOPs; ours {ours.rows[name][:2]}")
 
 # %% [markdown]
-# The same calls, the same FLOPs. On a GPU the shares are of its own time, without the gaps *between* kernels: look for
-# these in the trace. In them the GPU waits for Python.
+# The same calls, the same FLOPs. On a GPU the shares are shares of the GPU's own time, without the gaps *between*
+# kernels. In these gaps the GPU waits for Python: look for them in the trace.
 
 # %% [markdown]
 # ### Reading an MFU
 #
-# *Which peak?* 50 % of half the peak is 25 %. *Which FLOPs?* Recomputed activations are work for the device, and none for the
-# model. (With them it is called HFU, *hardware* FLOPs utilisation.) And 12NDT counts every pair of positions: kernels that skip
-# what the causal mask hides do about half of these, so with long sequences MFU flatters them. For scale: PaLM reported an MFU of
-# 46.2 % and an HFU of 57.8 % ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311)).
+# *Which peak?* An MFU of 50 % against half the real peak is an MFU of 25 %. *Which FLOPs?* Recomputed activations are
+# work for the device, and none for the model. (With them it is called HFU, *hardware* FLOPs utilisation.) And 12NDT
+# counts every pair of positions: kernels that skip what the causal mask hides do about half of these, so with long
+# sequences MFU flatters them. For scale: PaLM reported an MFU of 46.2 % and an HFU of 57.8 % ([Chowdhery et al.
+# 2022](https://arxiv.org/abs/2204.02311)).
 
 # %% [markdown]
 # ## Lab: activations (MORE, 14 min)
 #
 # ### How to ask autograd, and two other formulas
 #
-# Autograd tells you everything that it puts aside, if you ask: `saved_tensors_hooks`.
+# `saved_tensors_hooks` shows you everything that autograd puts aside for backward.
 
 # %%
 # %%ranks
@@ -1152,9 +1158,9 @@ def kept_for_backward(call, model):
 
 
 # %% [markdown]
-# Two other formulas are in circulation. Slides have one in *values*:
+# Two other formulas are in circulation. One, from slides, counts *values*:
 # 5NBTD (feed-forward) + BNHT² (attention's scores) + 2BVT (logits and their gradient) + 2BTD (last norm and head) + 2BT
-# (loss). Korthikanti et al. 2022 have one in bytes: N·B·(34TD + 5HT²).
+# (loss). The other, from Korthikanti et al. 2022, counts bytes: N·B·(34TD + 5HT²).
 
 
 # %%
@@ -1176,15 +1182,15 @@ vectors, scores = (n * c.n_layer for n in (34 * c.block_size * c.n_embd, 5 * c.n
 say(f"one sequence of the 70B class: 34TD is {vectors / 1e9:.0f} GB, 5HT^2 is {scores / 1e9:.0f} GB")
 
 # %% [markdown]
-# The slides' formula leaves out query, key, value, attention's output and the norms' inputs, and counts scores that flash
-# attention never stores. Korthikanti et al. assume 16 bits and dropout. Without the two dropout masks their 34TD
-# becomes 32TD bytes. Ours is 16 *values*: the same 32TD in 16 bits. And 5HT² is what flash attention
-# saves you: most of the memory, where sequences are long.
+# The slides' formula leaves out query, key, value, attention's output and the norms' inputs, and counts scores that
+# flash attention never stores. Korthikanti et al. assume 16 bits and dropout. Without the two dropout masks their 34TD
+# becomes 32TD bytes. Ours is 16 *values*: the same 32TD in 16 bits. Flash attention saves the 5HT², which is most of
+# the memory where sequences are long.
 
 # %% [markdown]
 # ### Not every block
 #
-# You need not recompute all of them: stop when it fits. (In float32, with fused attention, whose
+# You need not recompute every block: stop when the model fits. (The cell uses float32 and fused attention, whose
 # products the counter does not see on a CPU.)
 
 # %% jupyter={"source_hidden": true}
@@ -1218,8 +1224,8 @@ say(f"each block saves {vectors:.2f} vectors per token: its 16, less the input")
 metrics.exact(recompute_sweep=swept)
 
 # %% [markdown]
-# A straight line: equal blocks are equal bargains. (The 0.06 are the block's few single numbers per token, (H + 4)/D.)
-# Exercise 3 has unequal ones.
+# A straight line: each block saves the same bytes for the same FLOPs. (The 0.06 are the block's few single numbers per
+# token, (H + 4)/D.) The pieces of exercise 3 differ.
 
 # %% [markdown]
 # ### A large batch in small pieces
@@ -1253,19 +1259,21 @@ checks.accumulation(accumulate, ranks)
 #     """Leave the gradients of the batch's mean loss, with one micro-batch in memory at a time."""
 #     for x_bT, y_bT in zip(x_BT.chunk(pieces), y_BT.chunk(pieces), strict=True):
 #         _, loss = model(x_bT, y_bT)
-#         (loss / pieces).backward()  # a mean of equal means; forget the division, and Adam will hide it
+#         (loss / pieces).backward()  # a mean of equal means; if you forget to divide, Adam hides it
 # ```
 #
 # </details>
 
 # %% [markdown]
-# A quarter of the activations (the experiment measures it), the same FLOPs, the same gradient. The price: small matrices
-# use a device less well. And the pieces must be *equal*: exercise 4 is the case where they are not.
+# Accumulation needs a quarter of the activations (the next section measures it), for the same FLOPs and the same
+# gradient. The price: small matrices use a device less well. And the pieces must be *equal*: exercise 4 is the case
+# where they are not.
 
 # %% [markdown]
 # ### Three steps, byte by byte
 #
-# A plain step, four micro-batches (exercise 2), checkpointing (build D). Predictions come from the formulas alone.
+# Compare three steps: a plain one, one of four micro-batches (exercise 2), and one with checkpointing (build D).
+# Predictions come from the formulas alone.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1361,16 +1369,15 @@ metrics.exact(highest_bytes=highest)
 metrics.measured(worst_residual=worst)
 
 # %% [markdown]
-# **The residual.** What no formula here predicts is the part called "other": results that live for one operator, and the
-# gradients of activations on their way down. It lifts the peak above the highest dashed line, and an allocator adds its
-# own on top: leave room. Nothing in this lesson cuts the bytes that are counted per parameter. That is where
-# lesson 06 begins.
+# **The residual.** No formula here predicts the part called "other": results that live for one operator, and the
+# gradients of activations. It lifts the peak above the highest dashed line, and an allocator needs more on top: leave
+# room. Nothing in this lesson cuts the bytes that are counted per parameter. That is where lesson 06 begins.
 
 # %% [markdown]
 # ## Sixteen bits (MORE, 8 min)
 #
-# **Why.** Half the bytes, and on a GPU with matrix units many times the FLOP/s. The price is precision, or range,
-# and you choose which.
+# **Why.** Sixteen bits take half the bytes, and a GPU with matrix units does many times the FLOP/s. The price is
+# precision (bf16) or range (fp16).
 #
 # ![The bits of fp32, bf16 and fp16: sign, exponent, fraction; bf16 has the exponent of fp32, fp16 more
 # fraction](../assets/01_floats.svg)
@@ -1402,9 +1409,9 @@ for _ in range(100):
 say(f"in bf16 {weight.item():g}; the float32 master is {master.item():.3f}")
 
 # %% [markdown]
-# Hence the master weights. [**Mixed precision**](../assets/glossary.md#mixed-precision) by `torch.autocast` is another way
-# to the same end: weights stay in float32, and *for matrix products* weights and inputs are cast to 16 bits. Around
-# forward, nothing else changes:
+# That is what master weights are for. [**Mixed precision**](../assets/glossary.md#mixed-precision) by `torch.autocast`
+# is another way to the same end: weights stay in float32, and *for matrix products* weights and inputs are cast to 16
+# bits. Around forward, nothing else changes:
 #
 # ```python
 # with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -1428,12 +1435,12 @@ for value in (1.001, 70_000.0, 1e-8):
     say(f"{value:g} becomes {halves[0]:g} in bf16 and {halves[1]:g} in fp16")
 
 # %% [markdown]
-# The last two are **fp8**: E4M3 has 4 bits of exponent and 3 of fraction, and ends at 448; E5M2 has fp16's range and 2 bits of
-# fraction. They are for matrix products alone, with a scale for each tensor or block, and double the FLOP/s again: the
-# [handbook](../assets/handbook/01_one_device.md#peaks) has the peaks.
+# The last two are **fp8**: E4M3 has 4 bits of exponent and 3 of fraction, and ends at 448; E5M2 has fp16's range and 2
+# bits of fraction. They are used only in matrix products, with a scale for each tensor or block, and double the FLOP/s
+# again: the [handbook](../assets/handbook/01_one_device.md#peaks) has the peaks.
 #
-# On a GPU autocast calculates norms, softmax and loss in float32; on a CPU it leaves softmax and norms in the type that
-# they are handed. By hand it is a line:
+# On a GPU autocast calculates norms, softmax and loss in float32; on a CPU it leaves softmax and norms in the type of
+# their input. Written by hand, the cast is one line:
 
 
 # %%
@@ -1462,7 +1469,7 @@ say(f"by hand = autocast: {torch.equal(ours, library)}; result {ours.dtype}, wei
 say(f"largest error against float32: {100 * error:.1f} %")
 
 # %% [markdown]
-# And the GPT: products take and give 16 bits now, so does half of the activations remain? Count.
+# Now the GPT. Its products take and give 16 bits. Does it keep half of the activations? Count.
 
 # %%
 # %%ranks
@@ -1483,9 +1490,9 @@ say(f"loss {loss_fp32.item():.4f} and {loss_bf16.item():.4f}")
 metrics.exact(autocast_saved_bytes=in_bf16)
 
 # %% [markdown]
-# More than half. The stream between the blocks (the x to which every block adds) stays in float32, as do the norms'
-# inputs. And autocast keeps what it has cast: 2 bytes for each weight of a matrix until backward is through. These are the
-# 18 bytes per parameter of the table.
+# It keeps more than half. The stream between the blocks (the x to which every block adds) stays in float32, as do the
+# norms' inputs. And autocast keeps what it has cast: 2 bytes for each weight of a matrix until backward has ended. That
+# makes the 18 bytes per parameter of the table.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: sixteen bits</summary>
@@ -1499,14 +1506,15 @@ metrics.exact(autocast_saved_bytes=in_bf16)
 # %% [markdown]
 # ### Loss scaling, for fp16
 #
-# fp16 cannot represent very small numbers. Take the gradient of the 70B-class model's logits, for one wrong word out of 50,280 in a
-# batch of 256·4,096 tokens: before training, when every word is equally likely, it is about 1/50,280/1,048,576 =
-# 2·10⁻¹¹. In fp16 that is 0. Only the right words' own gradients, 10⁻⁶, get through, with about four of their eleven
-# significant bits.
+# fp16 cannot represent very small numbers. Take the gradient of the 70B-class model's logits, for one wrong word out of
+# 50,280 in a batch of 256·4,096 tokens: before training, when every word is equally likely, it is about
+# 1/50,280/1,048,576 = 2·10⁻¹¹. In fp16 that is 0. Only the gradients of the right words, about 10⁻⁶, are not 0, and
+# keep about four of their eleven significant bits.
 #
-# [**Loss scaling**](../assets/glossary.md#loss-scaling) ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740)): multiply the *loss* by a large number, and all gradients
-# are that much larger; divide them by it before the update, in float32. If it was too much, the gradients are
-# infinite: skip the step and halve the number. If all has been well for a while, double it.
+# [**Loss scaling**](../assets/glossary.md#loss-scaling) ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740)):
+# multiply the *loss* by a large number, and all gradients are that much larger; divide them by it before the update, in
+# float32. If the number is too large, gradients become infinite: skip the step and halve it. After many steps without
+# that, double it.
 
 
 # %%
@@ -1532,8 +1540,8 @@ class LossScaler:
 
 
 # %% [markdown]
-# First, what is lost without it. ShakespeareGPT in fp16, its loss divided by 4,096, as if the mean ran over 4,096
-# times as many tokens. How many gradients are exactly 0?
+# First, what is lost without loss scaling. Run ShakespeareGPT in fp16, with its loss divided by 4,096, as if the mean
+# ran over 4,096 times as many tokens. How many gradients are exactly 0?
 
 
 # %%
@@ -1565,8 +1573,8 @@ say(f"all in float32: {100 * zeros / shakespeare.num_params():.1f} %")
 # Compare the line of 2¹⁶ with the last one: tokens that do not occur in this batch have no gradient in float32 either,
 # so 2¹⁶ lost next to nothing. 2⁴⁰ was too much.
 #
-# Now ours against the library's `torch.amp.GradScaler`, on a small problem that begins with a scale that is too
-# large. The same scales, and the same weights to the last bit:
+# Now compare ours with the library's `torch.amp.GradScaler`, on a small problem that begins with a scale that is too
+# large. Both find the same scales, and the same weights to the last bit:
 
 
 # %%
@@ -1603,9 +1611,9 @@ say("log2 of the scale: " + " ".join(f"{math.log2(scale):.0f}" for scale in our_
 say(f"as the library's: {our_scales == scales}, the same weights: {torch.equal(ours_P, library_P)}")
 
 # %% [markdown]
-# It falls from 2¹⁸ until the gradients are finite, and after four good steps it tries the next larger one. (What was too
-# much at first need not be later: the loss has fallen, and the gradients with it.) bf16 needs none of this: its
-# range is float32's. That is why nearly everybody trains in bf16 now.
+# The scale falls from 2¹⁸ until the gradients are finite, and after four good steps it doubles. (A scale that was too
+# large at first may fit later: the loss has fallen, and the gradients with it.) bf16 needs none of this: its range is
+# float32's. That is why nearly everybody trains in bf16 now.
 
 # %% [markdown]
 # ## Exercises (MORE, 11 min)
@@ -1651,8 +1659,8 @@ checks.recompute_trade_off(choose, ranks)
 # </details>
 
 # %% [markdown]
-# Put it to work. A block has two halves, attention and MLP. By FLOPs per byte, which of them is the better bargain?
-# Measure both halves of a block of ShakespeareGPT, and let your function choose for half of the bytes.
+# Use your function. A block has two halves, attention and MLP. Which of them costs fewer FLOPs for each byte that it
+# saves? Measure both halves of a block of ShakespeareGPT, and let your function choose for half of the bytes.
 
 # %%
 # %%ranks
@@ -1687,10 +1695,10 @@ everything = sum(piece.kept for piece in pieces)
 say(f"to keep half of {everything / 1e6:.1f} MB, recompute {sorted(choose(pieces, everything / 2))}")
 
 # %% [markdown]
-# With flash attention the two halves cost about the same per byte. The bargains are *inside* them: the outputs of norms
-# and of GELU, 6 of the 16 vectors, come back without a matrix product. `train.py` has `--parallel.activation-checkpointing selective`
-# for that. Before flash attention the T² scores were the bargain, many bytes for few FLOPs: recomputing just them is the
-# *selective* recomputation of Korthikanti et al. 2022.
+# With flash attention the two halves cost about the same per byte. The cheapest vectors are *inside* them: the outputs
+# of norms and of GELU, 6 of the 16, come back without a matrix product. `train.py` has
+# `--parallel.activation-checkpointing selective` for that. Before flash attention the T² scores were the cheapest, many
+# bytes for few FLOPs. The *selective* recomputation of Korthikanti et al. 2022 recomputes only these.
 #
 # ### Exercise 4: accumulation over uneven token counts
 #
@@ -1736,8 +1744,8 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 # python scripts/train.py --preset olmo-7b --ranks 64 --dry-run   # what each of 64 ranks keeps
 # ```
 #
-# **What changes on GPUs.** The formulas do not. But AdamW updates all tensors at once there (`foreach`), and may need
-# about 4 bytes per parameter more for the moment.
+# **What changes on GPUs.** The formulas stay the same. But on a GPU AdamW updates all tensors at once (`foreach`), and
+# may need about 4 bytes per parameter more during the update.
 #
 # **What to look for.** `torch.cuda.max_memory_allocated()` is the most that your tensors had. `nvidia-smi` shows more: what
 # PyTorch's allocator keeps for later, and CUDA itself. If a run ends with "out of memory" while much is "reserved but

@@ -146,9 +146,9 @@ compare("rank 0 with 100 ranks", guess, 99 * 40, "MB")
 #
 # ### Build A: eight names
 #
-# Replace each `____` by one of `all_gather`, `all_reduce`, `all_to_all_single`, `broadcast`, `gather`,
-# `reduce`, `reduce_scatter`, `scatter`. `x` is this rank's one number, `parts` its parts; `whole` and `part`
-# receive. The check shows what each rank holds after your call.
+# Replace each `____` by one of `all_gather`, `all_reduce`, `all_to_all_single`, `broadcast`, `gather`, `reduce`,
+# `reduce_scatter`, `scatter`. `x` is this rank's one number, `parts` its parts; `whole` and `part` receive results. The
+# check shows what each rank holds after your call.
 
 
 # %%
@@ -190,7 +190,7 @@ checks.pictures(named, ranks)
 # </details>
 
 # %% [markdown]
-# Look at 7 and then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then
+# Look at 7, then at 6: each rank gets one part of the sum, then everybody gets all parts. **Reduce-scatter, then
 # all-gather: together they are an [all-reduce](../assets/glossary.md#all-reduce).**
 
 # %% [markdown] tags=["notes"]
@@ -230,7 +230,7 @@ guess = ____  # your turn: MB that each rank of a ring sends with 100 ranks
 compare("each rank of a ring of 100", guess, 2 * 99 * 40 / 100, "MB")
 
 # %% [markdown]
-# 2(n-1) hops, each of 40/n MB: 60 MB on 4 ranks, 79.2 MB on 100.
+# 2(n-1) hops of 40/n MB each make 60 MB on 4 ranks, 79.2 MB on 100.
 #
 # In one hop a rank sends to the right while it receives from the left. `exchange` starts both together, then waits:
 
@@ -418,8 +418,8 @@ catch_up(globals(), "exchange")
 hops = messages.time_hops(exchange, ranks, largest_mib, repeats)
 
 # %% [markdown]
-# Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. Below is
-# measured time divided by your line.
+# Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. The
+# lower plot shows measured time divided by your line.
 
 # %%
 # %%ranks
@@ -476,8 +476,8 @@ compare("forty small all-reduces against one large", guess, round(forty_s / one_
 # Forty small messages pay α forty times. That is why DDP collects gradients in *buckets*
 # ([lesson 03](03_data_parallel.ipynb)).
 #
-# And on real machines? The next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves
-# are published ([sources](../assets/handbook/02_collectives.md#published-curves)).
+# For real machines the next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves are
+# published ([sources](../assets/handbook/02_collectives.md#published-curves)).
 
 # %%
 # %%ranks
@@ -509,8 +509,8 @@ if rank != world_size - 1:
 dist.barrier()
 
 # %% [markdown]
-# The error does not say who is missing. To **find the missing rank**, take a roll call: every rank reports to rank 0, and
-# rank 0 says who did not. Then throw the broken groups away:
+# The error does not say who is missing. To **find the missing rank**, take a roll call: every rank reports to rank 0,
+# and rank 0 says who did not. Then destroy the broken groups:
 
 # %%
 # %%ranks
@@ -542,7 +542,7 @@ dist.destroy_process_group(polite)
 #
 # ### Build F: nobody goes first
 #
-# Mend it with one call that you have already seen.
+# Mend this with a call that you have seen.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -652,8 +652,8 @@ card(
 # %% [markdown]
 # ## Lab: the collectives in code (MORE, 10 min)
 #
-# The same eight patterns with prints of what each rank holds. A [handbook page](../assets/handbook/02_collectives.md)
-# has a table of what each one costs and of its name in MPI.
+# The lab runs the same eight patterns and prints what each rank holds. A [handbook
+# page](../assets/handbook/02_collectives.md) has tables of what each one costs, and of its name in MPI.
 #
 # ### Four numbers by hand
 #
@@ -712,7 +712,7 @@ say(f"after broadcast I hold {x.tolist()}, after scatter {part.tolist()}: shape 
 # ![Reduce: the ranks hold 3, 1, 4 and 2; afterwards rank 0 holds their sum, 10.](../assets/02_reduce.svg)
 #
 # [Gather](../assets/glossary.md#gather) puts tensors side by side. [Reduce](../assets/glossary.md#reduce) adds them up,
-# or takes the largest, or the product.
+# or multiplies them, or takes the largest value at each place.
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -755,7 +755,7 @@ say(f"all-reduce: {total.tolist()}, all-gather: {torch.cat(everything).tolist()}
 # [Reduce-scatter](../assets/glossary.md#reduce-scatter) leaves each rank *one part* of the sum: gradients of sharded
 # weights (lesson 06). [All-to-all](../assets/glossary.md#all-to-all) transposes: tokens on their way to experts.
 #
-# **Predict.** Now all four ranks hold the same [1, 2, 3, 4]. What does rank 2 hold after each of the two?
+# **Predict.** Now all four ranks hold the same [1, 2, 3, 4]. What does rank 2 hold after each of these two collectives?
 #
 # <details><summary>Answer</summary>
 #
@@ -791,9 +791,9 @@ say(f"I waited {time.perf_counter() - arrived:.1f} s")
 # %% [markdown]
 # ### What gloo really sends
 #
-# The handbook's table has lower bounds. What does the library do? The operating system counts the bytes that each TCP connection
-# has delivered, so we can ask gloo, the library for CPUs. (Headers add a little.) Which of the five do you expect at the
-# bound?
+# The handbook's table has lower bounds. What does the library do? The operating system counts the bytes that each TCP
+# connection has delivered, so we can ask gloo, the library for CPUs. (Headers add a little.) The cell measures five
+# collectives. Which of them do you expect to send no more than the bound?
 
 # %%
 # %%ranks
@@ -820,8 +820,8 @@ for name, (call, at_least) in calls.items():
 
 # %% [markdown]
 # gloo's broadcast is a tree: on 4 ranks the root sends the whole tensor twice, but the last rank has it after two hops.
-# And its reduce-scatter sends as many bytes as an all-reduce, because it is one: gloo sums everything and cuts out a
-# part.
+# gloo's reduce-scatter sends as many bytes as an all-reduce, because it *is* an all-reduce: gloo sums everything and
+# cuts out a part.
 
 # %% [markdown]
 # ### The same in MPI
@@ -846,8 +846,8 @@ if comm is not None:
     say(f"Allreduce {total}, Allgather {whole}, Reduce_scatter_block {part}")
 
 # %% [markdown]
-# And those in which one rank is special, the *root*. The others may pass None where only the root has something to give
-# or to get:
+# In the next collectives one rank is special, the *root*. The others may pass None where only the root gives or gets
+# something:
 
 # %%
 # %%ranks
@@ -865,9 +865,10 @@ if comm is not None:
 # %% [markdown]
 # ## Lab: is the ring right? (MORE, 10 min)
 #
-# Take twelve "gradients" of 240,000 random numbers in float64. The ranks share them. Each rank sums its own, then all
-# ranks sum over the ranks: once with your ring, once with the library. The third way is one process that adds up all
-# twelve. Throughout this course a technique has to pass this test: **from scratch = library = one process**.
+# Take twelve "gradients" of 240,000 random numbers in float64. The ranks share them. Each rank sums its own share. An
+# all-reduce then adds up these sums, once with your ring and once with the library. The third way is one process that
+# adds up all twelve. Throughout this course a technique has to pass this test: **from scratch = library = one
+# process**.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -908,9 +909,9 @@ metrics.close(tolerance=1e-10, twelve_gradients=ours_N[::10_000])
 #
 # <details><summary>Answer</summary>
 #
-# Ours: 2(n-1)/n = 1.5, and a little more for the headers of TCP and gloo. gloo's: let it tell you. If it sent
-# everything to everyone it would be 3; if rank 0 collected and redistributed, different ranks would show different
-# numbers.
+# Ours: 2(n-1)/n = 1.5, and a little more for the headers of TCP and gloo. gloo's: the cell tells you. If every rank
+# sent its tensor to every other, the ratio would be 3; if rank 0 collected and redistributed, different ranks would
+# show different numbers.
 #
 # </details>
 
@@ -926,8 +927,9 @@ if rank == 0 and theirs.transport_bytes is not None:  # with NCCL hardly a byte 
     say(f"gloo     {theirs.transport_bytes / mine_N.nbytes:.3f} x")
 
 # %% [markdown]
-# If gloo's number is near the theory, it moves as many bytes as a ring, and you have ruled out "everything to everyone"
-# without reading a line of it. (Halving and doubling would move as many. That it is a ring, its source says.)
+# If gloo's number is near the theory, gloo moves as many bytes as a ring. So you have ruled out "everything to
+# everyone" without reading its code. (Recursive halving and doubling would move as many bytes. gloo's source shows that
+# it is a ring.)
 
 # %% [markdown]
 # ### Exercise 1: any length
@@ -1002,7 +1004,7 @@ for is_message in (False, True):
 #
 # gloo's `send` waits for its receiver, whatever the size. MPI hides the bug better: it copies a small message into a
 # buffer and lets the sender go on ("eager"), while a large one waits ("rendezvous"). A program with this bug passes all
-# its small tests and hangs on the first real run. First gloo with 4 bytes, then with 4 million:
+# its small tests and hangs on the first real run. The next cell tries gloo with 4 bytes, then with 4 million:
 
 # %%
 # %%ranks
@@ -1077,11 +1079,10 @@ checks.pass_in_rounds(pass_in_rounds, ranks)
 # </details>
 
 # %% [markdown]
-# It ends, but in each round every rank uses only one direction of its links. `exchange` uses both, and in one batch
-# nobody has to be first. On GPUs prefer it even to `isend` followed by `recv`: NCCL wants the two
-# [in one group](https://github.com/NVIDIA/nccl/issues/479), and some process groups
-# [run point-to-point calls one after the other](https://github.com/pytorch/pytorch/pull/154132), so separate calls may
-# hang.
+# Ordered sends do not hang, but in each round every rank uses only one direction of its links. `exchange` uses both,
+# and in one batch nobody has to be first. On GPUs prefer it even to `isend` followed by `recv`: NCCL wants the two [in
+# one group](https://github.com/NVIDIA/nccl/issues/479), and some process groups [run point-to-point calls one after the
+# other](https://github.com/pytorch/pytorch/pull/154132), so separate calls may hang.
 
 # %% [markdown]
 # ## Lab: the whole experiment (MORE, 8 min)
@@ -1090,7 +1091,7 @@ checks.pass_in_rounds(pass_in_rounds, ranks)
 # **predict** something that was not used in the fit: the ring all-reduce. All ranks take part here, also where they
 # share cores. The measurements take turns, so a slow moment hits all of them alike, and the slowest rank counts.
 #
-# On GPUs MPI sends what lies in the *host's* memory, the others from GPU to GPU: do not compare these two.
+# On GPUs the cell's MPI calls send from the *host's* memory, and NCCL sends from GPU to GPU: do not compare the two.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1220,17 +1221,18 @@ if rank == 0:
     show(figure, "bandwidth", alt=f"Algorithm and bus bandwidth of {', '.join(reduce_s)} against bytes.")
 
 # %% [markdown]
-# The same data as bandwidth. Far to the left of the knee nearly all of the bandwidth is lost to α, and a
+# The plot shows the same data as bandwidth. Far to the left of the knee nearly all of the bandwidth is lost to α, and a
 # network with a larger β would not help.
 
 # %% [markdown]
 # ## Lab: other shapes, on a virtual network (MORE, 14 min)
 #
-# **Why.** The ring has the fewest bytes and the most hops: with 1,000 ranks 1,998 latencies in a row. Other shapes
-# trade bytes for hops. Whether that pays depends on the network, and one machine has only one. So we take a [**virtual
-# network**](../assets/glossary.md#virtual-network): the messages are real, the sums are real, and a wrong algorithm hangs or gives wrong numbers as ever. Only
-# *time* is computed. Every rank has a logical clock, and a message moves it by α + bytes/β of the link that it takes. No
-# real clock is read, so each run gives the same times to the last digit.
+# **Why.** The ring has the fewest bytes but many hops: with 1,000 ranks it pays 1,998 latencies in a row. Other shapes
+# send more bytes in fewer hops. Whether that is faster depends on the network, and one machine has only one network. So
+# we take a [**virtual network**](../assets/glossary.md#virtual-network): the messages are real, the sums are real, and
+# a wrong algorithm hangs or gives wrong numbers, as on any network. Only *time* is computed. Every rank has a logical
+# clock, and a message moves it by α + bytes/β of the link that it takes. No real clock is read, so each run gives the
+# same times to the last digit.
 #
 # Two nodes. Inside, NVLink at 150 GB/s per direction and peer; between them, InfiniBand NDR: 400 Gb/s, that is 50 GB/s.
 # Those bandwidths are from data sheets; the latencies of 2 and 5 µs are assumed.
@@ -1293,7 +1295,7 @@ def tree_broadcast(x):
 
 
 # %% [markdown]
-# Both on the virtual network. These times are the same in every run, on every machine:
+# Run both on the virtual network. These times are the same in every run, on every machine:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -1306,8 +1308,8 @@ assert (x == 7).all()  # virtual time, real numbers: they have arrived
 metrics.exact(broadcast_virtual_s=times)
 
 # %% [markdown]
-# Three messages in both. One by one, rank 0 sends all three in a row, two of them over the slow link. In the tree, ranks
-# 0 and 1 send at the same time in round 2, and the last rank waits for only one slow message.
+# Both send three messages. One by one, rank 0 sends all three in a row, two of them over the slow link. In the tree,
+# ranks 0 and 1 send at the same time in round 2, and the last rank waits for only one slow message.
 
 # %% [markdown]
 # ### All-to-all, in pairs
@@ -1372,7 +1374,7 @@ def team_all_gather(chunks, team):
 
 
 # %% [markdown]
-# With these two, three all-reduces that differ only in who talks to whom:
+# These two functions make three all-reduces, which differ only in who talks to whom:
 
 
 # %%
@@ -1402,8 +1404,8 @@ def hierarchical(x_N):
 
 
 # %% [markdown]
-# **Predict**, for 4 ranks on these two nodes: which of the three is fastest for 4 KiB, and which for 4 MiB? From which
-# size on?
+# **Predict**, for 4 ranks on these two nodes: which of the three is fastest for 4 KiB, and which for 4 MiB? At which
+# size do they cross?
 #
 # | algorithm | hops | time for N bytes |
 # |---|---|---|
@@ -1434,7 +1436,7 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 
 # %% [markdown]
 # Expect two crossing lines, and above them one that never wins. The formulas for 4 ranks are dashed. The ratio below
-# them is 1 if both of us counted the hops correctly.
+# them is 1 if the formulas count the hops correctly.
 
 # %%
 # %%ranks
@@ -1458,8 +1460,8 @@ if rank == 0:
 # links are fast, but in every hop *some* rank uses a slow one, and at the next hop all others wait for it. That is why
 # real libraries look at the topology first, and switch algorithm with the size (`NCCL_ALGO` names NCCL's choices: Ring, Tree, NVLS, CollNet, PAT).
 #
-# Where the time goes, for 1 MiB. Flat ring: six hops at the pace of the slow link. Hierarchical: two short hops and two
-# long ones.
+# The next figures show where the time goes, for 1 MiB. The flat ring makes six hops at the pace of the slow link, the
+# hierarchical all-reduce two short hops and two long ones.
 
 # %%
 # %%ranks
@@ -1473,7 +1475,7 @@ for name in ("ring", "hierarchical"):
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: other shapes</summary>
 #
-# 11 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
+# 14 minutes, for a long course or a quick group. *Say:* virtual time, real messages; the
 # plot repeats to the last digit. *Usual mistakes:* reading virtual microseconds as this machine's; thinking that a tree
 # sends fewer bytes; forgetting that the slowest link sets the pace of a ring. *When late:* only the last plot. *Ask:*
 # "Where does the crossing move when the network between the nodes gets ten times slower?"
@@ -1483,13 +1485,13 @@ for name in ("ring", "hierarchical"):
 # %% [markdown]
 # ## Exercises (MORE, 19 min)
 #
-# Exercises 1 and 5 stand in the labs above. These three need only the start cells.
+# Exercises 1 and 5 are in the labs above. These three need only the start cells.
 
 # %% [markdown]
 # ### Exercise 2: pi, with one reduce
 #
 # Throw points at random into the unit square; the share that falls into the quarter circle is π/4. Points do not depend
-# on each other, so the ranks can share them. `count_hits(points, seed)` throws and counts. Write what is around it:
+# on each other, so the ranks can share them. `count_hits(points, seed)` throws and counts. Write the code around it:
 # **split** the points over the ranks (1,003 points on 4 ranks: none may be lost), give every rank **different random
 # numbers**, and bring the hits to rank 0 with **one reduce**.
 
@@ -1540,8 +1542,9 @@ metrics.exact(pi=estimate)
 # s.](../assets/02_strong_scaling.svg)
 #
 # Somebody ran such a program on 1, 2, 4 and 8 ranks, always with the same number of points in all ([strong
-# scaling](../assets/glossary.md#strong-scaling)), and measured 8.03, 4.21, 2.09 and 1.06 s. The *speed-up* on n ranks is
-# the time on one rank divided by the time on n; the *efficiency* is the speed-up divided by n. Write both as a function.
+# scaling](../assets/glossary.md#strong-scaling)), and measured 8.03, 4.21, 2.09 and 1.06 s. The *speed-up* on n ranks
+# is the time on one rank divided by the time on n; the *efficiency* is the speed-up divided by n. Write a function that
+# returns both.
 #
 # **Predict** first, by eye: are 8 ranks more or less efficient than 2?
 #
@@ -1579,7 +1582,7 @@ checks.speed_up(scaling, ranks)
 # %% [markdown]
 # ### Exercise 4: mend the suspicious ring
 #
-# Change as few lines as you can. (For lengths that the number of ranks divides.)
+# Change as few lines as you can. (The number of ranks divides the length.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -1602,7 +1605,7 @@ checks.mended_ring(mended_ring, ranks)
 # ```python
 # def mended_ring(x_N):
 #     """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
-#     chunks = x_N.chunk(world_size)  # what travels is a chunk, and each hop has another one
+#     chunks = x_N.chunk(world_size)  # only chunks travel, a different one at each hop
 #     for hop in range(world_size - 1):
 #         arrived = torch.empty_like(chunks[0])
 #         exchange(chunks[(rank - hop) % world_size], right, arrived, left)
@@ -1617,7 +1620,7 @@ checks.mended_ring(mended_ring, ranks)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: exercises</summary>
 #
-# 13 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
+# 19 minutes, or at home. *Say:* exercise 2 is the pattern of every parallel evaluation:
 # share, work, one reduce. *Usual mistakes:* `points // n` and the remainder is gone; one seed for all ranks, so that n
 # ranks find one rank's answer n times; an all-reduce where one rank needs the result. *When late:* skip 3. *Ask:* "With
 # one seed for all, is the estimate wrong?" (No: it is as good as one rank's. That is why nobody notices.)

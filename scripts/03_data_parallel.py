@@ -207,7 +207,7 @@ checks.mean_gradient(average_gradients, ranks)
 # </details>
 
 # %% [markdown]
-# One update, on every rank for itself:
+# Now every rank makes its own update:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -216,8 +216,8 @@ torch.optim.SGD([w], lr=0.01).step()
 say(f"averaged gradient {w.grad.item():.0f}; w is now {w.item():.2f}; the replicas are {spread([w])} apart")
 
 # %% [markdown]
-# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was ever sent**. The rest of this lesson
-# makes one line of it, the all-reduce, cheap.
+# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was ever sent**. The rest of this
+# lesson makes the all-reduce cheap.
 
 # %% [markdown]
 # ## The same start (CORE, 7 min)
@@ -320,8 +320,9 @@ with wire.watch() as seen:
 say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f} MB together")
 
 # %% [markdown]
-# Correct but slow: one call for each gradient, while every GPU idles. A call for a LayerNorm's 512 bytes is lesson 02's
-# latency and nothing else. Two cures follow: **call less often**, and **call while there is still something to compute**.
+# Correct but slow: one call for each gradient, while every GPU idles. A call for a LayerNorm's 512 bytes costs almost
+# only latency (lesson 02). Two cures follow: **call less often**, and **call while there is still something to
+# compute**.
 
 # %% [markdown]
 # ## Buckets that leave early (CORE, 13 min)
@@ -375,9 +376,9 @@ checks.bucket_start(start_all_reduce, ranks)
 # Backward calls your hook when `p.grad` is final. `bucket.take(p)` moves that gradient into its bucket;
 # `bucket.missing` is the set of parameters that have not come yet; `bucket.start()` calls your build C.
 #
-# One rule is easy to miss: **all ranks must start their buckets in the same order**, because the n-th all-reduce of one rank
-# meets the n-th of the others, whatever is in it. So `waiting` lists the buckets that have not started, in order. One that
-# fills early waits; when the first is full, several may leave at once.
+# One rule is easy to miss: **all ranks must start their buckets in the same order**, because the n-th all-reduce of one
+# rank meets the n-th of the others, whatever is in it. So `waiting` lists the buckets that have not started, in order.
+# A bucket that fills early waits; when the first is full, several may leave at once.
 
 
 # %%
@@ -497,9 +498,10 @@ class BucketedDDP(torch.nn.Module):
 # %% [markdown]
 # ## Three ways to one gradient (CORE, 4 min)
 #
-# Is it right? Yours, the library's DDP and one process that reads the whole global batch must get the same *gradients*, under
-# plain SGD, in float64. (Adam divides by the gradient's size and hides a wrong factor; a falling loss hides nearly
-# everything.) `few_steps`, folded, trains three steps and returns the last gradients, the weights and the losses.
+# Is it right? Your DDP, the library's and one process that reads the whole global batch must get the same *gradients*,
+# under plain SGD, in float64. (Adam divides by the gradient's size and hides a wrong factor; a falling loss hides
+# nearly everything.) `few_steps`, folded, trains three steps and returns the last gradients, the weights and the
+# losses.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -525,7 +527,8 @@ metrics.exact(float64_gradient=fingerprint([found["ours"][0]]), float64_losses=f
 metrics.close(float64_losses_close=found["ours"][2])
 
 # %% [markdown]
-# You have built the heart of DDP. The [handbook](../assets/handbook/03_data_parallel.md) says what the library does besides.
+# You have built the heart of DDP. The [handbook](../assets/handbook/03_data_parallel.md) says what else the library
+# does.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -705,12 +708,12 @@ if rank == 0:
     show(figure, "buckets", "hatched communication under solid backward: 8 buckets end first, 32 pile up behind it")
 
 # %% [markdown]
-# With 8 buckets only the last one sticks out: overlap hides 11 of 13 ms. With 32 the latencies add up and the network falls
-# behind. DDP's default is 25 MiB per bucket.
+# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up and the
+# network falls behind. DDP's default is 25 MiB per bucket.
 #
-# **Does it carry to 512 GPUs?** Below are others' measurements on H100s, with the work per GPU fixed ([**weak
-# scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (FSDP, lesson 06), which sends half as much again as
-# DDP and overlaps in the same way. How good was your guess from the start?
+# **Does overlap help on 512 GPUs?** Below are others' measurements on H100s, with the work per GPU fixed ([**weak
+# scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (FSDP, lesson 06), which sends 1.5 times DDP's
+# bytes and overlaps in the same way. How good was your guess from the start?
 
 # %%
 # %%ranks
@@ -744,8 +747,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 6 min)
 #
-# A teaching library for distributed training has a naive data parallel class next to its bucketed one. Its heart is below, in
-# our words. **What is wrong, and which of this lesson's instruments shows it?**
+# A teaching library for distributed training has a naive data parallel class next to its bucketed one. Its main lines
+# are below, in our words. **What is wrong, and which of this lesson's instruments shows it?**
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -770,7 +773,8 @@ for name, model in {"suspect": suspect, "library": DDP(new_model())}.items():
     say(f"{name}: losses {' '.join(f'{loss:.3f}' for loss in losses)}; gradients {spread([gradients_P]):.1e} apart")
 
 # %% [markdown]
-# Both losses fall. Without the second line, would you have noticed? Only the spread of the **gradients** gives it away.
+# Both losses fall. Without the library's line, would you have noticed? Only the spread of the **gradients** gives it
+# away.
 #
 # <details><summary>Answer</summary>
 #
@@ -850,10 +854,11 @@ card(
 # %% [markdown]
 # ## Lab: what a step sends, counted twice (MORE, 2 min)
 #
-# Two instruments that know nothing of each other: *calls* are what is handed to `torch.distributed`, DDP's own
-# buckets included; *transport* is what the operating system says really left this process (Linux only).
+# Two independent instruments count. One counts what is handed to `torch.distributed`, DDP's own buckets included
+# (*communicated*). The other asks the operating system what really left this process (*sent*, Linux only).
 #
-# **Predict.** 816,705 gradients of 4 bytes. What does a rank of four communicate per step, and what does it send on a ring?
+# **Predict.** The model has 816,705 gradients of 4 bytes. How many MB does each of four ranks communicate per step, and
+# how many does it send on a ring?
 #
 # <details><summary>Answer</summary>
 #
@@ -886,9 +891,9 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
 # %% [markdown]
 # ## Lab: time it on this machine (MORE, 10 min)
 #
-# All versions of the lesson, taking turns, so that a busy moment of the machine hits all of them. On GPUs expect overlap to
-# save most of the averaging. Where ranks share cores, as on a laptop, sending is work for the same cores: fewer calls help,
-# overlap hardly.
+# The cells time all versions of the lesson in turns, so that a busy moment of the machine hits all of them. On GPUs
+# expect overlap to save most of the averaging. Where ranks share cores, as on a laptop, sending is work for the same
+# cores: fewer calls help more than overlap does.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -953,7 +958,7 @@ if rank == 0:
 # %% [markdown]
 # ### See the overlap
 #
-# One step without overlap, then one with it. `--trace` draws below the cell what each rank did.
+# The cell runs one step without overlap, then one with it. `--trace` draws below the cell what each rank did.
 #
 # **Predict.** In which of the two does an all-reduce begin before backward has ended? What do the ranks do at the very end of
 # both steps?
@@ -1008,9 +1013,9 @@ if rank == 0:
         say(f"{name:28} ready at {100 * (moment - begin) / whole_s:3.0f} % of backward")
 
 # %% [markdown]
-# ### Which of the two is faster?
+# ### Ours or the library's: which is faster?
 #
-# Ours and the library's, with buckets of the same size, taking turns. Expect a ratio near 1: the work is the same, and a
+# Both DDPs have buckets of the same size and take turns. Expect a ratio near 1: the work is the same, and a
 # handful of Python calls per bucket costs little.
 
 # %%
@@ -1049,10 +1054,11 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 # %% [markdown]
 # ## Lab: a formula for the number of buckets (MORE, 5 min)
 #
-# Let c be the time of one bucket's ring, and k the number of buckets. Backward takes B. If the network keeps up, only the last
-# bucket is exposed: averaging finishes at B + c. If it does not, it is busy from the first bucket on: B/k + k·c. So it is the
-# larger of the two. c has 2(n-1) messages of 1/(k·n) of the bytes: with growing k the bytes of a bucket shrink, its latency
-# does not, and k·c grows without end. A U.
+# Let c be the time of one bucket's ring, and k the number of buckets. Backward takes B. If the network keeps up, only
+# the last bucket is exposed: averaging finishes at B + c. If it does not, the network is busy from the first bucket on:
+# averaging finishes at B/k + k·c. The time is the larger of the two. c has 2(n-1) messages of 1/(k·n) of the bytes:
+# with growing k the bytes of a bucket shrink, its latency does not, and k·c grows without end. Plotted against k, the
+# time is a U.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1084,7 +1090,7 @@ metrics.exact(virtual_step_s=virtual_s)
 
 # %% [markdown]
 # Now your own class on this machine, at three sizes, with overlap and without. One bucket is complete only when backward is
-# over, so there is nothing to overlap: what the first line prints is noise, and a yardstick for the others.
+# over, so there is nothing to overlap: the first line prints only noise. Compare the other lines with it.
 
 # %%
 # %%ranks --timeout 200
@@ -1115,18 +1121,18 @@ if rank == 0:
     show(figure, "bucket_size", "step time against the number of buckets: virtual, a U; measured, whiskers")
 
 # %% [markdown]
-# On the left nothing is left to explain: the formula *is* the schedule. On the right, where ranks share cores, gloo's
-# all-reduce runs on the cores that compute, so the number of calls matters and overlap does not. On GPUs a few
-# processors and the network card do the sending, and where gradients are large the U is real. DDP's 25 MiB are its authors'
-# estimate of where its floor lies (Li et al. 2020).
+# On the left, the formula and the virtual network agree. On the right, where ranks share cores, gloo's all-reduce runs
+# on the cores that compute, so the number of calls matters and overlap does not. On GPUs a few processors and the
+# network card do the sending, so large gradients give such a U. DDP's 25 MiB are its authors' estimate of where the U
+# is lowest (Li et al. 2020).
 
 # %% [markdown]
 # ## Lab: where the time goes (MORE, 3 min)
 #
 # The log of a [published
 # run](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
-# of a ShakespeareGPT shows a training cycle of 69 s on its four GPUs. In each, rank 0 evaluated, sampled and saved, while the
-# three others waited at the next all-reduce. That took **59 % of the cycle**.
+# of a ShakespeareGPT shows a training cycle of 69 s on its four GPUs. In each cycle rank 0 evaluated, sampled and
+# saved, while the three others waited at the next all-reduce. That took **59 % of the cycle**.
 #
 # ![A cycle of 69 seconds on four ranks: 28 s of training on all, then 41 s in which only rank 0 evaluates, samples and
 # saves, and three ranks wait](../assets/03_rank_0_evaluates.svg)
@@ -1135,12 +1141,12 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# A 1/n of its time, if each rank has cores of its own. On a laptop whose ranks share cores you gain as many times as there are
-# cores, at best.
+# 1/n of the time that rank 0 takes alone, if each rank has its own cores. On a laptop whose ranks share cores, the
+# speed-up is about the number of cores at best.
 #
 # </details>
 #
-# Now both ways on your ranks, the same batches and the same function, in turns.
+# Now measure both ways on your ranks, in turns, with the same batches and the same function.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1171,9 +1177,10 @@ metrics.measured(evaluation_s=eval_s)
 # %% [markdown]
 # ## Lab: half the bytes: a communication hook (MORE, 3 min)
 #
-# DDP lets you replace what happens to a full bucket by a [communication hook](../assets/glossary.md#communication-hook). It
-# gets the bucket and returns a *future* of the averaged one. Here it travels in bf16, 2 bytes per number instead of 4. (PyTorch
-# ships this one as `bf16_compress_hook`, for NCCL; ours runs on gloo too.)
+# DDP lets you replace what happens to a full bucket by a [communication
+# hook](../assets/glossary.md#communication-hook). The hook gets the bucket and returns a *future* of the averaged one.
+# Here the bucket travels in bf16, 2 bytes per number instead of 4. (PyTorch ships this one as `bf16_compress_hook`, for
+# NCCL; ours runs on gloo too.)
 #
 # **Predict.** bf16 keeps 8 significant bits. How far off, relative to the largest gradient, will the result be at most?
 #
@@ -1256,10 +1263,10 @@ if rank == 0:
     say(f"the gradients are {apart} apart")
 
 # %% [markdown]
-# **A trap.** The library's DDP decides in *forward* whether the next backward will average. In a well-known training script
-# the switch was set after the forward pass, right before `backward()`. It trained; at step 1250 the validation loss was 4.59
-# where 3.95 was due ([build-nanogpt#30](https://github.com/karpathy/build-nanogpt/pull/30)). Here are such lines. Before you
-# run them: which measurement tells you within one step?
+# **A trap.** The library's DDP decides in *forward* whether the next backward will average. In a well-known training
+# script the switch was set after the forward pass, right before `backward()`. It trained, but at step 1250 the
+# validation loss was 4.59 instead of 3.95 ([build-nanogpt#30](https://github.com/karpathy/build-nanogpt/pull/30)). The
+# next cell has the same mistake. Before you run it: which measurement shows it within one step?
 
 # %%
 # %%ranks
@@ -1275,7 +1282,7 @@ if rank == 0:
 
 # %% [markdown]
 # On several ranks the gradients differ, so the replicas diverge at the first update. Every rank now trains its own model on a part of
-# the data, which is why the loss still falls, only less. Exercise 2 asks for the right way.
+# the data, so the loss still falls, but less. Exercise 2 asks for the right way.
 
 # %% [markdown]
 # ## Lab: weak scaling, when more ranks stop helping (MORE, 4 min)
@@ -1285,15 +1292,15 @@ if rank == 0:
 #
 # ![Weak scaling: one, two and four ranks, three sequences each; the batch grows with the ranks](../assets/03_weak_scaling.svg)
 #
-# **Predict.** The first line of output told the number of cores. What
+# **Predict.** The first lines of output show the number of cores. What
 # [efficiency](../assets/glossary.md#weak-scaling) do you expect on 1, 2 and 4 ranks: the tokens per second of n ranks, divided
 # by n times those of one?
 #
 # <details><summary>Answer</summary>
 #
-# Up to as many ranks as there are cores, below 100 %: the averaging is added, and the waiting for each other. Beyond that the
-# ranks share cores. Four ranks on two cores can hardly exceed 50 %, whatever DDP does.
-# Ranks with a GPU each share none: what is left is averaging and waiting, and for a model as small as this, launches.
+# With no more ranks than cores, less than 100 %, because the ranks also average and wait for each other. More ranks
+# share cores: four ranks on two cores can hardly exceed 50 %, whatever DDP does. Ranks with one GPU each share nothing.
+# They lose time only to averaging, to waiting and, for so small a model, to kernel launches.
 #
 # </details>
 
@@ -1339,8 +1346,8 @@ metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
 
 # %% [markdown]
 # Find the first number of ranks whose efficiency is far below 100 %; on the CPU compare it with the number of cores. An
-# all-reduce waits for its slowest rank, and a rank without a core of its own is always slow. On one machine that is when more ranks stop
-# helping: nothing is left to compute on. Between machines it is the network.
+# all-reduce waits for its slowest rank, and a rank without a core of its own is always slow. On one machine more ranks
+# stop helping when there is no free core. Between machines the network is the limit.
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)
@@ -1380,9 +1387,9 @@ checks.untidy(average_untidy, ranks)
 # </details>
 
 # %% [markdown]
-# (A parameter that *no* rank used now has a gradient of zeros, where one process would have None. To plain SGD that is the
-# same. AdamW decays the weight of the one and skips the other. DDP with `find_unused_parameters=True` keeps None: it sends one
-# more small all-reduce, of an integer per parameter tensor.)
+# (A parameter that *no* rank used now has a gradient of zeros, where one process would have None. Plain SGD treats both
+# the same. AdamW decays a weight whose gradient is zero, and skips one whose gradient is None. DDP with
+# `find_unused_parameters=True` keeps None: it sends one more small all-reduce, of an integer per parameter tensor.)
 #
 # ### Exercise 2: accumulate with the library's `no_sync`
 #
@@ -1453,8 +1460,8 @@ checks.bytes_per_step(bytes_per_step, ranks)
 # %% [markdown]
 # ## Lab: two more bugs of the same family (MORE, 3 min)
 #
-# Both from one workshop's trainer. In the first, somebody prepared for fp16: `backward()` and `step()` stand under the
-# scaler that fp16 needs. What happens where there is no scaler, as in fp32?
+# Both bugs are from one workshop's trainer. In the first, somebody prepared for fp16: `backward()` and `step()` run
+# only if there is a scaler, which fp16 needs. What happens without a scaler, as in fp32?
 
 # %%
 # %%ranks
@@ -1472,7 +1479,8 @@ if rank == 0:
     say(f"after 3 steps the weights have changed: {fingerprint(model.parameters()) != first_weights}")
 
 # %% [markdown]
-# Without a scaler nothing trains, and nothing says so. One line would have: assert that the first step changes the weights.
+# Without a scaler nothing trains, and no message says so. One more line would: assert that the first step changes the
+# weights.
 #
 # In the second, rank 0 draws a sample between two steps. Which rank trains with dropout afterwards? A model with dropout gives
 # a different loss each time it reads the same batch:
@@ -1490,7 +1498,8 @@ once, again = (model(*batch(0))[1].item() for _ in range(2))
 say(f"the same batch twice: {'the same loss' if once == again else 'another loss'}")
 
 # %% [markdown]
-# Only rank 0. Whatever changes the state of a model belongs outside `if rank == 0`. Only files and the screen belong inside.
+# Only rank 0 trains with dropout. Whatever changes the state of a model belongs outside `if rank == 0`. Only files and
+# the screen belong inside.
 
 # %% [markdown]
 # ## On the cluster (MORE, 1 min)
@@ -1503,9 +1512,9 @@ say(f"the same batch twice: {'the same loss' if once == again else 'another loss
 # bash jobs/ddp_shakespeare.pbs            # no scheduler: the same on this node
 # ```
 #
-# **What changes on GPUs.** `join()` takes one GPU per rank and NCCL, which sends on its own stream, so overlap is real. No line
-# of this lesson changes. **What to look for:** as many ranks as you asked for, each on its own GPU; in `metrics.json` the same
-# `first_losses` as on your laptop, to 1e-3, for the same `--global-batch`.
+# **What changes on GPUs.** `join()` takes one GPU per rank, and NCCL, which sends on its own stream, so overlap saves
+# time. No line of this lesson changes. **What to look for:** as many ranks as you asked for, each on its own GPU; in
+# `metrics.json` the same `first_losses` as on your laptop, to 1e-3, for the same `--global-batch`.
 
 # %% [markdown]
 # ## End

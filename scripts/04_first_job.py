@@ -96,8 +96,9 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 # %% [markdown]
 # ## Submit first, read later (CORE, 2 min)
 #
-# A job may wait, so submit it now. In a terminal, in the course's folder, you would type what this cell prints after the
-# `$`. (Without a scheduler, `bash` runs the job file here, with two ranks. What needs a queue was recorded with Slurm.)
+# A job may wait, so submit it now. In a terminal, in the course's folder, you would type what this cell prints after
+# the `$`. (Without a scheduler, `bash` runs the job file here, with two ranks. Outputs that need a queue were recorded
+# with Slurm.)
 
 # %% tags=["active-ipynb"]
 # from manyhands.jobs.submit import scheduler, submit
@@ -111,7 +112,7 @@ metrics = Metrics(ranks, corpus, {"global_batch": global_batch, "steps": steps})
 #
 # - The **login node** is where you arrive. Everybody shares it: edit, submit, and try things that take seconds.
 # - The **scheduler** (PBS or Slurm) keeps the **queue** of jobs and decides which one is next.
-# - **Compute nodes** have the GPUs. They are your job's for as long as it asked for: its **walltime**.
+# - **Compute nodes** have the GPUs. They belong to your job for as long as it asked: its **walltime**.
 # - The **file system** is the same on all of them.
 #
 # **Predict.** This job asks for two nodes and starts two ranks on each. They share 12 sequences per step. How many does each
@@ -172,7 +173,7 @@ if rank == 0:
 # | `Priority` | `Q` | others are ahead |
 # | `Dependency` | `H` | waits for another job of yours to end |
 # | `DependencyNeverSatisfied` | | that other job has failed |
-# | `JobHeldUser` | `H` | you put it on hold; `scontrol release`, `qrls` lets it go |
+# | `JobHeldUser` | `H` | you put it on hold; `scontrol release` or `qrls` releases it |
 # | `PartitionTimeLimit`, `PartitionNodeLimit` | | more than this queue ever gives |
 #
 # **Predict.** Which job starts next?
@@ -237,11 +238,11 @@ if rank == 0:
 # | `ngpus=4` in `select` | `--gpus-per-node=4` | GPUs |
 #
 # `make jobs SITE=polaris ACCOUNT=MyProject` writes your site's lines into the file, once. With a blank, `# SBATCH`, a
-# directive is a comment, and nobody tells you. [The handbook](../assets/handbook/04_first_job.md) explains every line, and
-# modules, containers and scratch disks.
+# directive is a comment, without any warning. [The handbook](../assets/handbook/04_first_job.md) explains every line,
+# and modules, containers and scratch disks.
 #
-# The last line of the file is the laptop's own command, `python scripts/launch.py`. On two nodes it runs one torchrun on each
-# of them, and each torchrun starts its node's ranks. Without it you would write:
+# The last line of the file is the laptop's own command, `python scripts/launch.py`. On two nodes it runs one torchrun
+# on each, and each torchrun starts its node's ranks. Without `launch.py` you would write:
 #
 # ```bash
 # HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -288,8 +289,8 @@ checks.my_sequences(my_sequences, ranks)
 # %% [markdown]
 # ### Is the gradient the same? (MORE, 2 min)
 #
-# Try it on the ranks of this notebook, as if two of them shared a node: the mean of the gradients of all shares against the
-# gradient of the whole batch in one process. In float64, so that rounding hides nothing.
+# Try it on the ranks of this notebook, as if two of them shared a node. The cell compares the mean of the gradients of
+# all shares with the gradient of the whole batch in one process. It uses float64, so that rounding hides nothing.
 
 
 # %%
@@ -375,9 +376,9 @@ if rank == 0:
 # | look into it | `ssh` to a node that `qstat -f` names, then `nvidia-smi` or `top` | `srun --jobid 4711 --overlap nvidia-smi` |
 # | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `salloc --nodes 1 --time 00:30:00` |
 #
-# **After the end** the job soon vanishes from `squeue` and `qstat`. Ask the history, `sacct -j 4711 -o State,ExitCode,Elapsed`
-# or `qstat -xf 4711`, or read `outputs/jobs/ddp_shakespeare.4711.status`, which our job file writes: 0 is good, and above
-# 128 it is 128 plus a signal.
+# **After the end** the job soon vanishes from `squeue` and `qstat`. Ask the history, `sacct -j 4711 -o
+# State,ExitCode,Elapsed` or `qstat -xf 4711`, or read `outputs/jobs/ddp_shakespeare.4711.status`, which our job file
+# writes: 0 is success, and above 128 it is 128 plus a signal.
 #
 # **Predict.** A job that used too much memory was killed by SIGKILL, which is signal 9. What is its exit status?
 
@@ -416,8 +417,8 @@ compare("the exit status after SIGKILL", guess_status, 128 + 9)
 #
 # ### Build C: find the first error, and its rank
 #
-# Search the three logs for words that errors use; try several. Which rank failed *first*, and with which error? One that
-# speaks of a *connection* or a *peer* is an echo.
+# Search the three logs for words that errors use; try several. Which rank failed *first*, and with which error? An
+# error about a *connection* or a *peer* is an echo of the first.
 
 # %% tags=["active-ipynb"]
 # !grep -hi "____" ../assets/recorded/04_failed*.out
@@ -443,8 +444,9 @@ if rank == 0:
 # %% [markdown]
 # <details><summary>What happened?</summary>
 #
-# `x_bT` is this rank's *own share* of the batch: 3 sequences, numbers 0 to 2. Indexed by the rank it works for ranks 0, 1 and
-# 2. With two ranks on the laptop each share had 6 sequences. **A program that runs on two ranks has been tested on two ranks.**
+# `x_bT` is this rank's *own share* of the batch: 3 sequences, numbers 0 to 2. The new line indexes it by the rank,
+# which works for ranks 0, 1 and 2. With two ranks on the laptop each share had 6 sequences. **A test on two ranks shows
+# nothing about four.**
 #
 # </details>
 
@@ -545,16 +547,19 @@ if rank == 0:
 metrics.exact(by_hand=by_hand)
 
 # %% [markdown]
-# Real schedulers order by a *priority* instead: how long a job has waited, its size, what its project has used lately.
+# Real schedulers order jobs by a *priority* instead. It depends on how long a job has waited, on its size, and on what
+# its project has used lately.
 
 # %% [markdown]
 # ## How long to ask for (MORE, 10 min)
 #
-# **Why.** You must name the walltime before you know it. Too little, and the job is ended when it was nearly done. Too much, and
-# it waits longer than it must (the next section shows it). The way out: run a few steps, and draw the line.
+# **Why.** You must name the walltime before you know it. If it is too short, the scheduler ends the job before it is
+# done. If it is too long, the job waits longer than it must (the next section shows it). The way out: run a few steps,
+# and extend the line.
 #
-# Time = start-up + steps x time per step. We train ShakespeareGPT for `steps` steps on the ranks of this notebook. That takes
-# seconds, so a login node can bear it. The whole training would not be welcome there: that is what you ask a walltime for.
+# Time = start-up + steps x time per step. We train ShakespeareGPT for `steps` steps on the ranks of this notebook. That
+# takes seconds, so you may do it on a login node. The whole training belongs in a job, and for this job you need the
+# walltime.
 
 
 # %%
@@ -623,8 +628,8 @@ metrics.measured(step_s=step_s, predicted_over_measured=1 / ratio)
 #
 # ### Exercise 2: a walltime to ask for
 #
-# A run should take `seconds`. Write `ask_for(seconds)`: half as much again, and two minutes for the start, rounded up to
-# whole minutes, as the text `HH:MM:SS`. (A run of 30 hours asks for more than 24.)
+# A run should take `seconds`. Write `ask_for(seconds)`: 1.5 times as long, and two minutes for the start, rounded up to
+# whole minutes, as the text `HH:MM:SS`. (For a run of 30 hours, HH is more than 24.)
 
 
 # %%
@@ -658,7 +663,8 @@ if rank == 0:
     say(f"a margin of one half {'covers' if ratio <= 1.5 else 'does not cover'} what happened here")
 
 # %% [markdown]
-# In the plot the line is drawn from the grey part alone. Where the points leave it, something else ran on the machine.
+# In the plot the line comes from the grey part alone. Where the points leave the line, something else may have run on
+# the machine.
 
 # %%
 # %%ranks
@@ -684,23 +690,23 @@ if rank == 0:
 # %% [markdown]
 # ## Overtaking: why a short job starts early (MORE, 6 min)
 #
-# **Why.** Strictly in order wastes nodes. Look at the left half: job B wants both nodes. While it waits for A, node 2 stands
-# idle for six minutes.
+# **Why.** A queue that starts jobs strictly in order wastes nodes. Look at the left half: job B wants both nodes. While
+# it waits for A, node 2 stands idle for six minutes.
 #
 # ![Two nodes, four jobs. In order of submission node 2 stands idle for six minutes, because job B waits for both nodes. With
 # overtaking the short jobs C and D run in that gap, and B starts no later](../assets/04_overtaking.svg)
 #
-# So schedulers let a later job go first **if that delays nobody before it**. It is called
-# [*backfill*](../assets/glossary.md#backfill). The scheduler cannot know how long C will run. It believes what C asked for, its
-# walltime.
+# So schedulers let a later job go first **if that delays no job before it**. This is called
+# [*backfill*](../assets/glossary.md#backfill). The scheduler cannot know how long C will run. It believes what C asked
+# for, its walltime.
 #
 # **Predict.** In the right half D fills the gap from minute 2 to 5. Suppose its owner had asked for 60 minutes, "to be safe". It
 # still runs for 3. When does it start?
 #
 # <details><summary>Answer</summary>
 #
-# At minute 9, after B. It *might* run past minute 6 and delay B, so it may not overtake. To be safe has cost it seven minutes,
-# more than twice its run time.
+# At minute 9, after B. It *might* run past minute 6 and delay B, so it may not overtake. The long walltime costs it
+# seven minutes, more than twice its run time.
 #
 # </details>
 
@@ -756,10 +762,11 @@ if rank == 0:
 metrics.exact(queue=predicted)
 
 # %% [markdown]
-# **How that was made.** We told this Slurm to look at its queue every two seconds (`sched_interval`, `bf_interval`), and a script
-# asked it twice a second which jobs had started. A few seconds are the rhythm of the two. Slurm's own intervals are
-# [longer](https://slurm.schedmd.com/sched_config.html). And a real queue is long: PBS keeps only the first jobs in line from being
-# delayed, as many as the site's [`backfill_depth`](https://community.openpbs.org/t/clarification-on-backfill-depth-and-job-execution-order/4036).
+# **How that was made.** We told this Slurm to look at its queue every two seconds (`sched_interval`, `bf_interval`),
+# and a script asked it twice a second which jobs had started. These two intervals explain delays of a few seconds.
+# Slurm's own intervals are [longer](https://slurm.schedmd.com/sched_config.html). And in a long queue PBS protects only
+# the first jobs in line from delay, as many as the site's
+# [`backfill_depth`](https://community.openpbs.org/t/clarification-on-backfill-depth-and-job-execution-order/4036).
 #
 # **Ask for what you need plus a margin, not for the maximum**: a short job finds a gap, a long one waits for its turn. (Further
 # reading: Mu'alem and Feitelson 2001, *Utilization, predictability, workloads, and user runtime estimates in scheduling the IBM
@@ -797,8 +804,8 @@ if rank == 0:
         say(f"the job says:      {done.stdout.strip()}")
 
 # %% [markdown]
-# No error anywhere. The job ran the script, and the script is yesterday's: **results that the notebook cannot explain.** So a job
-# file should refuse to run a stale pair. Somebody's guard:
+# No error anywhere. The job ran the script, and the script is yesterday's: **results that the notebook cannot
+# explain.** So a job file should refuse to run a stale pair. Here is somebody's guard:
 #
 # ```python
 # def stale(notebook, script):
@@ -835,9 +842,10 @@ if rank == 0:
 # </details>
 
 # %% [markdown]
-# That is what `python -m manyhands.course.pairs check 03_data_parallel` does in our job file: it stops with exit status 2 and says
-# which cell differs. The cure is `make sync`, in a terminal. (jupytext's own `--sync` also trusts the files' times, see its
-# [documentation](https://jupytext.readthedocs.io/en/latest/using-cli.html): save what you want to keep last.)
+# That is what `python -m manyhands.course.pairs check 03_data_parallel` does in our job file: it stops with exit status
+# 2 and says which cell differs. The cure is `make sync`, in a terminal. (jupytext's own `--sync` also trusts the files'
+# times, see its [documentation](https://jupytext.readthedocs.io/en/latest/using-cli.html): save the file that you want
+# to keep after the other one.)
 
 # %% [markdown]
 # ## On the cluster

@@ -248,13 +248,13 @@ checks.sharded_order(remaining, ranks)
 # def remaining(length, epoch, done, rank, n):
 #     key = np.random.SeedSequence(0, spawn_key=(epoch,))
 #     order = np.random.default_rng(key).permutation(length)  # the same on every rank
-#     return order[done:][rank::n].tolist()  # dealt like cards, so that what was read is its beginning
+#     return order[done:][rank::n].tolist()  # dealt like cards: together the ranks read it from its beginning
 # ```
 #
 # </details>
 
 # %% [markdown]
-# `dealt` is the loader from above, now with `remaining`. Now an update on four ranks learns from four times as many
+# `dealt` is the loader from above, with `remaining`. Now an update on four ranks learns from four times as many
 # sequences, and the curves differ:
 
 
@@ -480,8 +480,8 @@ if rank == 0 and world_size > 1:
     show(figure, "trajectories", alt)
 
 # %% [markdown]
-# In float64 a mistake is far larger than rounding. In float32 the two are closer. Some things still depend on n:
-# BatchNorm's statistics, dropout's masks, and clipping by each rank's own gradient norm.
+# In float64 a mistake is far larger than rounding. In float32 the two are closer. A missing point means no difference.
+# Some things still depend on n: BatchNorm's statistics, dropout's masks, and clipping by each rank's own gradient norm.
 
 # %% [markdown]
 # ## How large a batch is useful? (CORE, 8 min)
@@ -699,13 +699,13 @@ for n, (_, read) in updates.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `accumulate //= n`. The setting is meant for all ranks *together*; each gets its part of it, silently. If you believe that you
-# asked for 8 per rank, you get a scaling curve of updates that shrink. It is
-# [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it comes out even).
+# The line is `accumulate //= n`. The script takes the setting for all ranks *together*, and silently gives each rank
+# its part. If you meant 8 per rank, your updates do not grow with the ranks. This is
+# [nanoGPT#354](https://github.com/karpathy/nanoGPT/issues/354) (there an assertion demands that it divides).
 #
 # </details>
 #
-# **Mend it:** let the *global batch* be what one asks for, compute the rest, and refuse what does not come out even. Log the
+# **Mend it:** let the user ask for the *global batch*, compute the rest, and refuse what does not divide. Log the
 # sequences that were counted, not those that were configured.
 
 # %% [markdown] tags=["notes"]
@@ -749,9 +749,10 @@ card(
 catch_up(globals(), "remaining")
 
 # %% [markdown]
-# A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by seed and
-# epoch, and deals, as you do. With 13 cards for 4 ranks yours gives one rank four and the others three. The library insists on
-# equal numbers, so that no rank waits in an all-reduce to which nobody comes. Either it deals some twice, or it drops some:
+# A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by
+# seed and epoch, and deals, as you do. With 13 cards for 4 ranks your function gives one rank four and the others
+# three. The library insists on equal numbers, so that no rank waits in an all-reduce that others do not call. Either it
+# deals some cards twice, or it drops some:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -772,17 +773,17 @@ for name, mine in readers.items():
 # %% [markdown]
 # A doubled sequence hardly matters in training. In *evaluation* it does: there, deal unequal shares, and add up sums and counts.
 #
-# **Two traps.** `DistributedSampler` cannot know the epoch: call `sampler.set_epoch(epoch)` on every rank before each one. If you
-# forget, nothing fails, and every epoch has the same order
+# **Two traps.** `DistributedSampler` cannot know the epoch: call `sampler.set_epoch(epoch)` on every rank before each
+# one. If you forget, nothing fails, and every epoch has the same order
 # ([distributed_tutorial#5](https://github.com/yangkky/distributed_tutorial/issues/5); exercise 1 finds it). And a
-# `DataLoader` with workers asks for indices ahead of the training: save how far the *training* is. (The course's
-# `PartitionedSampler` is your function as a sampler; tell its `state_dict(position)` that number.)
+# `DataLoader` with workers asks for indices ahead of the training: save how many sequences the *training* has read.
+# (The course's `PartitionedSampler` is your function as a sampler; give that number to its `state_dict(position)`.)
 #
 # ### Throw dice, from streams that do not meet (MORE, 3 min)
 #
-# The other way: each rank draws at random, with replacement. nanoGPT reads like this. Now the seeds must differ. A launcher
-# library seeds each process with `seed * (rank + 1) * (local_rank + 1)`
-# ([ezpz, `setup_torch`](https://github.com/saforem2/ezpz/blob/17569fe2184e27a472773f94d2bde8e98eb40bd3/src/ezpz/distributed.py)).
+# In the other way, each rank draws at random, with replacement. nanoGPT reads like this. Now the seeds must differ. A
+# launcher library seeds each process with `seed * (rank + 1) * (local_rank + 1)` ([ezpz,
+# `setup_torch`](https://github.com/saforem2/ezpz/blob/17569fe2184e27a472773f94d2bde8e98eb40bd3/src/ezpz/distributed.py)).
 # Each pair (rank, local rank) is unique, so this looks safe.
 #
 # **Predict.** Two nodes with 8 GPUs each, `seed = 1`. Which ranks draw the same data?
@@ -823,7 +824,7 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# 1 - (1 - 1/N)ᴺ, which is 1 - 1/e = 63 %. The rest comes later; some come several times. For a model that sees its
+# 1 - (1 - 1/N)ᴺ, which is 1 - 1/e = 63 %. Some of these are seen several times. For a model that sees its
 # data many times, or never finishes one pass, that is no loss.
 #
 # </details>
@@ -856,21 +857,24 @@ if rank == 0:
 # %% [markdown]
 # ## Two rules of thumb, on a grid of rates (MORE, 9 min)
 #
-# A batch k times as large makes k times fewer updates of the same data. Each must go further:
+# A batch k times as large makes k times fewer updates from the same data. So each update must go further:
 #
 # ![Eight short steps along a valley, each from its own gradient, and one step eight times as long, from the mean of eight
 # gradients at the start](../assets/05_one_long_step.svg)
 #
-# - **Linear**, Goyal et al. 2017, for SGD: rate k·η, with [warm-up](../assets/glossary.md#learning-rate-warm-up). k small steps
-#   are about one long step, *if the gradient hardly changes on the way*; early it does, hence the warm-up.
-# - **Square root**, Malladi et al. 2022, for Adam: rate √k·η. Adam divides by the gradient's size. Where that is mostly noise, √k
-#   times less noise makes steps √k times longer already. (Their rule changes β₁, β₂ and ε too; we do not.)
+# - **Linear**, Goyal et al. 2017, for SGD: rate k·η, with [warm-up](../assets/glossary.md#learning-rate-warm-up). k
+#   small steps are about one long step, *if the gradient hardly changes on the way*. Early in training it does change,
+#   so the rate needs a warm-up.
+# - **Square root**, Malladi et al. 2022, for Adam: rate √k·η. Adam divides by the gradient's size. Where that size is
+#   mostly noise, the larger batch makes it √k times smaller, so Adam's steps are √k times longer already. (Their rule
+#   changes β₁, β₂ and ε too; we do not.)
 #
 # ### Exercise 4: the rule, with warm-up
 #
-# Write `learning_rate(kind, base, k, step, updates)`: the rate of update `step` = 0, 1, ... of `updates`. `base` is good for the
-# small batch, ours is `k` times as large; `kind` is "SGD" (linear) or "Adam" (square root). Over the first `updates // 10`
-# updates (at least one) the rate climbs in equal steps from near 0, but not 0, to its full size. There it stays.
+# Write `learning_rate(kind, base, k, step, updates)`: the rate of update `step` = 0, 1, ... of `updates`. `base` is the
+# rate for the small batch, our batch is `k` times as large; `kind` is "SGD" (linear) or "Adam" (square root). Over the
+# first `updates // 10` updates (at least one) the rate climbs in equal steps from near 0, but not 0, to its full size.
+# There it stays.
 
 
 # %%
@@ -900,16 +904,18 @@ checks.rate_rule(learning_rate, ranks)
 catch_up(globals(), "train", "learning_rate")
 
 # %% [markdown]
-# Now the rules meet our model: rates a factor √8 apart at batch 4 and at batch 32 (k = 8), three seeds each, every run over as
-# many characters. The square root is one step to the right, the linear rule two.
+# Now test the rules on our model, at batch 4 and at batch 32 (k = 8), with rates a factor √8 apart and three seeds
+# each. Every run reads the same number of characters. The square-root rule moves the rate one step to the right, the
+# linear rule two.
 #
 # **Predict.** By how many steps does the best rate of SGD move, by how many that of Adam? Does batch 32, at its best rate, reach
 # the loss of batch 4?
 #
 # <details><summary>Answer</summary>
 #
-# The rules say two for SGD and one for Adam. Both are limits for small steps, and the best rate of a short training is not
-# small: expect less where the large rate nearly diverges. And no rate makes up for an eighth of the updates here.
+# The rules say two for SGD and one for Adam. Both are limits for small steps, and the best rate of a short training is
+# not small: expect less where the large rate nearly diverges. And here no rate makes up for having an eighth of the
+# updates.
 #
 # </details>
 #
@@ -925,7 +931,8 @@ mine = {run: [train(*run, seed) for seed in seeds] for run in runs[rank::world_s
 losses = {run: found for part in everyone(mine) for run, found in part.items()}
 
 # %% [markdown]
-# Points are means of the seeds, whiskers reach from the lowest to the highest. Dashed: where the rule moves batch 4's best rate.
+# Points are means of the seeds, whiskers reach from the lowest to the highest. The dashed line shows where the rule
+# moves batch 4's best rate.
 
 # %%
 # %%ranks
@@ -954,8 +961,9 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 # %% [markdown]
 # ### The noise of a gradient, measured (MORE, 2 min)
 #
-# 256 gradients, each of one sequence; means over groups of B; how far are they from the mean of all? A prediction without a
-# free number: the variance of one sequence, divided by B (less 1/256, as the mean of all contains the group).
+# Take 256 gradients, each of one sequence, and their means over groups of B. How far are these means from the mean of
+# all? The prediction has no free number: the variance of one sequence, times 1/B - 1/256. (The 1/256 is there because
+# the mean of all contains the group.)
 
 
 # %% jupyter={"source_hidden": true}
@@ -997,8 +1005,8 @@ if rank == 0:
         say(f"batch = {ratio:5g} B_noise: {1 + 1 / ratio:4.2f} S_min updates read {1 + ratio:4.2f} E_min")
 
 # %% [markdown]
-# A batch equal to the noise scale, the **critical batch**, needs twice the minimum of both. Far below it you waste time, far above it
-# data.
+# A batch equal to the noise scale, the **critical batch**, needs twice the minimum of both. Far below it you waste
+# time, far above it you waste data.
 
 # %% [markdown]
 # ## Strong and weak scaling (MORE, 8 min)
@@ -1012,7 +1020,7 @@ if rank == 0:
 # Let s be the share of a step that does not get faster with ranks.
 #
 # - **Amdahl 1967**, strong: speed-up = 1 / (s + (1-s)/n). It never exceeds 1/s.
-# - **Gustafson 1988**, weak: n ranks do (1-s)·n + s times the work in the same time. It never stops.
+# - **Gustafson 1988**, weak: n ranks do (1-s)·n + s times the work in the same time. It grows without limit.
 #
 # With s = 5 % on 64 ranks Amdahl says 15.4 and Gustafson 60.9. Both are right: they answer different questions. Neither knows about communication, which grows with n. First strong scaling on the **virtual network**: ranks send real
 # messages, but time is computed. A step has 20 ms that can be shared and 1 ms that cannot; then comes a ring all-reduce of our
@@ -1082,9 +1090,9 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# At the number of cores, which the run's second line tells: beyond it ranks share them, and messages come on top.
-# With a GPU for each rank no cores are shared. This model is too small for one: launching its kernels takes as long for few
-# sequences as for many, so strong scaling gains hardly anything from the start.
+# At about the number of cores, which the run's second line shows: with more ranks, they share cores, and messages come
+# on top. With a GPU for each rank no cores are shared. But this model is too small for a GPU: launching its kernels
+# takes as long for few sequences as for many, so strong scaling gains hardly anything from the start.
 #
 # </details>
 
@@ -1145,12 +1153,13 @@ if rank == 0:
     show(results.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]
-# **The residual.** Left: the points lie on the formula, because the formula *is* the schedule. Amdahl's line passes close to the
-# same points and is still wrong at 64 ranks: the ring's latency grows with n, a tree's with log n, and a fit to a few small n cannot
-# know either. Extrapolate from a model of what happens, not from a curve.
+# **The residual.** Left: the points lie on the formula, because the virtual network computes its time from the same
+# costs. Amdahl's line passes close to the same points and is still wrong at 64 ranks: the ring's latency grows with n,
+# a tree's with log n, and a fit to a few small n cannot know either. Extrapolate from a model of what happens, not from
+# a curve.
 #
-# Right: whiskers reach over all rounds. Beyond the number of cores nothing is left to compute on, and a fitted "serial share"
-# would be missing hardware. A fit always gives a number; what it *means* you must know from elsewhere.
+# Right: whiskers reach over all rounds. Beyond the number of cores no core is free, and a fitted "serial share" would
+# only measure missing hardware. A fit always gives a number, but does not say what it *means*.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: scaling</summary>
@@ -1165,7 +1174,7 @@ if rank == 0:
 # ### A scaling table, read with care (MORE, 3 min)
 #
 # Here is a weak-scaling table of the kind that slides show, images per second on 1, 2, 4, 8 and 16 GPUs: **281, 382, 689, 1341,
-# 3627**. Each is a mean of 10 steps; beside the one-GPU number stands ± 76, and nothing beside the others. From such a table
+# 3627**. Each is a mean of 10 steps. Only the one-GPU number has an error, ± 76. From such a table
 # people quote 136 %, 60 % and 81 %. (We know no paper behind it, so take it as an exercise, not as a result.)
 #
 # **Predict.** Where do these three percentages come from? Which of them is an efficiency?
@@ -1194,27 +1203,27 @@ if rank == 0:
 # benchmark script prints)? The table does not say. "60 %" lies between 47 and 82, or 55 and 65, or 57 and 62 (one
 # standard error each way: expect one in three outside); the last two hold if the ten steps are independent.
 #
-# But do not compare 60 % with 81 % by these intervals: both have the *one-GPU* number below the line. Its error
-# shifts all efficiencies together, and cancels in their ratio, 1.35. What would decide is the error of the other
-# numbers, and none is given. Look at the last line: 16 GPUs are 2.7 times as fast as 8. More than twice is no
-# scaling law. Something else was different: a cold start inside the ten steps, another node, another batch. **± 27
-# % over ten steps says: warm up, measure longer, repeat, and give every point its error bar**, as above.
+# But do not compare 60 % with 81 % by these intervals: both are divided by the *one-GPU* number. Its error shifts all
+# efficiencies together, and cancels in their ratio, 1.35. To compare them, you need the errors of the other numbers,
+# which the table does not give. Look at the last line: 16 GPUs are 2.7 times as fast as 8. No scaling law gives more
+# than twice. Something else was different: a cold start inside the ten steps, another node, another batch. **± 27 %
+# over ten steps says: warm up, measure longer, repeat, and give every point its error bar**, as above.
 
 # %% [markdown]
 # ## Feed the ranks (MORE, 7 min)
 #
-# **Why.** A GPU that waits for a file computes nothing, and 500 ranks that open one file at the same moment are
-# what file systems fear. Four ways to bring its share of a file to each rank:
+# **Why.** A GPU that waits for a file computes nothing, and 500 ranks that open one file at the same moment can
+# overload a file system. There are four ways to bring each rank its share of a file:
 #
 # ![Four ways: every rank maps one file; every rank has its own file; all ranks read one file together by MPI-IO; one reader
 # reads and sends the others their parts](../assets/05_reading.svg)
 #
 # - **Memory map:** every rank opens the same file, and the operating system fetches the pages that are touched. Nothing to
 #   prepare.
-# - **A file per rank:** no two ranks touch one file. But 4 ranks' files are no use to 8, and a million small files are worse
-#   than one large.
+# - **A file per rank:** no two ranks touch one file. But files for 4 ranks do not suit 8 ranks, and a million small
+#   files are worse than one large file.
 # - **MPI-IO:** the ranks read *together*; the library lets a few of them fetch large pieces and passes them on.
-# - **Reader ranks:** do that yourself: one rank per node reads, then scatters.
+# - **Reader ranks:** MPI-IO's way, by hand: one rank per node reads, then scatters.
 
 # %%
 # %%ranks
@@ -1239,9 +1248,9 @@ say(f"my share: tokens {mine.start:,} to {mine.stop - 1:,}")
 #
 # <details><summary>Answer</summary>
 #
-# The memory map: it copies what is in the page cache, and asks nobody. (A rank's own file is checked against its
-# sha256, which is what most of its time goes into; a flipped bit in the data is worth the time.) The other two move
-# data between processes. What they save, thousands of ranks that ask one file server, you cannot see here.
+# The memory map: it copies from the page cache, and needs no other process. (The second way also checks each file
+# against its sha256, which takes most of its time, but finds a flipped bit.) The other two move data between processes.
+# Their gain is that not thousands of ranks ask one file server. You cannot see that here.
 #
 # </details>
 
@@ -1277,23 +1286,23 @@ if rank == 0:
     shutil.rmtree(folder)
 
 # %% [markdown]
-# All of them gave the same tokens. On a cluster: large files on **Lustre** lie on one server each unless you, or your
-# site's default, *stripe* them (`lfs getstripe -d` tells), and then all ranks queue at that one. Before you copy a
-# large shared file into a folder, let it be spread over eight servers in pieces of 4 MiB; it holds for files written
-# afterwards:
+# All of them gave the same tokens. On a cluster with **Lustre**, a large file is on one server, and all ranks queue at
+# that server, unless you or your site's default *stripe* the file (`lfs getstripe -d` shows it). Before you copy a
+# large shared file into a folder, set the folder's stripes: here pieces of 4 MiB, over eight servers. This holds for
+# files written afterwards:
 #
 # ```bash
 # lfs setstripe --stripe-count 8 --stripe-size 4M data/tokens/     # large files that many ranks read
 # lfs getstripe data/tokens/all.bin                               # how it lies
 # ```
 #
-# Small files want no striping. What is read many times and fits belongs near the rank: copied to the node's own
-# disk or `/dev/shm` at the start of the job ("preload"), once per node, not once per rank.
+# Small files need no striping. Data that is read many times belongs near the rank, if it fits: copy it to the node's
+# own disk or `/dev/shm` at the start of the job ("preload"), once per node, not once per rank.
 #
 # ### Read ahead
 #
-# "Computation stalls during communication", say many profiles, and so it does during reading. The cure is the same
-# as for gradients: begin earlier. `Prefetch` lets a thread read the next batches while this one is computed.
+# Computation waits for data, as it waits for communication. The cure is the same as for gradients: begin earlier.
+# `Prefetch` lets a thread read the next batches while this one is computed.
 #
 # ![Reading and computing one after the other; below, each read under the computation before](../assets/05_prefetch.svg)
 #
@@ -1302,8 +1311,8 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# 20·(8 + 12) = 400 ms; with prefetch 20·12 + 8 = 248 ms, the larger of the two and the first batch. With 20 ms the
-# disk is the slower part: 20·20 + 12 = 412 ms, and no depth of prefetch helps.
+# 20·(8 + 12) = 400 ms; with prefetch 20·12 + 8 = 248 ms: 20 times the longer of the two, and the first read. With 20 ms
+# the disk is the slower part: 20·20 + 12 = 412 ms, and no depth of prefetch helps.
 #
 # </details>
 
@@ -1328,7 +1337,7 @@ def train_on(batches, compute_s=12e-3):
 
 
 # %% [markdown]
-# With and without, on the two disks:
+# Run it with and without prefetch, on the two disks:
 
 # %%
 # %%ranks
@@ -1355,8 +1364,8 @@ for read_s in (8e-3, 20e-3):
 #
 # ### Exercise 1: find the `set_epoch` bug
 #
-# Below are three recorded runs of eight epochs over 240 sequences on four ranks. In one the loop is right, in one `set_epoch` was
-# forgotten, in one one rank called it with a different number from the rest.
+# Below are three recorded runs of eight epochs over 240 sequences on four ranks. In one of them the loop is right. In
+# another, `set_epoch` was forgotten. In the third, one rank called it with a different number from the rest.
 
 # %%
 # %%ranks
@@ -1378,15 +1387,15 @@ if rank == 0:
 #
 # <details><summary>Answer</summary>
 #
-# A forgot: every sequence stays with one rank forever. In B some sequences were read less often than eight times,
-# others more: one rank deals from another deck. C is right: a sequence misses a given rank with probability (3/4)⁸
-# = 10 %, so it meets 4·0.9 = 3.6 ranks on average.
+# In A `set_epoch` was forgotten: every sequence stays with one rank forever. In B some sequences were read less often
+# than eight times, others more: one rank deals from another deck. C is right: a sequence misses a given rank with
+# probability (3/4)⁸ = 10 %, so it meets 4·0.9 = 3.6 ranks on average.
 #
 # </details>
 #
-# Write `diagnose(read, length)`, which returns `"fine"`, `"same order"` or `"ranks disagree"`. `read[epoch][rank]`
-# is the list of indices that the rank read; there are `length` sequences. Careful: one rank alone reads everything
-# in every epoch, and the library doubles a few where the deal does not come out even.
+# Write `diagnose(read, length)`, which returns `"fine"`, `"same order"` or `"ranks disagree"`. `read[epoch][rank]` is
+# the list of indices that the rank read; there are `length` sequences. Careful: in a world of one, the rank reads
+# everything in every epoch; and the library doubles a few sequences if they do not divide by the ranks.
 
 
 # %%
@@ -1404,7 +1413,7 @@ checks.diagnose(diagnose, ranks)
 # def diagnose(read, length):
 #     for epoch in read:
 #         if len({i for mine in epoch for i in mine}) < length:
-#             return "ranks disagree"  # one is lost; a doubled one alone is the library's filling
+#             return "ranks disagree"  # one is lost; if one is only doubled, that is the library's padding
 #     return "same order" if all(epoch == read[0] for epoch in read) else "fine"
 # ```
 #
