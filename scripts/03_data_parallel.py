@@ -386,7 +386,7 @@ checks.bucket_start(start_all_reduce, ranks)
 def bucket_hook(waiting, bucket, p):
     """Backward has finished p.grad, which belongs in `bucket`."""
     ____  # p's gradient moves into its bucket
-    while waiting and ____:  # the first in line misses nothing
+    while waiting and ____:  # the first in line has all its gradients
         ____  # strike it from the list, and start it
 
 
@@ -875,7 +875,7 @@ catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack"
 # %%ranks
 on_ring = wire.ring_all_reduce_bytes(gradient_bytes, world_size)
 for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model())}.items():
-    for _ in range(2):  # DDP sorts its buckets anew after the first backward: watch the second
+    for _ in range(2):  # DDP puts its buckets into another order after the first backward: watch the second
         with wire.watch(sockets=True) as seen:
             model(*batch(0))[1].backward()
             if name == "ours":

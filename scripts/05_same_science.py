@@ -1149,7 +1149,7 @@ if rank == 0:
         "with a tree": [serial_s + work_s / n + tree_s(n) for n in many],
         "Amdahl's fit": [a + b / n for n in many],
     }
-    alt = "left: virtual step times and two curves to 64 ranks; right: speed-ups on this machine with whiskers"
+    alt = "left: virtual step times and three curves to 64 ranks; right: speed-ups on this machine with whiskers"
     show(results.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]

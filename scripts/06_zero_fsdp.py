@@ -721,7 +721,7 @@ with wire.watch() as seen:
     model(*batch(0))[1].backward()
 weight = model.head.weight
 if rank == 0:
-    say(f"in thousands of numbers: {in_words(seen) or 'nothing in a world of one'}")
+    say(f"in thousands of numbers: {in_words(seen) or 'nothing, as there is one rank'}")
     say(f"head.weight is a {type(weight).__name__} {list(weight.shape)}; here {list(weight.to_local().shape)}")
 
 # %% jupyter={"source_hidden": true}
@@ -1102,7 +1102,7 @@ model(*batch(8))[1].backward()
 library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
 mended = library_clip(model, max_norm=float("inf")).item()
 part = (theirs / right) ** 2
-say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; of its square mine is {part:.2f}")
+say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; my share of its square is {part:.0%}")
 if rank == 0:
     say(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
 
@@ -1152,7 +1152,7 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
 # %% [markdown]
 # gloo's reduce-scatter is an all-reduce of which each rank keeps its piece, so it sends twice what a ring sends.
 #
-# ## Micro-batches, and a gather that need not be (MORE, 3 min)
+# ## Micro-batches, and one gather less (MORE, 3 min)
 #
 # With m micro-batches per step, `set_requires_gradient_sync(False)` before all but the last keeps whole gradients on
 # each rank and reduces once. And the last block is freed after its forward, only to be gathered again at once:

@@ -953,7 +953,7 @@ if rank == 0:
     held = sum(p.numel() for p in split_mlp.parameters())
     say(f"{held} of 38 parameters on each of {t} ranks")
     say(f"all-reduces of {[call.bytes // 4 for call in seen.calls]} numbers: forward, then backward")
-    say(f"away from the full network by {(result - full(row)).abs().max().item():.0e}")
+    say(f"largest difference from the full network: {(result - full(row)).abs().max().item():.0e}")
 
 # %% [markdown]
 # ## Lab: what a rank keeps for backward (MORE, 4 min)

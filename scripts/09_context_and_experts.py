@@ -164,7 +164,7 @@ def mine_of(x_BHTK, at):
 at = [in_order(T, c, r).to(device) for r in range(c)]
 q, k, v = (mine_of(x, at) for x in (q_BHTK, k_BHTK, v_BHTK))
 alone = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-say(f"{list(alone.shape)}, away from full attention by {(alone - whole[:, :, at[me]]).abs().max():.2f}")
+say(f"{list(alone.shape)}, largest difference from full attention: {(alone - whole[:, :, at[me]]).abs().max():.2f}")
 
 # %% [markdown]
 # The shapes are right, and no error is raised. But only rank 0's result is right, because no keys come before its
@@ -347,7 +347,7 @@ checks.ring_forward(ring_forward, ranks)
 # %%ranks
 with wire.watch() as seen, torch.no_grad():
     out, log_sums = ring_forward(q, k, v, at, group)
-say(f"away from full attention by {(out - whole[:, :, at[me]]).abs().max():.0e}, {seen.messages} messages")
+say(f"largest difference from full attention: {(out - whole[:, :, at[me]]).abs().max():.0e}, {seen.messages} messages")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

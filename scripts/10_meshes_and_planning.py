@@ -1156,7 +1156,9 @@ if rank == 0:
     question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
     say(weakest_assumption(question, plan(question).best)[0])
     big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, program=TODAY)
-    say(f"llama3-405b on 8: {len(plan(big).ranked)} families fit; on {smallest_fit(big)} GPUs something does")
+    say(
+        f"llama3-405b on 8: {len(plan(big).ranked)} families fit; the smallest number of GPUs on which one fits: {smallest_fit(big)}"
+    )
 
 # %% [markdown]
 # ## Recap

@@ -191,8 +191,8 @@ if rank == 0:
         say(f"rank {r} called: {' '.join(f'{call} {number}' for _, number, call, _ in record[-3:])}")
 
 # %% [markdown]
-# ![Four ranks and the calls that each has made: three have called the twelfth all-reduce and wait in it, rank 2 has
-# called eleven](../assets/11_missing_call.svg)
+# ![Four ranks and the calls that each has made: three have called the sixth all-reduce and wait in it, rank 2 has
+# called five](../assets/11_missing_call.svg)
 #
 # ### Build A: the call that was not made
 #
@@ -370,7 +370,7 @@ checks.trainee_state((state_of, go_on), ranks)
 # </details>
 
 # %% [markdown]
-# ## Whole, or not there (CORE, 9 min)
+# ## Saved completely, or not at all (CORE, 9 min)
 #
 # A process can also die *while it writes*. Then it leaves half of a file. And there are n files, one per rank, which
 # are not complete at the same time. But the checkpoint must appear in **one moment**. So write all files into a folder

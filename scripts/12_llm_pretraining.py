@@ -878,7 +878,7 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 card(
     "Documents of different ranks must meet: send each band's key to one rank, and no rank ever gathers everything.",
     "Ranks add up counts of words once and find the same merges. Every step gives the same on any number of ranks.",
-    "Packed documents see each other unless a document mask forbids it. Change a token of another one to prove it.",
+    "Packed documents see each other unless a document mask forbids it. To prove it, change a token of another document.",
     "For a budget there is a best size. Its law holds in its range, for its data.",
     "Score a new loss against targets moved by one in both directions, and read a sample.",
     figure="valleys of equal cost, here and a billion times as expensive",

@@ -886,7 +886,7 @@ card(
     "GRPO compares an answer with its group. Say which divisor: per answer, per token, or a constant.",
     "Some ranks draw, others train. Each step hands over the weights: 2 P bytes in bf16 to each engine.",
     "Stale answers keep all ranks busy. The importance ratios say how stale they are, and clipping switches tokens off.",
-    "A bar needs its control: the same gold answers, read as often.",
+    "Compare each result with a control: the same gold answers, read as often.",
     figure="ratios at staleness 0, 1 and 4",
     command="srun -n 8 python scripts/align.py grpo --from outputs/sft --parallel.strategy fsdp",
 )
@@ -1086,7 +1086,7 @@ checks.dpo_loss(dpo_loss, ranks)
 # </details>
 
 # %% [markdown]
-# ### The reference, in shares
+# ### A reference model in shards
 #
 # A second model of the same size is expensive. But the reference has no gradients and no Adam state; it only runs forward. So
 # each rank keeps a share of it, and a block is whole only while it computes. This is the forward half of ZeRO-3, which lesson 06

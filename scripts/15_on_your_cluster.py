@@ -511,7 +511,7 @@ card(
 # handbook](../assets/handbook/15_on_your_cluster.md).
 
 # %% [markdown]
-# ## Lab: two presets, for real (MORE, 10 min)
+# ## Lab: two presets at full size (MORE, 10 min)
 #
 # A preset fixes the global batch: 512 sequences of 2,048 tokens. The job decides how many ranks share it, and each rank reads 4
 # sequences at a time.

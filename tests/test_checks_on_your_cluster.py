@@ -90,7 +90,7 @@ class TestCopies(AnswersOfRanks):
     rejected = {
         "stage": [
             (WHO, WHO.replace("local_rank", "dist.get_rank()"), "local rank 0 is one per node"),
-            (WHO, "if not target.exists():", "copies of the same file"),
+            (WHO, "if not target.exists():", '".part"', 'f".{dist.get_rank()}"', "copies of the same file"),
             (WHO, "if local_rank == 0:", "node 1 has the whole file of an earlier job, and it was copied again"),
             (WHO, "if local_rank == 0 and not part.exists():", "has no copy"),
             (WAIT, "", "was back before node 0 had its copy"),

@@ -24,15 +24,15 @@ def missing_call():
         y = 6 + 5 * rank
         rank_box(axes, rank, 2, y, width=9, height=4)
         write(axes, 14, y + 2, "...")
-        for i, number in enumerate((9, 10, 11, 12)):
+        for i, number in enumerate((3, 4, 5, 6)):
             x = 17 + 10 * i
-            if rank == 2 and number == 12:
+            if rank == 2 and number == 6:
                 box(axes, x, y, 9, 4, "?", edge=EDGE, dotted=True, size=12)
                 write(axes, 58, y + 2, "does something else", ha="left", weight="bold")
             else:
                 cell(axes, x, y, str(number), rank, width=9, height=4, hatch=None)
         if rank != 2:
-            box(axes, 58, y, 22, 4, "waits in number 12", edge=EDGE, dotted=True)
+            box(axes, 58, y, 22, 4, "waits in number 6", edge=EDGE, dotted=True)
     write(axes, 17, 27, "number of the all-reduce, in this group", ha="left", size=10, colour=QUIET)
     return figure
 
