@@ -627,7 +627,7 @@ checks.recommend(recommend, ranks)
 # %% [markdown]
 # `scripts/plan.py` uses this rule. zero1, 2 and 3 say what the data ranks shard (lesson 06):
 
-# %% jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import machine_named
@@ -961,7 +961,7 @@ if rank == 0:
 # Is that good? Compare it with a *baseline* that ignores the layout: for each run of the table it predicts the mean of
 # the two fitted ones.
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 from statistics import mean, median
 
@@ -1012,7 +1012,7 @@ if rank == 0:
 # for the whole step. That leaves room for smaller micro-batches only. `zero3` gathers block by block, and its fastest
 # variant uses the room for a larger micro-batch. With the same micro-batch it holds less:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 from manyhands.predict.layouts import Question, families
 from manyhands.predict.machines import machine_named
