@@ -54,7 +54,7 @@ def arguments_of(argv, error=None):
     own.add_argument("--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters")
     own.add_argument("--vocab-size", type=int, help="size of the BPE's vocabulary, 257 or more (4096)")
     own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
-    own.add_argument("--blank-lines", type=int, default=2, help="blank lines that end a document (2); 0: each file is one")
+    own.add_argument("--blank-lines", type=int, default=2, help="blank lines that end a document (2); 0: never")
     own.add_argument("--text-field", default="text", help="where JSON lines have their text (text)")
     own.add_argument("--near", type=float, default=0.8, help="similar documents are copies; 2: only equal ones (0.8)")
     own.add_argument("--min-characters", type=int, default=100, help="a shorter document is dropped (100)")
