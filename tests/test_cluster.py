@@ -90,6 +90,17 @@ def test_in_a_pbs_job_ranks_of_notebooks_and_scripts_reach_the_other_nodes_throu
     assert mpi_launcher(2)[1:5] == THROUGH_PBS
 
 
+def test_flags_of_mpiexec_reach_the_ranks_of_notebooks_but_not_those_of_another_mpiexec(pbs_job, monkeypatch):
+    monkeypatch.setenv("MPIEXEC_FLAGS", "-iface eth1")
+    assert engine_launcher(Allocation.find(), 4, mpi=True)[-6:] == [*THROUGH_PBS, "-iface", "eth1"]
+    assert engine_launcher(Allocation("local", ("here",)), 4, mpi=True)[-2:] == ["-iface", "eth1"]
+    monkeypatch.delenv("MANYHANDS_MPIEXEC")
+    monkeypatch.setattr("manyhands.launch.allocation.OWN_MPIEXEC", pbs_job / "mpiexec")
+    monkeypatch.setattr(engine_processes, "OWN_MPIEXEC", pbs_job / "mpiexec")
+    monkeypatch.setenv("MPIEXEC", "/site/mpiexec")
+    assert "-iface" not in engine_launcher(Allocation.find(), 4, mpi=True)
+
+
 @pytest.mark.skipif(not OWN_MPIEXEC.exists(), reason="no MPI in this environment")
 def test_hydra_starts_its_ranks_on_each_node_through_pbs(pbs_job):
     command = [str(OWN_MPIEXEC), "-n", "4", "-ppn", "2", *THROUGH_PBS, "sh", "-c", 'echo "$PMI_RANK of $PMI_SIZE"']

@@ -3,8 +3,11 @@
 import ast
 import functools
 import re
+import shutil
 import subprocess
 import sys
+
+import pytest
 
 
 def lint_imports(course):
@@ -14,6 +17,26 @@ def lint_imports(course):
         cwd=course, capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(course / "scripts")},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "module, line, broken",
+    [
+        ("course/lessons.py", "from manyhands.launch import join", "A package imports from itself"),
+        ("data/planted.py", "def f():\n    from manyhands.train import run", "A package imports from itself"),
+        ("gpt/model.py", "from manyhands.launch.ranks import Ranks", "Model and plots"),
+        ("launch/ranks.py", "def f():\n    from manyhands.launch import join", "No circle"),
+        ("misc/__init__.py", "", "not listed as layers"),
+    ],
+)
+def test_a_planted_breach_is_found(root, tmp_path, module, line, broken):
+    shutil.copytree(root / "scripts" / "manyhands", tmp_path / "scripts" / "manyhands")
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    planted = tmp_path / "scripts" / "manyhands" / module
+    planted.parent.mkdir(exist_ok=True)
+    planted.write_text((planted.read_text() if planted.exists() else "") + f"\n{line}\n")
+    status, says = lint_imports(tmp_path)
+    assert status == 1 and broken in says, says
 
 
 def test_the_package_keeps_its_contracts(root):
@@ -66,3 +89,10 @@ def test_every_name_has_one_import_path_and_private_names_stay_at_home(root):
         sources[".".join(parts).removesuffix(".__init__")] = path.read_text("utf-8")
     assert len(sources) > 150
     assert strangers(sources) == []
+
+
+def test_a_name_from_the_wrong_place_is_found():
+    house = {"manyhands.a": "from manyhands.b import say, _quiet", "manyhands.b": "_quiet = 1\ndef say(): pass"}
+    assert strangers(house) == ["manyhands.a:1 takes _quiet from manyhands.b"]
+    house |= {"lesson": "from manyhands.a import say"}
+    assert strangers(house)[1:] == ["lesson:1 takes say from manyhands.a"]

@@ -156,6 +156,23 @@ def test_the_shipped_model_is_served_on_a_machine_that_has_trained_nothing(root,
         process.wait(10)
 
 
+def test_whoever_finds_the_address_file_finds_all_of_it_and_nobody_else_can_read_it(tmp_path):
+    """A client waits until the file is there, and reads it at once; so here, at each opening of a file."""
+    path, texts, modes = tmp_path / "serving-8000.json", [], set()
+
+    def look(event, arguments):
+        if event in ("open", "os.rename") and str(arguments[0]).startswith(str(tmp_path)) and texts[-1:] != [None]:
+            texts.append(None)  # what is opened to look is not looked at
+            texts[-1] = path.read_text() if path.exists() else "{}"
+            modes.update(stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir())
+
+    sys.addaudithook(look)
+    write_address(path, "http://127.0.0.1:8000", "t" * 20)
+    texts.append(None)  # the hook stays, and looks no more
+    assert len(texts) > 1 and {json.dumps(json.loads(text)) for text in texts[:-1]} == {"{}"}
+    assert modes == {0o600} and json.loads(path.read_text())["token"] == "t" * 20
+
+
 def test_address_files_of_earlier_servers_are_replaced_or_removed_when_the_next_one_starts(tmp_path):
     killed = subprocess.Popen(["sleep", "100"])
     killed.kill()

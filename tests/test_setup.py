@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import setup_environment
-from manyhands.notebook import jupyter
+from manyhands.course import lesson_parameters
+from manyhands.notebook import jupyter, start
 
 PINS = """torch==2.13.0  # the build is the index's
 
@@ -358,6 +359,18 @@ def test_make_refuses_with_a_sentence_and_status_2(make, words, sentence):
     done = make(*words)
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
     assert not make.venv.exists()
+
+
+def test_parameters_that_do_not_count_are_named_when_the_ranks_start():
+    known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
+    said = start.parameters_do_not_count(known, {"length": 3}, 2, "05_b.py")
+    assert "has not been run, so this starts 2 ranks where it says 4" in said
+    assert start.parameters_do_not_count(known, {"n_ranks": None}, 2, "05_b.py") == ""
+    assert start.parameters_do_not_count([], {}, 2, "05_b.py") == ""
+    # the cell was emptied and saved, and the number stands in another one
+    said = start.parameters_do_not_count([], {"n_ranks": 3}, 2, "05_b.py")
+    assert "n_ranks = 3 does not count, so this starts 2 ranks" in said and "`make reset LESSON=05`" in said
+    assert start.parameters_do_not_count(known, {"n_ranks": 3}, 3, "05_b.py") == ""
 
 
 @pytest.fixture
