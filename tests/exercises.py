@@ -8,8 +8,8 @@ Most wrong answers are the lesson's own with a slip, ("the lesson's text", "what
 
 REJECTED = {"bits_per_byte": [("/ math.log(2)", "* math.log(2)", "divide by ln 2, do not multiply")]}
 
-`make test` judges the first FEW wrong answers of each check, `make test-full` all of them; only what is asked for is
-judged: `pytest tests/test_checks_x.py -k NAME` is quick.
+`make test` judges the first FEW wrong answers of each check and one right one, `make test-full` all of them. Only what
+is asked for is judged: `pytest tests/test_checks_x.py -k NAME` is quick.
 """
 
 import functools
@@ -88,9 +88,9 @@ def is_edit(answer):
 
 
 def asked(request, cls):
-    """The wrong answers that this run of pytest looks at."""
+    """The wrong and the right answers that this run of pytest looks at: [(check, name)]."""
     items = [item for item in request.session.items if getattr(item, "cls", None) is cls]
-    return [item.callspec.params["wrong"] for item in items if "wrong" in item.fixturenames]
+    return [item.callspec.params[kind] for kind in ("wrong", "right") for item in items if kind in item.fixturenames]
 
 
 class FromLesson:
@@ -140,10 +140,11 @@ class Answers:
         return {check: cls.solutions.get(check, check) for check in sorted(exercises_of(cls.checks) - {*cls.elsewhere})}
 
     @classmethod
-    def judge(cls, wrong, ranks=None):
-        """The wrong answers, then every right one, in the same processes: none poisons the next."""
-        answers = {case: answer for case, (answer, _) in cls.wrong_answers().items() if case in wrong}
+    def judge(cls, cases, ranks=None):
+        """The wrong answers, then the right ones, in the same processes: none poisons the next."""
+        answers = {case: answer for case, (answer, _) in cls.wrong_answers().items()}
         answers |= {(check, i): answer for check, right in cls.right.items() for i, answer in enumerate(right)}
+        answers = {case: answer for case, answer in answers.items() if case in cases}
         for check, named in cls.named_solutions().items():
             answers[check, "stub"] = not_attempted if isinstance(named, str) else (not_attempted,) * len(named)
         own, verdicts = own_answers(cls.lesson, cls.named_solutions(), cls.around, ranks, **cls.given), {}
@@ -165,7 +166,11 @@ class Answers:
             wrong.append(pytest.param(case, marks=[pytest.mark.full] if counted[case[0]] > FEW else []))
         cases = {
             "wrong": wrong,
-            "right": [(check, i) for check, answers in self.right.items() for i in range(len(answers))],
+            "right": [
+                pytest.param((check, i), marks=[pytest.mark.full] if i else [])
+                for check, answers in self.right.items()
+                for i in range(len(answers))
+            ],
             "check": sorted(self.rejected),
             # `verdicts` has the solutions on several ranks, and in one process where the check communicates nothing
             "world": [
@@ -214,7 +219,7 @@ class AnswersOfRanks(Answers):
         return heard_alike(pool.run(*there, timeout_s=280, environ=environ))
 
 
-def _judge_there(ranks, module, name, wrong):
+def _judge_there(ranks, module, name, cases):
     """The same class, as the process of a rank imports it."""
     importlib.import_module(module)
-    return getattr(sys.modules[module], name).judge(wrong, ranks)
+    return getattr(sys.modules[module], name).judge(cases, ranks)

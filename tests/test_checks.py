@@ -19,7 +19,9 @@ from manyhands.checks.expect import (
     expect_refusal,
     expect_tensor,
     expect_traffic,
+    told_apart,
 )
+from manyhands.checks.stop import NeverEnds, stopped_after
 from manyhands.measure.wire import Call, Seen
 
 
@@ -43,8 +45,13 @@ def test_a_check_without_ranks_judges_in_this_process(capsys):
     ("said", "heard"),
     [
         ("p.grad is off", "p.grad is off."),
+        ("add_up: 4 calls", "add_up: 4 calls."),
         ("for 7 it is off", "For 7 it is off."),
         ("step-0006 was there", "step-0006 was there."),
+        ("steps are missing", "Steps are missing."),
+        ("steps = 20 in the notebook", "steps = 20 in the notebook."),
+        ("chunks[1] is another tensor", "chunks[1] is another tensor."),
+        ("f should return a tensor", "f should return a tensor."),
     ],
 )
 def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
@@ -53,6 +60,15 @@ def test_a_sentence_begins_with_a_capital_but_a_name_of_code_stays(said, heard):
         raise Wrong(said)
 
     assert names(lambda: None) == heard
+
+
+def test_a_name_of_the_learners_own_keeps_its_case():
+    @exercise(9, "names")
+    def names(answer, ranks=None):
+        raise Wrong("share is off")
+
+    assert names(lambda share: None) == "share is off."
+    assert names((lambda *_: None, lambda rest: None)) == "Share is off."
 
 
 # ---- twice ----
@@ -76,6 +92,12 @@ def by_the_first(key):
     return answer
 
 
+def right_once():
+    """An answer that keeps nothing, and is wrong for the second numbers alone."""
+    calls = iter(range(4))
+    return lambda x: 2 * x if next(calls) < 2 else 3 * x
+
+
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
@@ -84,11 +106,31 @@ def by_the_first(key):
             by_the_first(lambda x, kept: x.shape),
             "Case 1 is wrong. The first trial had other numbers and the same result: is it kept?",
         ),
+        (by_the_first(lambda x, kept: 0), "Case 1 is wrong."),
+        (right_once(), "Case 1 is wrong."),
     ],
 )
 def test_what_an_answer_keeps_from_one_call_to_the_next_is_found(answer, sentence):
     verdict = twice_as_much(answer)
     assert verdict == sentence or (verdict.startswith(sentence) and "is it kept" not in verdict)
+
+
+def test_an_answer_is_stopped_but_not_within_an_import_whose_time_does_not_count(tmp_path, monkeypatch):
+    """Half a module would stay behind: each later import of it fails."""
+    slow = "import time\nend = time.process_time() + 1.6\nwhile time.process_time() < end: pass\nwhole = True\n"
+    (tmp_path / "slow_module.py").write_text(slow)
+    monkeypatch.syspath_prepend(tmp_path)
+    with stopped_after(0.4):
+        import slow_module
+    assert slow_module.whole
+
+    @stopped_after(0.4)
+    def forever():
+        while True:
+            pass
+
+    with pytest.raises(NeverEnds):
+        next(forever() for _ in (0,))  # in a generator: what Python handles in the end is not the next test's
 
 
 @exercise(8, "nothing to do", timeout_s=0.3)
@@ -191,6 +233,20 @@ def complaint(expect, *args, **kwargs):
     return None
 
 
+@pytest.mark.parametrize(
+    ("found", "wanted", "texts"),
+    [
+        (1234567, 1234568.0, ("1,234,567", "1,234,568")),
+        (4.12312, 4.12313, ("4.12312", "4.12313")),
+        (0.5, 4, ("0.5", "4")),
+        (1.5e-7, 2.0e-7, ("1.5e-07", "2e-07")),
+        (2**61 + 1, 2**61, ("2,305,843,009,213,693,953", "2,305,843,009,213,693,952")),
+    ],
+)
+def test_two_numbers_are_told_with_as_many_digits_as_differ(found, wanted, texts):
+    assert told_apart(found, wanted) == texts
+
+
 def test_a_slip_is_named_only_where_its_value_came():
     slips = {"that is the sum": 8.0, "that is one of two": [1.0, 3.0], "no slip": None}
     assert complaint(expect_number, 2, 2.0, "the mean", "s", slips) is None
@@ -199,9 +255,17 @@ def test_a_slip_is_named_only_where_its_value_came():
     )
     assert complaint(expect_number, 3, 2.0, "the mean", "", slips) == "the mean should be 2, not 3: that is one of two"
     assert complaint(expect_number, 5, 2.0, "the mean", "s", slips) == "the mean should be 2 s, not 5 s"
+    assert complaint(expect_number, torch.tensor(0.1), 0.1, "it") is None, "it is 0.1 in torch's default dtype"
+    near = {"that is with 1e-7 more": 0.1 + 1e-7}
+    assert complaint(expect_number, torch.tensor(0.1 + 1e-7), 0.1, "it", "", near) == (
+        "it should be 0.1, not 0.1000001: that is with 1e-7 more"
+    )
+    assert complaint(expect_number, torch.tensor(1e8), 1e8 + 1, "it") == "it should be 100,000,001, not 100,000,000"
     assert complaint(expect_equal, (2, 1), [1, 2], "it", {"back to front": [2, 1]}) == (
         "it should be [1, 2], not [2, 1]: back to front"
     )
+    assert complaint(expect_equal, 3.0, 3, "it") == "it should be 3, not 3.0"
+    assert complaint(expect_equal, torch.tensor([1, 2]), [1, 2], "it") is None
 
 
 def test_a_tensor_is_told_by_its_slip_its_shape_its_dtype_its_factor_or_its_first_wrong_number():
@@ -215,6 +279,11 @@ def test_a_tensor_is_told_by_its_slip_its_shape_its_dtype_its_factor_or_its_firs
     assert said(wanted[:2]) == "x should have the shape [3], not [2]: it is the sum"
     assert said(wanted.float()) == "x should be float64, as what you were given, not float32"
     assert said(wanted / 3) == "x should be the sum: what came is 0.3333 times that"
+    assert said(wanted + torch.tensor([0, 1e-7, 0])) == (
+        "x should be the sum: element [1] should be 2, not 2.0000001, which is float32's accuracy; keep the dtype of "
+        "what you were given, all the way"
+    )
+    assert said(wanted * math.nan).startswith("x should be the sum: element [0] should be 1, and is nan")
     assert said(wanted + torch.tensor([0, 0, 1])) == "x should be the sum: element [2] should be 4, not 5"
     assert said([1.0, 2.0, 4.0]) == "x should be the sum, not the list [1.0, 2.0, 4.0]"
 
@@ -243,3 +312,18 @@ def test_traffic_is_told_with_what_was_made_and_what_is_enough():
         "right, but 24 bytes were communicated in 2 calls of all_reduce and broadcast (an all_reduce counts twice), "
         "where 1 call and 16 bytes are enough: one will do"
     )
+    few = "24 bytes were communicated in 2 calls of all_reduce and broadcast (an all_reduce counts twice)"
+    assert complaint(expect_traffic, seen, "right", calls=1, volume=24) == (
+        "right, but 2 calls of all_reduce and broadcast were made, where 1 call is enough"
+    )
+    assert complaint(expect_traffic, seen, "right", calls=2, volume=8) == f"right, but {few}, where 8 bytes are enough"
+
+
+def test_a_right_answer_is_told_what_it_communicated_and_the_next_check_forgets_it(capsys):
+    seen = Seen([Call("all_reduce", 8), Call("recv", 4), Call("broadcast", 8)])
+    exercise(3, "two calls")(lambda answer, ranks: expect_traffic(seen, "the sum is right", calls=2))(1)
+    exercise(4, "no call")(lambda answer, ranks: expect_traffic(Seen([]), "the sum is right", calls=2))(1)
+    assert capsys.readouterr().out.splitlines() == [
+        "exercise 3 (two calls): correct. It made 2 calls of all_reduce and broadcast with 16 bytes on this rank.",
+        "exercise 4 (no call): correct",
+    ]

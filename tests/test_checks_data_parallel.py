@@ -1,5 +1,8 @@
 """Each check of lesson 03 accepts right answers and rejects mutants, several of them from published code, by name."""
 
+from fractions import Fraction
+
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -74,8 +77,14 @@ def bytes_of_rank_0(num_params, n_ranks, bytes_per_value=4, micro_batches=1, no_
     return numbers * bytes_per_value * (1 if no_sync else micro_batches)
 
 
+def on_the_ring(of):
+    return lambda num_params, n, bytes_per_value=4, micro_batches=1, no_sync=False: of(
+        (1 if no_sync else micro_batches) * 2 * (n - 1) / n * num_params * bytes_per_value
+    )
+
+
 ALL, CAST = "[*model.parameters(), *model.buffers()]", "dist.broadcast(tensor.detach(), src=0)"
-DIVIDE, SUM = "        p.grad /= world_size\n", "dist.all_reduce(p.grad)"
+EACH, DIVIDE, SUM = "    for p in model.parameters():\n", "        p.grad /= world_size\n", "dist.all_reduce(p.grad)"
 GATHERS = (
     DIVIDE, "", SUM, "parts = [torch.empty_like(p.grad) for _ in range(world_size)]\n"
     "        dist.all_gather(parts, p.grad)\n        p.grad.copy_(sum(parts) / world_size)",
@@ -84,7 +93,7 @@ DIVIDES_LATER = DIVIDE, "", SUM, f"{SUM}\n        p.grad /= world_size"
 SHARE, START = "    bucket.flat_P /= world_size\n", "dist.all_reduce(bucket.flat_P, async_op=True)"
 LOOP = "    while waiting and not waiting[0].missing:\n        waiting.pop(0).start()"
 HOOK = "p.register_post_accumulate_grad_hook(average)"
-LOSS = "(F.mse_loss(ddp(x), y) / k).backward()"
+LOSS, SILENT = "(F.mse_loss(ddp(x), y) / k).backward()", "            (F.mse_loss(ddp(x), y) / k).backward()\n    x"
 LAST = f"    x, y = micro_batches[-1]\n    {LOSS}"
 RING = "2 * (n_ranks - 1) / n_ranks"
 
@@ -97,6 +106,8 @@ REJECTED = {
          "0.weight should be rank 0's: it is still this rank's own; broadcast into the tensor itself,"),
         ("    for tensor", "    torch.manual_seed(0)\n    for tensor", ALL, "model.parameters()",
          CAST, "torch.nn.init.normal_(tensor)", "no broadcast was called here: only rank 0 knows what it has drawn"),
+        (ALL, f"({ALL} if rank == 0 else [])",
+         "no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must"),
         ("src=0", "src=rank", "call broadcast with different roots: 0, 1 and 2"),
         (CAST, "parts = [torch.empty_like(tensor) for _ in range(world_size)]\n"
          "        dist.all_gather(parts, tensor.detach())\n        tensor.data.copy_(parts[0])",
@@ -107,6 +118,11 @@ REJECTED = {
         ("p.grad", "p.data",
          "should be the mean over the ranks: what is there is still this rank's own; send p.grad i"),
         (DIVIDE, "", "3 times too large; divide by the number of ranks"),
+        (DIVIDE, "", "(p.grad)", "(p.grad.clone())",
+         "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself"),
+        (f"{EACH}{DIVIDE}        {SUM}", "    means = [p.grad / world_size for p in model.parameters()]\n"
+         "    for mean in means:\n        dist.all_reduce(mean)\n    return means",
+         "should be the mean over the ranks: what is there is still this rank's own; send p.grad itself,"),
         (SUM, "pass", "nothing was sent, so no rank knows the gradients of the others"),
         (SUM, "dist.reduce(p.grad, 0)",
          "rank 1: the gradients should be the mean over the ranks: element [0] should be 0.03214, not 0"),
@@ -115,6 +131,8 @@ REJECTED = {
          "6 of 38 numbers, the first at [24], were not averaged: send every"),
         ("model.parameters()", "list(model.parameters())[:-1]",
          "2 of 38 numbers, the first at [36], were not averaged: send every gradient"),
+        (DIVIDE, "", SUM, "dist.broadcast(p.grad, 0)",
+         "that is rank 0's on all ranks; broadcast copies, all-reduce adds up"),
     ],
     "bucket_start": [
         (", async_op=True", "", "your function waited for the other ranks: use async_op=True"),
@@ -123,6 +141,12 @@ REJECTED = {
         (SHARE, "", START, f"{START}\n    bucket.flat_P /= world_size", "changed while its all-reduce was on its way"),
         (SHARE, "", "3 times too large; divide by the number of ranks"),
         ("/= world_size", "= bucket.flat_P / world_size", "bucket.flat_P is another tensor now"),
+        (SHARE, "", "(bucket.flat_P", "(bucket.flat_P / world_size",
+         "bucket.flat_P should be the mean over the ranks: what is there is still this rank's own;"),
+        ("(bucket.flat_P", "(bucket.flat_P.clone()",
+         "that is this rank's own, divided by 3; send the bucket itself, not a copy of it"),
+        ("    bucket.work", "    for p in bucket.parameters:\n        bucket.work", "(bucket.flat_P", "(p.grad",
+         "calls of all_reduce were made, where 1 call is enough: one all-reduce of the bucket"),
         (f"bucket.work = {START}", "pass", "nothing was sent: start an all-reduce of bucket.flat_P"),
     ],
     "bucket_hook": [
@@ -133,9 +157,12 @@ REJECTED = {
          "bucket 0 was not started: nothing is missing, and it is first"),
         (LOOP, "    for one in waiting:\n        if one.missing:\n            break\n        one.start()",
          "`waiting` should list what has not started yet"),
+        ("not waiting[0].missing", "not any(one.missing for one in waiting)",
+         "bucket 0 was not started: nothing is missing, and it is first"),
         ("    bucket.take(p)\n", "", "p's gradient is not in its bucket: call bucket.take(p) first"),
         ("bucket.take(p)", "[bucket.take(q) for q in bucket.parameters]",
          "took a gradient that is not complete yet"),
+        (LOOP, "", "bucket 0 was not started: nothing is missing"),
         (LOOP, "    waiting[0].start()", "was started too early: it misses"),
     ],
     "gradient_hook": [
@@ -145,7 +172,13 @@ REJECTED = {
         ("/= world_size", "/= world_size**2", "3 times too small; it was divided by the number of ranks twice"),
         (DIVIDE, f"        if p.ndim < 2:\n            return\n{DIVIDE}",
          "6 of 38 numbers, the first at [24], were not averaged"),
+        (f"{EACH}        {HOOK}", f"    handles = {{p: {HOOK} for p in model.parameters()}}",
+         DIVIDE, f"        handles.pop(p).remove()\n{DIVIDE}", "nothing was sent during the second backward"),
         (HOOK, "pass", "nothing was sent while backward ran"),
+        (DIVIDE, "", SUM, "both = torch.stack([p.grad] * 2) / world_size\n        dist.all_reduce(both)\n"
+         "        p.grad.copy_(both[0])", "608 bytes were communicated in"),
+        (SUM, f"{SUM}\n        p.data -= 0.1 * p.grad\n        p.grad.zero_()",
+         "a weight was changed; leave it as it is: the hook gets p, and averages p.grad"),
         (*GATHERS, "912 bytes were communicated in 4 calls of all_gather, where 304 bytes are enough: each grad"),
         (SUM, f"{SUM}\n        p.grad = None", "some gradients are None"),
     ],
@@ -155,7 +188,17 @@ REJECTED = {
         ("p.requires_grad", "True", "the frozen parameter has a gradient now"),
         ("for p in model.parameters()", "for _, p in model.named_parameters(remove_duplicate=False)",
          "a tied matrix has one gradient; send it once"),
+        ("p.grad = torch.zeros_like(p)", "dist.all_reduce(torch.zeros_like(p))\n                continue",
+         "rare.weight has no gradient here"),
         ("p.grad /= world_size", "pass", "3 times too large"),
+        ("in model.parameters()", "in [p for p in model.parameters() if p.requires_grad][:-1]",
+         "numbers, the first at [87], were not averaged: send every gradient"),
+        ("            if p.grad", "            users = torch.tensor([float(p.grad is not None)]).double()\n"
+         "            dist.all_reduce(users)\n            if p.grad", "/= world_size", "/= users.clamp(min=1)",
+         "the gradients should be the mean over the ranks: element ["),
+        # sizes differ between ranks: gloo would abort the process
+        (lambda model: dist.all_reduce(there(model)),
+         "ranks 0-2 call all_reduce with 400, 400 and 688 bytes: does one have gr"),
         (gathers_what_is_there, "ranks 0-2 call all_gather with 400, 400 and 688 bytes: does one"),
         (by_flags, "728 bytes were communicated in 5 calls of all_reduce, where 712 bytes are enough: send each gra"),
         (SUM, f"{SUM}\n            p.data -= 0.1 * p.grad", "a weight was changed"),
@@ -164,11 +207,26 @@ REJECTED = {
         (" / k", "", "3 times too large; each micro-batch's loss is a mean already"),
         ("with ddp.no_sync():", "if True:",
          "bytes were communicated in 3 calls of all_reduce, where 304 bytes are enough"),
+        ("with ddp.no_sync():", "if True:", SILENT, "            loss = F.mse_loss(ddp(x), y) / k\n"
+         "            with ddp.no_sync():\n                loss.backward()\n    x",
+         "their forward pass too, where DDP looks"),
         (accumulate_by_the_flag(late=True), "DDP decides in forward whether the next backward averages"),
         (LAST, "", "[:-1]", "", "nothing was averaged: the last micro-batch belongs outside no_sync"),
         ("    k =", "    micro_batches = micro_batches[-1:]\n    k =", "that is the last micro-batch's alone"),
         (LAST, f"{LAST}\n    ddp.require_backward_grad_sync = False",
          "DDP is left without averaging: turn require_backward_grad_sync on again"),
+        ("[:-1]", "[:1]", LAST, f"    for x, y in micro_batches[1:]:\n        {LOSS}",
+         "608 bytes were communicated in 2 calls of all_reduce, where 304 bytes"),
+        (LAST, f"{LAST}\n    for p in ddp.parameters():\n        dist.all_reduce(p.grad)\n"
+         "        p.grad /= world_size", "all but the last micro-batch belong inside no_sync"),
+        ("    k =", "    micro_batches = [tuple(map(torch.cat, zip(*micro_batches)))]\n    k =",
+         "the model was given 15 rows at once, and a micro-batch has 5"),
+        ("    k =", "    losses = []\n    k =", SILENT, "            losses.append(F.mse_loss(ddp(x), y) / k)\n    x",
+         f"    {LOSS}", "    (sum(losses) + F.mse_loss(ddp(x), y) / k).backward()",
+         "the activations of 3 micro-batches were in memory at once"),
+        ("    k =", "    losses = []\n    k =", LOSS,
+         "losses.append(F.mse_loss(ddp(x), y) / k) or losses[-1].backward(retain_graph=True)",
+         "the activations of 3 micro-batches were in memory at once"),
         (LAST, f"{LAST}\n    for p in ddp.parameters():\n        p.data -= 0.1 * p.grad", "a weight was changed"),
     ],
     "bytes_per_step": [
@@ -190,6 +248,7 @@ RIGHT = {
     "mean_gradient": [one_flat_message, DIVIDES_LATER, scatters_and_gathers],
     "bucket_start": [
         ("/= world_size", "*= 1 / world_size", ", async_op", ", op=dist.ReduceOp.SUM, async_op"),
+        ("(bucket.flat_P", "(bucket.flat_P.view(-1)"),
     ],
     "bucket_hook": [
         (LOOP, "    ready = next((i for i, one in enumerate(waiting) if one.missing), len(waiting))\n"
@@ -200,6 +259,9 @@ RIGHT = {
     "accumulation": [accumulate_by_the_flag(late=False)],
     "bytes_per_step": [
         bytes_of_rank_0,
+        *map(
+            on_the_ring, (np.int64, np.float64, lambda sent: torch.tensor(sent, dtype=torch.float64), Fraction, round)
+        ),
     ],
 }  # fmt: skip
 

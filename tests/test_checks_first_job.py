@@ -51,6 +51,7 @@ def test_first_error_takes_other_ways_to_say_it(answer):
 EARLIEST = "sorted(free_at)[need - 1]"
 RANK = "node * ranks_per_node + local_rank"
 REFUSES = "if global_batch % n:"
+WORDS = "{global_batch} sequences do not split over {n} ranks; use a multiple of {n}"
 CELLS = "ours != theirs"
 REJECTED = {
     "start_of": [
@@ -66,10 +67,19 @@ REJECTED = {
         (RANK, "local_rank", "that is by its local rank; a rank is node * ranks_per_node"),
         (RANK, "node", "that is by its node; a rank is node * ranks_per_node"),
         (RANK, "2 * node + local_rank", "rank 4 of 8, should be range(12, 15), not"),
+        (RANK, "local_rank * nodes + node",
+         "should be range(6, 12), not range(12, 18): ranks are counted through node by node"),
+        ("range(rank * share, (rank + 1) * share)", "range(rank, global_batch, n)",
+         "not range(0, 24, 2): in turn, but a rank takes"),
         ("global_batch // n", "global_batch // 2", "rank 0 of 4, should be range(0, 6), not range(0, 12)"),
         (REFUSES, "if False:", "do not split evenly, and every rank must refuse them"),
+        (REFUSES, "if global_batch % n and node + local_rank == 0:",
+         "every rank must refuse them; local rank 1 of node 0: raise a ValueError"),
         (REFUSES, "if global_batch < n:", "12 sequences on 4 nodes with 2 ranks each do not split evenly"),
         (REFUSES, "if True:", "split evenly, 12 each, and you refused them"),
+        ("raise ValueError(", "raise AssertionError(", "that names 12 and 8; yours was AssertionError"),
+        (WORDS, "does not split", "names 12 and 8; yours says does not split"),
+        (WORDS, "128 does not split", "names 12 and 8; yours says 128 does not split"),
     ],
     "ask_for": [
         ("math.ceil", "int", "that cuts off the minute that has begun"),
@@ -78,15 +88,21 @@ REJECTED = {
         ("1.5 * seconds / 60) + 2", "1.5 * (seconds / 60 + 2))", "the two minutes are added after"),
         ("{minutes // 60:02d}", "{minutes // 60 % 24:02d}", "hours do not wrap after a day"),
         ("{minutes // 60:02d}:{minutes % 60:02d}:00", "{minutes // 60}:{minutes % 60}:00", "the walltime for"),
+        ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', "minutes", "the walltime for"),
     ],
     "yesterdays_code": [
         (CELLS, "set(ours) != set(theirs)", "a cell less than the script"),
         (CELLS, "sorted(ours) != sorted(theirs)", "in another order"),
         (CELLS, "[c.split() for c in ours] != [c.split() for c in theirs]", "indented otherwise"),
+        (CELLS, "not set(ours) <= set(theirs)", "a cell less than the script"),
         (CELLS, "len(ours) != len(theirs)", "a job would run 10, and you call it fresh"),
         (CELLS, "any(a != b for a, b in zip(ours, theirs))", "a cell more than the script"),
         (CELLS, "notebook.stat().st_mtime > script.stat().st_mtime", "Times do not tell"),
         (CELLS, "ours != theirs and notebook.stat().st_mtime > script.stat().st_mtime", "as in a fresh clone"),
+        (CELLS, "notebook.read_text() != script.read_text()", "their cells are the same: nothing is stale"),
+        (CELLS, "[ours != theirs, notebook.unlink(), script.unlink()][0]",
+         "a file of the pair was changed, or is gone: only read them"),
+        ("cell.source for", '(cell.source, str(cell.get("outputs"))) for', "no job runs outputs"),
     ],
 }  # fmt: skip
 
@@ -99,6 +115,8 @@ class TestAnswers(Answers):
         "start_of": [("enough_are_free =", "free_at.sort()\n    enough_are_free =")],
         "my_sequences": [
             ("return range", "return list(range", "+ 1) * share)", "+ 1) * share))"),
+            (WORDS, "{global_batch}%{n}!=0"),
+            (WORDS, "{n}ranks, {global_batch}sequences"),
         ],
         "ask_for": [("math.ceil(1.5 * seconds / 60) + 2", "-int(-1.5 * seconds // 60) + 2")],
         "yesterdays_code": [(CELLS, "int(ours != theirs)"), (CELLS, "not ours == theirs")],

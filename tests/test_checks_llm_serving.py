@@ -7,7 +7,7 @@ from manyhands.checks import llm_serving as checks
 PLACED = "torch.zeros_like(p_V).scatter(0, places_V, sorted_V / sorted_V.sum())"
 JOIN_K, JOIN_V = "torch.cat([old_k, k_BHTE], dim=2)", "torch.cat([old_v, v_BHTE], dim=2)"
 STORE, STEP = "    cache[layer] = k_BHTE, v_BHTE\n", "step(ids[known:], known)"
-BYTES = "2 * N * KV * E * S * size"
+BYTES, STACK = "2 * N * KV * E * S * size", "torch.stack([torch.stack(cache[layer]) for layer in range(shape[0])])"
 ACCEPT, REST = "u * q_V[draft_token] < p_V[draft_token]", "(p_V - q_V).clamp(min=0)"
 FITTING, HIT = "(memory - P * size) // (2 * N * KV * E * S * size)", "(salt, *ids[: end + size]) in known"
 ERROR, ATTENTION = "statistics.stdev(worse) / math.sqrt(len(worse))", "F.scaled_dot_product_attention("
@@ -21,6 +21,10 @@ WRONG = {
         ("torch.zeros_like(p_V)", "p_V.zero_()", "p_V was changed"),
         ("top_k is not None", "top_k is None", "with top_k=None and top_p=1.0 what is kept is wrong"),
         ("    if top_p < 1:", "    if False:", "with top_k=None and top_p=0.6 what is kept"),
+        ("before_V >= top_p", "sorted_V < top_p", "what is kept is wrong"),
+        ("sorted_V.cumsum(0) - sorted_V", "sorted_V.cumsum(0)", "the token that crosses the line is missing"),
+        (PLACED, "torch.zeros_like(p_V).scatter(0, places_V, sorted_V).softmax(0)", "what is kept is wrong"),
+        ("[top_k:]", "[top_k + 1 :]", "element [0] should be 0.4444, not 0.4"),
     ],
     "remember": [
         ("if layer in cache", "if False",
@@ -31,6 +35,10 @@ WRONG = {
          "changed places"),
         (STORE, "    cache.setdefault(layer, (k_BHTE, v_BHTE))\n", "after 6 positions should be those of all 6"),
         (STORE, "", "after 5 positions cache[0] is empty: store what you return"),
+        ("layer in cache", "0 in cache", "cache[layer]\n        k", "cache[0]\n        k",
+         "each layer has keys and values of its own"),
+        (JOIN_K, "old_k",
+         "keys returned for 1 new position after 5 in layer 0 should be those of all 6, in order: the new ones"),
         ("dim=2", "dim=1", "your code raised"),
     ],
     "attend": [
@@ -49,9 +57,11 @@ WRONG = {
         (STEP, "step(ids[known:], 0)", "step was told that the ids start at position 0, and 5 are in the cache: hand"),
         ("        known = len(ids)\n        ids.append(token)", "        ids.append(token)\n        known = len(ids)",
          "the last id of the text is not in the cache yet"),
+        ("        known = len(ids)\n", "", "hand over only what is not known yet"),
         ("range(n)", "range(n - 1)", "what came for n=4"),
         ("return ids", "step(ids[known:], known)\n    return ids", "the positions that step computed for 5 ids"),
         ("    for", "    known = 0\n    for", "with 6 ids, 5 of them known: step was told"),
+        ("known = len(ids)", "known += 1", "step was told that the ids start at position 1, and 5 are in the cache"),
     ],
     "cache_bytes": [
         (BYTES, "N * KV * E * S * size", "keys *and* values are kept"),
@@ -70,6 +80,7 @@ WRONG = {
         ("2 * P * positions", "P * positions", "a position takes 2 FLOPs per weight"),
         ("(2 * P + caches)", "(2 * P * positions + caches)", "the weights are read once"),
         ("max(memory_s, arithmetic_s)", "memory_s", "that is the memory's time alone"),
+        ("max(memory_s, arithmetic_s)", "arithmetic_s", "that is the arithmetic's time alone"),
     ],
     "judged": [
         (ACCEPT, "True", "they follow q: every draft token is kept"),
@@ -79,6 +90,17 @@ WRONG = {
         (ACCEPT, "False", REST, "p_V", "the tokens follow p, but 0.00 of the drafts are kept, and 0.40"),
         (ACCEPT, "u * p_V[draft_token] < q_V[draft_token]", "p/q, and not the other way round"),
         (ACCEPT, "u < 0.5", ", which is not p"),
+        (ACCEPT, "p_V[draft_token] > q_V[draft_token]", ", which is not p"),
+        (ACCEPT, "v * q_V[draft_token] < p_V[draft_token]", ", which is not p"),
+        (REST, "(q_V - p_V).clamp(min=0)", "after a refusal you draw from max(0, q - p)"),
+        (REST, "(p_V - q_V).abs()", ", which is not p"),
+        (", v), False", ", 0.5), False", ", which is not p"),
+        (f"drawn({REST}, v)", "int((p_V - q_V).argmax())", ", which is not p"),
+        (", v), False", ", u), False", ", which is not p"),
+        (ACCEPT, "torch.rand(()) * q_V[draft_token] < p_V[draft_token]", "the same u and v gave two different"),
+        (", v), False", ", torch.rand(()).item()), False", "the same u and v gave two different answers"),
+        ("return draft_token", "return 1 - draft_token", "it says that the draft token 0 was kept, and writes 1"),
+        ("return drawn(", "return 7 + drawn(", "return a token from 0 to 2, not"),
     ],
     "users_that_fit": [
         ("2 * N", "N", "keys *and* values are kept"),
@@ -87,7 +109,13 @@ WRONG = {
         ("P * size", "P", "weights and cache have 4 bytes per number"),
         ("S * size)", "S * size) + 1", "one user too many"),
         ("//", "/", "users come whole: round down"),
+        ("E * S * size", "E * S", "weights and cache have 4 bytes per number"),
         ("E * S * size", "S * size", "what fits should be"),
+        ("E * S * size", "E * size", "what fits should be"),
+        ("KV * E", "E", "what fits should be"),
+        ("2 * N * KV", "4 * N * KV", "what fits should be"),
+        ("max(0,", "max(1,", "what fits should be 0 users, not 1 users."),
+        (f"max(0, {FITTING})", FITTING, "alone do not fit"),
     ],
     "reusable": [
         ("size < len", "size <= len", "the last one must be computed anyway"),
@@ -97,17 +125,29 @@ WRONG = {
         (HIT, "tuple(ids[: end + size]) in {one[1:] for one in known}", "the blocks belong to another model"),
         ("    return", "    known.clear()\n    return", "`known` was changed"),
         ("return end", "return end // size", "what can be reused of"),
+        ("        end += size", "        end += 4", "what can be reused of"),
         ("return end", "return min(end, size)", "(two blocks are known) should be 8"),
+        (HIT, "sum(key[0] == salt for key in known) > end / size", "what can be reused of"),
+        ("while", "if", "(two blocks are known) should be 8 positions, not 4"),
     ],
     "may_serve": [
         (ERROR, "math.sqrt((statistics.variance(new) + statistics.variance(old)) / len(new))",
          "may serve, but it is worse by three standard errors of the differences"),
+        (" / math.sqrt(len(worse))", "", "may serve, but it is worse by three standard errors"),
         ("z * ", "0 * ", "may not serve, but it is worse by only one standard error"),
         ("return False", "return True", "may serve, but one loss is nan"),
         ("a - b for", "b - a for", "your gate says that the candidate"),
         ("a - b for", "abs(a - b) for", "may not serve, but it is better"),
         ("all(map(math.isfinite, worse))", "all(not math.isnan(x) for x in worse)", "your code raised AttributeError"),
         ("statistics.mean(worse)", "statistics.median(worse)", "your gate says"),
+        (f"return statistics.mean(worse) <= z * {ERROR}", "return statistics.mean(new) <= statistics.mean(old)",
+         "may not serve, but it is worse by only one"),
+        ("stdev", "pstdev", "a sample's variance is divided by n - 1"),
+        (f"return statistics.mean(worse) <= z * {ERROR}",
+         "return sum(d > 0 for d in worse) <= len(worse) / 2 + z * math.sqrt(len(worse)) / 2",
+         "compare the mean difference, do not count which is larger"),
+        ("return statistics.mean(worse) <= z * ", "return statistics.mean(worse) / ", "return True or False, not "),
+        ("z * ", "2 * ", "may not serve, but z is 4 here"),
     ],
 }  # fmt: skip
 
@@ -125,6 +165,7 @@ RIGHT = {
     "if top_p != 1.0:")],
     "remember": [
         (STORE, "    cache[layer] = [k_BHTE, v_BHTE]\n"),
+        (JOIN_K, "torch.cat((old_k, k_BHTE), -2)", "return k_BHTE, v_BHTE", "return cache[layer]"),
     ],
     "attend": [
         (f"{ATTENTION}q_BHTE, k_BHSE, v_BHSE, attn_mask=mask_TS)",
@@ -152,6 +193,7 @@ HAND_OVER = {
         ("layer: (keys, values)", "layer: (values, keys)", "keys and values have changed places"),
         ("cache = {layer: (keys, values) for layer, (keys, values) in enumerate(packed)}", "pass",
          "return a dict with the layers 0 to 2 on rank 0, not []"),
+        ("enumerate(packed)", "enumerate(packed[:1])", "return a dict with the layers 0 to 2 on rank 0, not [0]"),
         ("        dist.recv(packed, src)\n", "        dist.recv(packed.clone(), src)\n", "the keys of layer 0"),
         ("dist.send(packed, dst)", "dist.send(packed[:1].contiguous(), dst)", "bytes"),
     ],
@@ -159,6 +201,7 @@ HAND_OVER = {
 HANDED = {
     "hand_over": [
         ("dist.recv(packed, src)", "dist.irecv(packed, src).wait()"),
+        ("dist.send(packed, dst)", "dist.isend(packed, dst).wait()"),
     ],
 }
 

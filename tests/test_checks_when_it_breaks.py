@@ -1,5 +1,6 @@
 """Each check of lesson 11 accepts right answers and rejects wrong ones, each with the sentence that fits."""
 
+import copy
 import zlib
 
 import torch
@@ -49,11 +50,22 @@ DO_NOT_ASK_WHO_WAITS = {  # they take the first group, sorted by this, in which 
 # ---- build B: answers are (state_of, go_on); exercise 3: (all_of, put_back) ----
 
 
+def in_a_box(take, put_back):
+    """Keeps the state itself, and returns one number."""
+    box = {}
+
+    def taken(of):
+        box.update(copy.deepcopy(getattr(ours, take)(of)))
+        return {"x": torch.zeros(1)}
+
+    return taken, lambda into, state: getattr(ours, put_back)(into, box)
+
+
 STATE, READ = "    return trainee.state |", 'trainee.step = state["step"].item()'
 EACH_PART, PUT = "in trainee.state.items():", 'loop.shuffle.set_state(state["shuffle"])'
 NO_RANDOM = 'torch.set_rng_state(state["random"])', "pass"
 LIST = "[name for name in sorted(files)[part::parts] if not as_written(name, files[name])]"
-SIZE = ' or file.stat().st_size != about["bytes"]'
+SIZE, PART = ' or file.stat().st_size != about["bytes"]', "[part::parts]"
 HASH = 'hashlib.sha256(file.read_bytes()).hexdigest() == about["sha256"]'
 
 
@@ -89,6 +101,9 @@ REJECTED = {
         "a call that the buffer dropped": (
             ("    stands =", "    if len(members) == 3:\n        return 0, 'world', 1\n    stands ="),
             "the buffer of rank 0 no longer holds call 1 of 'world'"),
+        "the first that waits nowhere": (  # it never asks which of two faults came first
+            ("members.items()", "sorted(members.items(), key=lambda one: len(one[1]))", FAULT, "next(iter(own), None)"),
+            "because of what it left out before, in 'pipe'"),
         "a rank only": ((f"return {FAULT}", f"{SPLIT} r"), "should be [2, 'world', 6], not 2"),
     }
     | {name: ((FAULT, f"min((f for f in missing if len(stands[f[1]][1]) == 1), key=lambda f: {order})"),
@@ -98,28 +113,61 @@ REJECTED = {
         (*without("mean"), "adam's mean (trainee.state['mean']) is not what was saved"),
         (*without("square"), "adam's mean square (trainee.state['square']) is not what was saved"),
         (READ, "pass", "the trainee is at step 0, not 5"),
+        (in_a_box("state_of", "go_on"), "the weights (trainee.state['weights']) are not those"),
         (STATE, f"    torch.manual_seed(5)\n{STATE}", "the run itself was changed when you took its state"),
         (*NO_RANDOM, "dropout draws other masks"),
+        (READ, f"trainee.state = state\n    {READ}",
+         "is another tensor now, and the model still looks at the old one"),
+        ("torch.tensor(trainee.step)", "trainee.step",
+         "a shard holds tensors, and 'step' is 5; torch.tensor(number) makes a tensor"),
         (".item()", "", "the trainee is at step tensor(5), not 5"),
+        (STATE, f"{STATE} trainee.model.state_dict() |", "hold weights and averages of this rank, once"),
     ],
     "damaged": [
         (HASH, "True",
          "should be ['rank-1.safetensors'], not []: a size proves little: compare the sha256 of all the bytes"),
         (LIST, f"bool({LIST})", "the list should be [], not False"),
         ("not file.exists() or ", "", "a missing file: your code raised FileNotFoundError"),
+        ("(OSError, ValueError, KeyError)", "ZeroDivisionError",
+         "a manifest cut in half: your code raised JSONDecodeError"),
         (LIST, f"{LIST}[:1]", "name all of them, sorted"),
+        (LIST, f'sorted({{*{LIST}, *(file.name for file in path.glob("rank-3*"))}})',
+         "ignore files that the manifest does not list"),
+        (SIZE, "", '== about["sha256"]', 'in {entry["sha256"] for entry in files.values()}',
+         "each file must match its own entry"),
         (SIZE, "", "read_bytes()", "read_bytes()[:4096]", "take the sha256 of the whole file, not of its beginning"),
+        (SIZE, "", "read_bytes()", 'read_bytes()[: about["bytes"]]',
+         "bytes behind the end: the list should be ['rank-2.safetensors'], not []: a file may be too long as well"),
+        (LIST, f'[name for name in {LIST} if name[5:6] in "012"]',
+         "one bit flipped in a shard of another name: the list should be ['"),
+        (LIST, f"[(path / name).unlink() or name for name in {LIST}]",
+         "one byte cut off: the checkpoint was changed; only read it"),
+        (f"return {LIST}", f'return (path / "good").mkdir() or {LIST}',
+         "a whole checkpoint: the checkpoint was changed; only read it"),
         (LIST, f"set({LIST})", "return a sorted list, not the set set()"),
+        (LIST, f"iter({LIST})", "return a sorted list, not the list_iter"),
         (LIST, f'[name.split(".")[0] for name in {LIST}]', "return whole file names"),
+        (LIST, f'sorted({{*{LIST}, "manifest.json"}})', "the manifest itself can be read"),
+        (LIST, f"{LIST}[::-1]", "are the right names, but not sorted"),
+        (LIST, f"[path / name for name in {LIST}]", "return names, not whole paths"),
+        ('return ["manifest.json"]', 'return ["manifest.json"] * (path / "manifest.json").exists()',
+         "without a manifest nothing can be trusted"),
+        (PART, "", "numbers 0 and 2 belong to the other part"),
+        (PART, "[2 * part : 2 * part + (2 if parts > 1 else 9)]",
+         "read as part 1 of 2: the list should be ['rank-1.safetensors'], not ['rank-2"),
     ],
     "resume": [
         ('loop.model.load_state_dict(state["model"])', "pass", "the weights are not those that were saved"),
         ('loop.optimizer.load_state_dict(state["optimizer"])', "pass", "the optimizer's memory is not what was saved"),
         ('state["step"]', "loop.step", "the loop is at step 0, not 13"),
+        (in_a_box("all_of", "put_back"), "the weights are not those that were saved"),
         (PUT, f"{PUT}\n    loop.model.eval()", "check optimizer.param_groups and model.training as well"),
         ('state["order"]', "loop.order", "the order of this epoch has changed"),
         ('state["position"]', "loop.position", "the next row is number 0 of the epoch, not 3"),
         (PUT, "pass", "the next epoch will have another order"),
+        (*NO_RANDOM, "dropout draws other masks"),
+        ('"step":', '"loop": loop.shuffle, "step":', "cannot be read with weights_only=True"),
+        (PUT, 'loop.shuffle = state["shuffle"]', "what your code left behind"),
     ],
 }  # fmt: skip
 
@@ -132,6 +180,7 @@ class TestAnswers(Answers):
         "culprit": [
             # it uses up what it was given
             (f"return {FAULT}", f"{SPLIT} records.clear() or members.clear() or (r, g, number)"),
+            (f"return {FAULT}", f"{SPLIT} [torch.tensor(r), g, torch.tensor(number)]"),
         ],
         "trainee_state": [  # by other names
             ('"step":', '"n":', 'state["step"]', 'state["n"]', "state[name]", "state['of ' + name]", STATE,
@@ -169,12 +218,26 @@ SAVES = [
      "one rank alone writes the manifest"),
     (SHARD, '{"files": {f"rank-{r}.safetensors": about for r, about in enumerate(files.values())}}',
      "the manifest lists 3 of 3 shards; "),
+    (PARTIAL, "path", RENAME, "        pass",
+     "step-0006 was there, under its final name, before rank 0 had its shard on the disk"),
     (FILES, f"{CACHED}\n        os.fsync(file.fileno())", "before rank 2 had its shard on the disk"),
+    (MANIFEST, "", RENAME, f"{RENAME}\n{MANIFEST.replace('partial', 'path')}".rstrip(),
+     "before rank 0 had the manifest on the disk"),
     ('gather("it is there")', "pass", "it must exist before any rank returns"),
     (FILES, CACHED, "synced no file to the disk"),
+    (FILES, "files = dict(gather((name, content)))", MANIFEST,
+     f"        files = {{n: write(partial / n, it) for n, it in files.items()}}\n{MANIFEST}",
+     "each rank writes its own shard, only names and sums travel"),
+    (FILES, "files = {name: write(partial / name, content)}\n    gather(None)",
+     "the manifest lists 1 of 3 shards; rank-1.safetensors is not in it"),
     (MANIFEST, "", "step-0006 has no manifest.json with an entry 'files'"),
+    (SHARD, '{"files": {name: about["sha256"] for name, about in files.items()}}',
+     "and not each shard as write() wrote it and the manifest says"),
     (RENAME, "        pass", "(in the folder: step-0006.partial): no rank renamed a folder to it"),
     (SYNC, "        pass", "after it, sync the folder that holds step-0006"),
+    (SYNC, "        pass", RENAME, f"{SYNC}\n{RENAME}", "after it, sync the folder that holds step-0006"),
+    (RENAME, '        __import__("shutil").copytree(partial, path)',
+     "step-0006 was there, under its final name, before rank 0 had all on the disk"),
 ]  # fmt: skip
 
 
@@ -223,6 +286,7 @@ class TestAnswersOfRanks(AnswersOfRanks):
     right = {
         "save_whole": [
             (PARTIAL, 'path.with_name("being-written")', "partial.rename(path)", "os.replace(partial, path)"),
+            ("if rank == 0:", "if name == list(files)[-1]:"),  # nobody says that it is rank 0
         ],
         "odd_one_out": [first_odd(lambda p: zlib.crc32(p.numpy().tobytes()))],
     }

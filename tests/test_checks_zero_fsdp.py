@@ -16,8 +16,9 @@ DUE = "len(ready) == len(unit.parameters)"
 GO = "        modules[-1].register_forward_hook(go)\n"
 COME = "        modules[-1].register_full_backward_pre_hook(come)"
 REDUCE, NORM, FACTOR = "    dist.all_reduce(total)", "norm = total.sqrt()", "(max_norm / (norm + 1e-6)).clamp(max=1)"
-HELD, WHOLE = "16 * sum(sizes) // n", "4 * (root + max(inner, default=0))"
-PREDICTED = "return held, whole, gathers, communicated"
+ADDS = "    for gradient in gradients:\n        total += gradient.square().sum()\n"
+HELD, WHOLE, GATHERS = "16 * sum(sizes) // n", "4 * (root + max(inner, default=0))", "2 * len(inner) + 1"
+VOLUME, PREDICTED = "4 * (2 * sum(inner) + root) + 4 * sum(sizes)", "return held, whole, gathers, communicated"
 ON_META = '    with torch.device("meta"):\n        model = make()'
 EMPTY = '    model.to_empty(device="cpu")  # memory for the shares only\n'
 LAYERS = "    for layer in model:\n        fully_shard(layer, mesh=mesh)\n"
@@ -41,6 +42,8 @@ REJECTED = {
         (".chunk(n)[rank]", "[rank::n]", "you took every n-th number"),
         (".clone()", "", "is right, but it is a view of 304 bytes, which all stay"),
         ("[rank]", "[0]", "that is the piece of rank 0"),
+        (".chunk(n)[rank].clone()", "", "that is the whole row; keep this rank's piece"),
+        (".clone()", ".float()", "should be float64, as what you were given, not float32"),
     ],
     "reduce_scatter": [
         (MEAN, "sum_p", "that is the sum over the ranks; divide by 3"),
@@ -52,6 +55,12 @@ REJECTED = {
          "432 bytes were communicated in 1 call of all_reduce (an all_reduce counts twice)"),
         (*CUTS, MEAN, "row_P.chunk(world_size)[rank]", "but it is a view of 216 bytes, which all stay"),
         ("(sum_p, pieces)", "(sum_p, pieces[::-1])", "that is the average of piece 2, not of piece 0"),
+        ("    for p in", "    unit.share_p.data -= 0.1 * unit.share_p.grad\n    for p in",
+         "leave the update to the optimizer"),
+        ("    pieces =", "    [dist.all_reduce(p.grad) for p in unit.parameters if p.grad is not None]\n    pieces =",
+         SCATTER, "pass", MEAN, "pieces[rank] / world_size", "one reduce_scatter of the row (1 P)"),
+        (SCATTER, "sum_p = sum_p.float()\n    dist.reduce_scatter(sum_p, [p.float() for p in pieces])",
+         MEAN, "sum_p.double() / world_size", "which is float32's accuracy"),
     ],
     "all_gather": [
         ("whole_P.chunk", "whole_P.clone().chunk", "fill unit.whole_P, not a copy"),
@@ -67,15 +76,21 @@ REJECTED = {
         ("ready.clear()", "pass", "in the second backward the unit of"),
         ("            reduce_scatter(unit)\n            then()", "            then()\n            reduce_scatter(unit)",
          "0 of them after its reduction"),
+        ("reduce_scatter(unit)", "pass", "has no gradient in its share"),
         ("            then()", "            pass", "then() was called 0 times"),
     ],
     "gather_when_needed": [
         (GO, "", "after forward block 0 is still whole: free it"),
         (GO, GO.replace("-1", "0"), "in forward, the unit of blocks 1 and 2 was used while its row has no memory"),
+        ("modules[0]", "modules[-1]", "in forward, the unit of blocks 1 and 2 was used while its row has no"),
         (COME, "        pass", "in backward, the unit of blocks 1 and 2 was used while its row has no"),
         ("if not stays", "if True", "a step made 6 all-gathers where 5 do"),
+        ("reduce_in_backward(unit, then=go)", "pass",
+         "share has no gradient: reduce_in_backward(unit, ...) does that"),
         (", then=go", "", "after backward block 0 is still whole"),
         ("    modules[0]", "    gather(unit)\n    modules[0]", "bytes were whole at once; root and largest unit are"),
+        ("        gather(unit)", "        all_gather(unit)",
+         "in forward, the root was used while its row has no memory: gather() it"),
         ("def come(*_)", "def come()", "TypeError"),
     ],
     "clip_by_global_norm": [
@@ -83,10 +98,30 @@ REJECTED = {
         (REDUCE, f"    total = total.sqrt()\n{REDUCE}", NORM, "norm = total",
          "the sum of the ranks' norms; sum their squares"),
         (NORM, "norm = (total / world_size).sqrt()", "the squares were averaged over the ranks"),
+        (NORM, f"{NORM}\n    dist.all_reduce(norm)\n    norm /= world_size",
+         "16 bytes were communicated in 2 calls of all_reduce, where 1 call and 8 bytes are enough"),
         ("total.sqrt()", "total", "take the root"),
         ("return norm", "return norm.clamp(max=max_norm)", "before clipping, should be 13.09, not 1.309"),
         (f"gradient *= {FACTOR}", "pass", "they are unchanged; scale share.grad in place"),
         (".clamp(max=1)", "", "scale only gradients with a larger norm, and never up"),
+        (REDUCE, f"    mine = total.sqrt()\n{REDUCE}", "(norm + 1e-6)", "(mine + 1e-6)",
+         "max_norm / (the norm of all + 1e-6): what came is 3.512 times that"),
+        (FACTOR, "((max_norm / norm).clamp(max=1) if norm else max_norm * norm / norm)",
+         "where all gradients are 0, they became nan: add 1e-6 to the norm"),
+        (REDUCE, "    everyone = [None] * world_size\n    dist.all_gather_object(everyone, gradients)\n"
+         "    total = sum(g.square().sum() for of_one in everyone for g in of_one)",
+         "1 call and 8 bytes are enough: add up one sum of squares"),
+        (ADDS, "    for share in shares:\n        one = share.new_zeros(()) if share.grad is None else "
+         "share.grad.square().sum()\n        dist.all_reduce(one)\n        total += one\n", REDUCE, "    pass",
+         "add up one sum of squares"),
+        ("    gradients =", "    for share in shares:\n"
+         "        share.grad = torch.zeros_like(share) if share.grad is None else share.grad\n    gradients =",
+         "leave a gradient of None unchanged"),
+        ("    total = torch", "    if not gradients:\n        return torch.zeros(())\n    total = torch",
+         "Rank 2: where rank 2 has no gradient at all, the norm of all gradients, before clipping, should be 5.192, "
+         "not 0: all ranks call all_reduce, also one with a sum of 0"),
+        (ADDS, "    total += torch.cat([g.flatten() for g in gradients]).square().sum()\n",
+         "Error: torch.cat(): expected a non-empty list"),
     ],
     "predict": [
         (HELD, "16 * sum(sizes)", "every rank's under DDP"),
@@ -96,6 +131,11 @@ REJECTED = {
         (WHOLE, "4 * max(inner, default=0)", "the root stays whole from forward"),
         (WHOLE, "4 * sum(sizes)", "freed after computing"),
         (WHOLE, f"{WHOLE} // n", "what is gathered is whole, not a share"),
+        (GATHERS, "2 * len(sizes)", "the root is not gathered twice"),
+        (GATHERS, "len(sizes)", "backward has to gather it again"),
+        (VOLUME, "12 * sum(sizes)", "the root is not gathered twice"),
+        (VOLUME, "8 * sum(sizes)", "for forward and again for backward"),
+        (VOLUME, "4 * (2 * sum(inner) + root)", "the reduce-scatters of the gradients belong to it"),
     ],
     "sharded_from_meta": [
         (ON_META, "    model = make()\n    torch.manual_seed(7)\n    for p in model.parameters():\n"
@@ -107,13 +147,20 @@ REJECTED = {
         (f"whole = {DRAW}", "p.to_local().normal_(std=0.02)\n            continue",
          "it was drawn as a share, the same on every rank"),
         ("std=0.02", "std=1.0", "element [0, 0] should be -0.0164, not -0.8201"),
+        ("in model.parameters():", "in [*model.parameters()][::-1]:",
+         "draw whole weights in its order, after torch.manual_seed(7)"),
+        (LAYERS, "    layers = list(model)\n    for i in range(0, len(layers), 4):\n"
+         "        fully_shard(layers[i : i + 4], mesh=mesh)\n",
+         "8 layers are 2 units: call fully_shard for each layer, not for several"),
         (*all_wait_in(".numpy().copy()"), "the numbers are right, but lists or numpy's arrays held"),
+        (*all_wait_in(".tolist()"), "the numbers are right, but lists or numpy's arrays held"),
         (LAYERS, "", "is no unit of its own"),
     ],
 }  # fmt: skip
 RIGHT = {
     "my_share": [
         (f"{PADDED}.chunk(n)", "torch.cat([row_P, row_P.new_zeros(padding)]).view(n, -1)"),
+        (f"{PADDED}.chunk(n)[rank]", f"{PADDED}.view(n, -1)[rank]"),
     ],
     "reduce_scatter": [("(sum_p, pieces)", "(sum_p, [p / world_size for p in pieces])", MEAN, "sum_p")],
     "all_gather": [
@@ -132,14 +179,18 @@ RIGHT = {
     "sharded_from_meta": [
         # it leaves the default where it is
         (ON_META, '    torch.set_default_device("meta")\n    model = make()', "(p.shape)", '(p.shape, device="cpu")'),
+        (FILL, "            p.copy_(distribute_tensor(whole, mesh, p.placements, src_data_rank=None))",
+         "    k = ", "    from torch.distributed.tensor import distribute_tensor\n\n    k = "),
     ],
     "clip_by_global_norm": [
         (REDUCE, f"    total = total.float()\n{REDUCE}", NORM, f"{NORM}.double()"),  # as float32 rounds
         ("return norm", "return norm.item()"), ("return norm", "return norm.numpy()"),
+        ("return norm", 'return __import__("fractions").Fraction(norm.item())'),
     ],
     "predict": [
         (PREDICTED, 'return __import__("numpy").int64(held), torch.tensor(whole), float(gathers), '
          '__import__("decimal").Decimal(communicated)'),
+        (PREDICTED, "return torch.tensor([held, whole, gathers, communicated])"),
     ],
 }  # fmt: skip
 
