@@ -1,6 +1,5 @@
 """Checkpoints on real ranks: any number reads what any number wrote, and nothing damaged is ever read."""
 
-import contextlib
 import errno
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from manyhands.checkpoint import checkpoints as checkpoint_module
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import Checkpoints, whole_tensors
@@ -127,6 +127,36 @@ def test_m_ranks_read_bit_for_bit_what_1_2_or_4_ranks_wrote_in_any_way(pool, m, 
     assert pool.run(m, _read_each_way, written) == [[]] * m
 
 
+def _save_two_axes(ranks, folder):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 65), torch.nn.Linear(65, 7))  # nothing splits evenly
+    right = {f"model.{name}": p.detach().clone() for name, p in model.named_parameters()}
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    checkpoints = Checkpoints(folder, ranks)
+    tensors = {f"model.{name}": p for name, p in model.named_parameters()}
+    checkpoints.save(1, tensors, about(ranks, 1))
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.zero_()
+    checkpoints.load(checkpoints.newest(), tensors)
+    again = {name: tensor.full_tensor().detach() for name, tensor in tensors.items()}
+    return right, all(torch.equal(again[name], right[name]) for name in right)
+
+
+def test_fsdp_over_tensor_parallel_comes_back_whole_in_one_process(pool, tmp_path):
+    right, same = pool.run(4, _save_two_axes, tmp_path)[0]
+    assert same
+    (path,) = manifest.steps_in(tmp_path)
+    found = whole_tensors(path, "model.")
+    assert {name.removeprefix("model.") for name in right} == found.keys()
+    assert all(torch.equal(found[name.removeprefix("model.")], right[name]) for name in right)
+
+
 def _save_in_the_background(ranks, folder):
     value = held(ranks, "sharded", whole)
     now, later = Checkpoints(folder / "now", ranks), Checkpoints(folder / "later", ranks, asynchronous=True)
@@ -158,17 +188,20 @@ def test_a_save_in_the_background_holds_what_a_save_in_the_foreground_does(tmp_p
 
 def _fail_in_the_background(ranks, folder):
     checkpoints = Checkpoints(folder, ranks, asynchronous=True)
+    checkpoints.save(1, held(ranks, "plain", whole), about(ranks, 1))
+    checkpoints.wait()
     if ranks.rank == 1:
         checkpoint_module.describe_file = lambda path: 1 / 0
     first = error_of(lambda: checkpoints.save(2, held(ranks, "plain", whole), about(ranks, 2)))
     second = error_of(lambda: checkpoints.save(3, held(ranks, "plain", whole), about(ranks, 3)))
-    return first, second
+    return first, second, checkpoints.newest().name
 
 
 def test_a_save_that_failed_in_the_background_is_told_to_all_ranks_at_the_next_call(tmp_path):
-    for first, second in run_on_ranks(2, _fail_in_the_background, tmp_path):
-        assert (first, second) == (None, "rank 1: ZeroDivisionError: division by zero")
-    assert names_in(tmp_path) == [], "the partial one is removed"
+    for first, second, newest in run_on_ranks(2, _fail_in_the_background, tmp_path):
+        assert (first, newest) == (None, "step-00000001")
+        assert second == "rank 1: ZeroDivisionError: division by zero"
+    assert names_in(tmp_path) == ["step-00000001"], "the partial one is removed"
 
 
 def _save_rank_state(ranks, folder):
@@ -212,7 +245,11 @@ def _flipped(content):
 
 
 def _damage(path, name, change):
-    """Change a file's bytes; remove it if `change` is None."""
+    """Change a file's bytes; remove it if `change` is None; put an earlier step in its place if `name` is None."""
+    if name is None:
+        shutil.rmtree(path)
+        shutil.copytree(path.parent / "step-00000010", path)
+        return
     content = (path / name).read_bytes()
     (path / name).unlink()
     if change:
@@ -232,6 +269,8 @@ DAMAGES = {
         "manifest.json", lambda content: content.replace(b'"world_size": 2', b'"world_size": 1'),
         "manifest.json cannot be used",
     ),
+    "a cut manifest": ("manifest.json", lambda content: content[:100], "manifest.json cannot be used"),
+    "another step": (None, None, "manifest.json is of step 10, but its folder says step 20"),
 }  # fmt: skip
 
 
@@ -269,12 +308,52 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_its_file_and_the_previou
             manifest.verify(tmp_path / damage / "step-00000020")
 
 
+def test_a_shard_that_an_older_copy_has_left_is_refused(two_steps, tmp_path):
+    path = tmp_path / "step-00000020"
+    shutil.copytree(two_steps / path.name, path)
+    shutil.copy(path / f"shard-00001-{OF_ONE}", path / f"shard-00003-{OF_ONE}")
+    with pytest.raises(CheckpointError, match=f"shard-00003-{OF_ONE} is not in the manifest; remove it"):
+        manifest.verify(path)
+
+
 def test_no_file_of_a_checkpoint_is_a_pickle_and_one_that_is_put_beside_them_is_not_read(two_steps, tmp_path):
     path = tmp_path / "step-00000020"
     shutil.copytree(two_steps / path.name, path)
     assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "proof").encode() + b"'\ntR.")
     assert whole_tensors(path).keys() >= SHAPES.keys() and not (tmp_path / "proof").exists()
+
+
+def _misfits(ranks, folder):
+    checkpoints = Checkpoints(folder, ranks)
+    path, sentences = checkpoints.newest(), []
+    for change in (
+        {"model.new": torch.ones(3)},
+        {"model.norm.bias": torch.full((8,), -1.0, dtype=torch.float64)},
+        {"model.norm.bias": torch.full((7,), -1.0)},
+        {"model.norm.bias": None},
+    ):
+        tensors = held(ranks, "plain", blank)
+        if ranks.rank == 1:  # on one rank only
+            tensors |= change
+        if change.get("model.norm.bias", 0) is None:
+            del tensors["model.norm.bias"]
+        sentences.append(error_of(lambda: checkpoints.load(path, tensors)))  # noqa: B023
+        assert all(torch.equal(tensors[name], blank(name)) for name in tensors.keys() - change.keys())
+    return sentences
+
+
+def test_foreign_and_missing_names_other_shapes_and_other_types_are_named(pool, two_steps):
+    first, second = pool.run(2, _misfits, two_steps)
+    assert first == second
+    parts = [
+        "model.new is missing there and [3] torch.float32 here",
+        "model.norm.bias is [7] torch.float64 there and [8] torch.float64 here",
+        "model.norm.bias is [7] torch.float64 there and [7] torch.float32 here",
+        "model.norm.bias is [7] torch.float64 there and missing here",
+    ]
+    for sentence, part in zip(first, parts, strict=True):
+        assert "step-00000020 does not fit this run: " + part in sentence
 
 
 def _after_a_kill(ranks, folder):
@@ -310,29 +389,53 @@ def test_the_last_two_and_the_best_are_kept(pool, tmp_path):
     assert steps == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8]], "of equals the newest"
 
 
+def _twice(ranks, folder):
+    saved(ranks, folder, 5, val_loss=1.0, value=blank)
+    saved(ranks, folder, 5, val_loss=2.0)
+    checkpoints, tensors = Checkpoints(folder, ranks), held(ranks, "plain", blank)
+    checkpoints.load(checkpoints.newest(), tensors)
+    return all(torch.equal(tensors[name], whole(name)) for name in SHAPES)
+
+
+def test_a_second_save_of_a_step_replaces_the_first(pool, tmp_path):
+    assert pool.run(2, _twice, tmp_path) == [True, True]
+    assert names_in(tmp_path) == ["step-00000005"]
+    assert manifest.read_manifest(tmp_path / "step-00000005").val_loss == 2.0
+
+
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_a_kill_between_two_renames_leaves_the_old_one_or_the_new_one(renames, tmp_path, two_steps, monkeypatch):
+    class Killed(BaseException):
+        pass
+
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
     unfinished = manifest.make_partial(folder, 20, set())
     shutil.copytree(folder / "step-00000020", unfinished, dirs_exist_ok=True)
     files = manifest.read_manifest(unfinished).files
     (unfinished / "manifest.json").unlink()
-    left, rename = [None] * renames, Path.rename
+    left = [renames]
+    rename = Path.rename
 
     def renamed_until_killed(path, target):
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
         return rename(path, target)
 
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(Path, "rename", renamed_until_killed)
+    monkeypatch.setattr(Path, "rename", renamed_until_killed)
+    try:
         manifest.complete(unfinished, 20, None, about_of(2, 20) | {"new": True}, files, keep=9)
+        assert renames == 2
+    except Killed:
+        assert renames < 2
+    monkeypatch.undo()
     newest = manifest.steps_in(folder)[0]
     manifest.verify(newest)
     assert manifest.step_of(newest) == 20
     assert manifest.read_manifest(newest).metadata.get("new", False) == (renames == 2)
+    manifest.make_partial(folder, 20, set())  # the next save tidies up
+    assert names_in(folder) == ["step-00000010", "step-00000020", "step-00000020.partial"]
 
 
 def _broken_then_later(ranks, folder):
@@ -360,22 +463,30 @@ def _refuse(number, *_, **__):
 def _one_rank_fails(ranks, folder):
     saved(ranks, folder, 1)
     checkpoints, sentences = Checkpoints(folder, ranks), []
-    right = safetensors.torch.save
-    for number in (errno.EIO, errno.ENOSPC):
-        if ranks.rank == 1:
-            safetensors.torch.save = partial(_refuse, number)
-        sentences.append(error_of(lambda: checkpoints.save(2, held(ranks, "plain", whole), about(ranks, 2))))
-        safetensors.torch.save = right
+    tensors = held(ranks, "plain", whole)
+    for module, name, number in (
+        (safetensors.torch, "save", errno.EIO),  # while DCP writes
+        (checkpoint_module, "describe_file", errno.EIO),  # while it is hashed
+        (manifest, "write_manifest", errno.EIO),  # at the very end, on rank 0 only
+        (safetensors.torch, "save", errno.ENOSPC),
+    ):
+        right = getattr(module, name)
+        if ranks.rank == 1 or name == "write_manifest":
+            setattr(module, name, partial(_refuse, number))
+        sentences.append(error_of(lambda: checkpoints.save(2, tensors, about(ranks, 2))))
+        setattr(module, name, right)
     return sentences, checkpoints.newest().name
 
 
 def test_a_rank_that_fails_fails_the_save_on_all_and_the_older_one_stays(tmp_path):
     first, *others = run_on_ranks(3, _one_rank_fails, tmp_path, timeout_s=30)
     assert others == [first] * 2
-    (failed, full), newest = first
+    sentences, newest = first
     assert newest == "step-00000001" and names_in(tmp_path) == ["step-00000001"]
-    assert failed.endswith("could not be saved in " + str(tmp_path) + ": rank 1: Input/output error")
-    assert re.match(rf"{tmp_path} is full: step 2 needs more, and [\d.]+ MB are free; free some, keep", full)
+    assert sentences[0].endswith("could not be saved in " + str(tmp_path) + ": rank 1: Input/output error")
+    assert sentences[1] == "rank 1: Input/output error"
+    assert sentences[2] == "rank 0: Input/output error"
+    assert re.match(rf"{tmp_path} is full: step 2 needs more, and [\d.]+ MB are free; free some, keep", sentences[3])
 
 
 def _save_beside_another_run(ranks, folder):
@@ -392,20 +503,52 @@ def test_a_folder_into_which_another_run_writes_is_refused_until_that_run_ends(t
     assert run_on_ranks(2, _save_beside_another_run, tmp_path) == [None, None]
 
 
+def _remove_between_and_within_saves(ranks, folder):
+    checkpoints, write, found = Checkpoints(folder, ranks), checkpoint_module.write_tensors, []
+
+    def remove(*about):
+        dist.barrier()
+        if ranks.rank == 0:
+            shutil.rmtree(folder)
+        dist.barrier()
+        return about and write(*about)
+
+    for step in (1, 2, 3):
+        if step == 2:
+            remove()
+        checkpoint_module.write_tensors = remove if step == 3 else write
+        checkpoints.save(step, held(ranks, "plain", whole), about(ranks, step))
+        found.append(names_in(folder))
+    manifest.verify(folder / "step-00000003")
+    return found
+
+
+def test_a_folder_that_is_removed_under_a_run_is_made_anew(tmp_path):
+    for found in run_on_ranks(2, _remove_between_and_within_saves, tmp_path / "c"):
+        assert found == [["step-00000001"], ["step-00000002"], ["step-00000003"]]
+
+
 def _save_in_odd_places(ranks, folder):
     (folder / "file").write_text("") if ranks.rank == 0 else None
     blocked = error_of(lambda: saved(ranks, folder / "file"))
-    if ranks.rank == 1:  # each node its own disk: it does not see what rank 0 makes
+    # each node its own disk: rank 1 does not see what rank 0 makes; it names another folder, too, which does not count
+    if ranks.rank == 1:
         Path.is_dir = lambda path: False
-    elsewhere = Checkpoints(folder / "run", ranks)
-    return blocked, error_of(lambda: elsewhere.save(1, held(ranks, "plain", whole), about(ranks, 1)))
+    elsewhere = Checkpoints(folder / f"of-rank-{ranks.rank}", ranks)
+    return (
+        blocked,
+        error_of(lambda: elsewhere.save(1, held(ranks, "plain", whole), about(ranks, 1))),
+        str(elsewhere.folder),
+    )
 
 
 def test_a_folder_that_cannot_be_made_or_is_not_shared_is_refused_on_all_ranks(tmp_path):
     first, second = run_on_ranks(2, _save_in_odd_places, tmp_path)
     assert first == second
     assert f"{tmp_path}/file cannot be written (File exists); name another folder" in first[0]
-    assert "rank 1 on here does not see " in first[1] and "run/step-00000001.partial" in first[1]
+    assert "rank 1 on here does not see " in first[1] and "of-rank-0/step-00000001.partial" in first[1]
+    assert first[2] == f"{tmp_path}/of-rank-0", "rank 0's counts"
+    assert not (tmp_path / "of-rank-1").exists()
 
 
 def test_the_manifest_is_json_that_anyone_can_check_with_sha256sum(two_steps):

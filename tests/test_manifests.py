@@ -3,7 +3,9 @@
 import copy
 import hashlib
 import json
+import os
 import shutil
+import struct
 from dataclasses import asdict
 
 import pytest
@@ -11,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.checkpoint.checkpoints import Checkpoints
-from manyhands.checkpoint.export import load_model, write_export
+from manyhands.checkpoint.export import load_model, newest_in, write_export
 from manyhands.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest
-from manyhands.data.corpus import open_text
+from manyhands.data.corpus import open_text, verify_text
+from manyhands.data.documents import find_files, raw_documents
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import verify_tokens
@@ -180,12 +183,26 @@ def test_a_forged_or_damaged_manifest_gives_its_model_or_one_sentence(which, wri
 CONTRADICTIONS = {  # what is said, and what is wrong in metadata or above; the sha256 fits
     "format: 'manyhands checkpoint 1' was found, and 'manyhands checkpoint 2' is": {"format": "manyhands checkpoint 1"},
     r"files...+elsewhere.safetensors": {"files": {"../elsewhere.safetensors": {"bytes": 1, "sha256": "0" * 64}}},
+    "layout: string should match pattern": {"layout": "shard 2\n\x1b[2J"},
     "config: input should be": {"config": "nano"},
+    "corpus.sha256: field required": {"corpus": {"name": "mine"}},
     "metadata.step is 4, and step is 3": {"step": 4},
+    "metadata.val_loss is 2.0, and val_loss is 2.5": {"val_loss": 2.0},
     "step: input should be less than": {"step": 10**30},
+    "tokens: input should be greater": {"tokens": -1},
     "corpus.alphabet: a token stands in it twice": {"corpus": {"name": "x", "sha256": "y", "alphabet": ["a", "a"]}},
+    "corpus.vocab_size is 9, with an alphabet of 2, config.vocab_size 11": {
+        "corpus": {"name": "x", "sha256": "y", "alphabet": ["a", "b"], "vocab_size": 9}
+    },
     "an alphabet and a vocabulary": {"corpus": {"name": "x", "sha256": "y", "alphabet": ["a"], "vocabulary": {}}},
+    "corpus.vocab_size is 99, with an alphabet of 0, config.vocab_size 11": {
+        "corpus": {"name": "x", "sha256": "y", "vocab_size": 99}
+    },
     "layout is shard 2, and world_size is 3": {"world_size": 3},
+    "loss_scale.scale: input should be greater than 0": {"loss_scale": {"scale": 0.0, "good_steps": 1}},
+    "options.train: input should be": {"options": {"train": 3}},
+    "alignment.method: field required": {"alignment": {}},
+    "lora.rank: input should be greater": {"lora": {"rank": 0, "alpha": 1.0}},
     "with adapters of rank None": {"lora": {"rank": 2, "alpha": 1.0}},
 }
 
@@ -199,6 +216,113 @@ def test_a_manifest_that_contradicts_itself_is_refused(said, written, tmp_path_f
     manifest_of(path).write_bytes(json_of(signed(values)))
     with pytest.raises(CheckpointError, match=said):
         load_model(path)
+
+
+def test_adapters_of_another_rank_than_is_said_are_refused(written, tmp_path_factory):
+    path = copied(written, "lora", tmp_path_factory)
+    for lora in ({"rank": 4, "alpha": 8.0}, None):
+        values = json.loads(manifest_of(written["lora"]).read_text())
+        values["metadata"]["lora"] = lora
+        manifest_of(path).write_bytes(json_of(signed(values)))
+        with pytest.raises(CheckpointError, match=r"with adapters of rank \{2\}"):
+            load_model(path)
+
+
+def rewritten(path, change):
+    """Change the header of the first shard, `change(header, sharding)` in place, so that all hashes fit."""
+    file = min(path.glob("*.safetensors"))
+    content = file.read_bytes()
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    about = header.get("__metadata__", {})
+    sharding = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
+    header, sharding = change(header, sharding)
+    if isinstance(header, dict) and isinstance(about := header.get("__metadata__"), dict):
+        about["DCP_SHARDING_INFO"] = json_of(sharding).decode()
+    new = json_of(header)
+    file.write_bytes(struct.pack("<Q", len(new)) + new + content[8 + size :])
+    about = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    values = json.loads((path / MANIFEST).read_text())
+    values["files"][file.name] = about
+    (path / MANIFEST).write_bytes(json_of(signed(values)))
+
+
+def test_forged_headers_of_shards_are_one_sentence(written, tmp_path_factory):
+    path = copied(written, "plain", tmp_path_factory)
+    file = min(path.glob("*.safetensors"))
+    content, manifest, found = file.read_bytes(), (path / MANIFEST).read_bytes(), []
+    rewritten(path, lambda header, sharding: found.extend([header, sharding]) or (header, sharding))
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def attack(data):
+        file.write_bytes(content)
+        (path / MANIFEST).write_bytes(manifest)
+        rewritten(path, lambda *both: [data.draw(forged(one)) if data.draw(st.booleans()) else one for one in both])
+        sentence_of(lambda: load_model(path), CheckpointError)
+
+    attack()
+
+
+def test_a_tensor_of_which_a_piece_is_missing_or_there_twice_is_refused(written, tmp_path_factory):
+    """DCP would leave such a place as it found it: with what was in memory, or in a fresh model."""
+    for which in ("missing", "twice"):
+        path = copied(written, "plain", tmp_path_factory)
+        values = json.loads((path / MANIFEST).read_text())
+        first, second = sorted(path.glob("*.safetensors"))
+        if which == "missing":
+            first.unlink()
+            del values["files"][first.name]
+        else:
+            again = first.with_name("shard-00003-model-00001-of-00001.safetensors")
+            shutil.copy(first, again)
+            values["files"][again.name] = values["files"][first.name]
+        (path / MANIFEST).write_bytes(json_of(signed(values)))
+        with pytest.raises(CheckpointError, match=r"does not hold all of model\.[a-z0-9_.]+, or some of it twice"):
+            load_model(path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "large"])
+def test_what_is_no_file_of_a_sensible_size_is_not_waited_for(kind, written, tmp_path_factory):
+    for which in ("plain", "export"):
+        for name in ("manifest", "weights"):
+            path = copied(written, which, tmp_path_factory)
+            file = manifest_of(path) if name == "manifest" else min(path.glob("shard*")) if path.is_dir() else path
+            put(kind, file)
+            with pytest.raises(CheckpointError, match=r"cannot be read|is missing|was written with"):
+                load_model(path)
+
+
+def put(kind, file):
+    """Something else under the name of `file`."""
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        with open(file, "wb") as sparse:
+            sparse.truncate(2**40)
+
+
+@pytest.fixture
+def nobody():
+    """Who may read none of our files: root may read everything."""
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_what_may_not_be_read_is_a_sentence(written, texts, tmp_path, nobody):
+    path = written["plain"]
+    reads = (load_model, path), (load_model, path.parent), (load_model, written["export"]), (newest_in, path.parent)
+    for read, source in (*reads, (open_text, texts / "char"), (verify_text, texts / "char")):
+        _, sentence = sentence_of(lambda: read(source), (CheckpointError, DataError))  # noqa: B023
+        assert "cannot be read (Permission denied)" in sentence
+    for name in (tmp_path, tmp_path / "a.txt"):
+        _, sentence = sentence_of(lambda: list(raw_documents(find_files([name]))), DataError)  # noqa: B023
+        assert sentence == f"{name} cannot be read (Permission denied); check the name, or leave it out"
 
 
 def prepare(ranks, folder):
