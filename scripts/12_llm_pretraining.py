@@ -1172,8 +1172,9 @@ gpt, ids_BT, documents_BT = packed_batch()
 
 # %%
 # %%ranks
-config = GPTConfig(vocab_size=len(corpus.vocab) + 1, block_size=256, separator=len(corpus.vocab))
-library = GPT(config).to(device, torch.float64)
+from dataclasses import replace
+
+library = GPT(replace(gpt.config, separator=len(corpus.vocab))).to(device, torch.float64)
 library.load_state_dict(gpt.state_dict())
 counting_T = torch.arange(256, device=device)
 apart = packed_logits(gpt, ids_BT, document_mask(documents_BT), counting_T) - library(ids_BT)[0]

@@ -146,12 +146,12 @@ def short_run(tmp_path_factory, attendees):
 
     made = {}
 
-    def run(lesson, way, n_ranks):
-        key = lesson.name, way, n_ranks
+    def run(lesson, way, n_ranks, **changed):
+        key = lesson.name, way, n_ranks, *changed.values()
         if key not in made:
             folder = tmp_path_factory.mktemp(f"{lesson.number}-{way}-{n_ranks}")
             one = attendees[lesson.name] if n_ranks == 2 else lesson
-            outcome = Run(one, way, n_ranks, folder, lesson.short).carry_out(timeout_s=280)
+            outcome = Run(one, way, n_ranks, folder, lesson.short | changed).carry_out(timeout_s=280)
             assert not outcome.error, f"{lesson.name}, {way} on {n_ranks} ranks: {outcome.error}"
             if n_ranks == 2 and way != "notebook":
                 found = re.findall(

@@ -7,6 +7,8 @@ import json
 import re
 
 import nbformat
+from manyhands.course import pairs
+from manyhands.course.lessons import find_lessons
 
 LESSON = """\
 import json, os, pathlib, subprocess, sys, time
@@ -84,6 +86,28 @@ write_metrics(42, 4.174)
 
 SLOW = "time.sleep(12 * (launcher == 'notebook'))\nwrite_metrics(42, 4.174)\n"
 
+# real ranks, which meet wherever they are; `hosts` says where that was
+NODES = """\
+# %% tags=["parameters"]
+n_ranks = None  # processes: all slots of the allocation
+# %% tags=["active-ipynb"]
+# from manyhands.notebook.start import start_ranks
+# hands = start_ranks("05_nodes", globals())
+# %%
+# %%ranks
+import os, torch.distributed as dist
+from manyhands import Metrics, join, leave
+ranks = join(globals(), device="cpu", quiet=True)
+hosts = [None] * ranks.world_size
+dist.all_gather_object(hosts, ranks.host)
+metrics = Metrics(ranks)
+metrics.exact(hosts=sorted(hosts))
+metrics.content["device"] = os.environ.get("MANYHANDS_DEVICE") or "cpu"
+path = metrics.write()
+leave()
+# %% tags=["active-ipynb"]
+# hands.stop()
+"""
 
 # before main() of scripts/preflight.py: it believes that each node has two GPUs
 GPUS = """\
@@ -121,11 +145,16 @@ def write_course(root):
 def take_the_place_of_the_lessons(course):
     """A copy of the course without lessons, on nodes with GPUs that are none: `jobs/preflight.*` runs made-up lessons.
 
-    One is well, one raises on rank 1, one hangs as a notebook, one is slow as a notebook.
+    One is well, one raises on rank 1, one hangs as a notebook, one is slow as a notebook, one says on which nodes its
+    ranks are.
     """
     bodies = {"01_good": GOOD, "02_raises": RAISES, "03_hangs": HANGS_AS_A_NOTEBOOK, "04_slow": SLOW}
     for name, body in bodies.items():
         write_lesson(course, name, body)
+    nodes = course / "scripts" / "05_nodes.py"
+    nodes.write_text(NODES)
+    (lesson,) = find_lessons(course, only=["05"])
+    pairs.sync(lesson)
     (course / "scripts" / "prepare_data.py").write_text("print('the corpus is made up, too')\n")
     program = course / "scripts" / "preflight.py"
     program.write_text(program.read_text().replace("def main():", GPUS + "def main():", 1))

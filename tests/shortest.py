@@ -42,7 +42,6 @@ FEWER = {
     "12_llm_pretraining": [
         ("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288"),
         ("separator + 1, block_size=T)", "separator + 1, block_size=T, n_layer=1)"),
-        ("block_size=256, separator=len(corpus.vocab))", "block_size=256, separator=len(corpus.vocab), n_layer=1)"),
     ],
     "14_llm_serving": [
         ("val_ids[:2048]", "val_ids[:256]"),

@@ -92,6 +92,12 @@ class Page:
 
         expect(self.page.get_by_role("button", name="Send")).to_be_enabled(timeout=60_000)
 
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come true"
+            self.page.wait_for_timeout(20)
+
     def told(self):
         return self.page.get_by_role("status")
 

@@ -30,6 +30,7 @@ ALL = 3 * 40 * 41 // 2  # what 40 steps of two ranks of fake_train add up to
 def course(tmp_path_factory):
     """The course, with fake_train in the trainer's place."""
     copy = copy_course(tmp_path_factory.mktemp("course") / "many-hands", only=())
+    shutil.copy(copy / "scripts" / "train.py", copy / "scripts" / "real_train.py")
     shutil.copy(os.path.join(os.path.dirname(__file__), "fake_train.py"), copy / "scripts" / "train.py")
     launch = copy / "scripts" / "launch.py"  # fake_train takes flags that the trainer would refuse
     launch.write_text(launch.read_text().replace(", refuse_flags=read_options", ""))

@@ -1,4 +1,4 @@
-"""Lesson 11's own code, on real failures: no save is half, who is at fault is named, nothing is left behind."""
+"""Lesson 11's own code, on real failures: a killed run goes on bit for bit, no save is half, nothing is left behind."""
 
 import ast
 import contextlib
@@ -18,20 +18,21 @@ from manyhands.course.folders import SCRIPTS
 from manyhands.data.corpus import Corpus, load_corpus
 from manyhands.launch.processes import ChildError, Torchrun
 from rank_pool import RankFailed, run_on_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 LESSON = "11_when_it_breaks"
 TRAINEE = ("small_gpt", "Trainee", "train_step", "state_of", "go_on")
 SAVED = ("write", "sync", "save_whole", "save", "restore", "damaged", "newest")
 RUN = (*TRAINEE, *SAVED, "begin_or_resume", "note", "ask_to_requeue", "train", "heard_so_far")
-
-STEPS, EVERY = 14, 4
-
 STEPS, EVERY = 14, 4
 
 
-def lessons_own():
-    corpus = Corpus.from_text("test", "to be, or not to be " * 40)
+def lessons_own(corpus=None):
+    corpus = corpus or Corpus.from_text("test", "to be, or not to be " * 40)
     return taken_from(LESSON, *RUN, corpus=corpus, global_batch=24)
+
+
+# ---- kill -9, SIGTERM, and the curve ----
 
 
 def go_on(ranks, folder):
@@ -50,9 +51,6 @@ def program(folder):
             assert slow != node.value.value
             (folder / "program.py").write_text(slow)
     return folder / "program.py"
-
-
-# ---- a child that does not end ----
 
 
 def left_over(mark):
@@ -109,6 +107,14 @@ def test_nothing_is_left_of_a_child_that_ignores_every_request(tmp_path):
         child._deadline = time.monotonic()
         child.until(lambda: False)
     assert left_over(child.mark) == []
+
+
+def test_a_child_that_ends_too_early_is_reported_with_its_last_lines(tmp_path):
+    with (
+        pytest.raises(ChildError, match="(?s)ended with status 2.*no-such-flag"),
+        Torchrun("nothing.py", n_ranks=1, flags=("--no-such-flag",), log=tmp_path / "log") as child,
+    ):
+        child.until(lambda: False)
 
 
 # ---- a save is whole or not there ----
@@ -248,6 +254,20 @@ def flipped_bit(ranks):
         lesson.flip_bit(model.blocks[1].mlp.up.weight, 100)
     ids = torch.arange(24)[None] % 8
     return lesson.first_not_finite(model, ids), lesson.who_is_not_finite([model(ids)[0]])
+
+
+def looked_at_before_averaging(ranks):
+    lesson = taken_from(LESSON, "look_and_average", "who_is_not_finite", world_size=ranks.world_size)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    seen = []
+    model.register_comm_hook(seen, lesson.look_and_average)
+    x = torch.full((1, 2), float("inf") if ranks.rank == 1 else 1.0)
+    model(x).sum().backward()
+    return lesson.who_is_not_finite(seen), lesson.who_is_not_finite([p.grad for p in model.parameters()])
+
+
+def test_the_comm_hook_names_the_rank_before_averaging_gives_its_infinity_to_all(pool):
+    assert pool.run(3, looked_at_before_averaging) == [([1], [0, 1, 2])] * 3
 
 
 def test_a_flipped_bit_is_traced_to_its_rank_and_to_the_layer_where_it_overflows(pool):
