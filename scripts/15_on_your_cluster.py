@@ -513,8 +513,8 @@ card(
 # %% [markdown]
 # ## Lab: two presets at full size (MORE, 10 min)
 #
-# A preset fixes the global batch: 512 sequences of 2,048 tokens. The job decides how many ranks share it, and each rank reads 4
-# sequences at a time.
+# A preset fixes the global batch: 512 sequences of 2,048 tokens. The job decides how many ranks share it. Let each rank
+# read 4 sequences at a time (`--train.micro-batch 4`).
 #
 # **Predict.** On 64 GPUs: how many micro-batches does a rank read per step, and how many tokens is a step? And on two nodes of
 # 12 GPUs?
@@ -540,9 +540,10 @@ if rank == 0:
     say(micro_batches(480, 24, 5))
 
 # %% [markdown]
-# Before you ask for nodes, ask whether the model fits:
+# Before you ask for nodes, ask whether the model fits. If no flag gives a micro-batch, the trainer takes the largest one
+# that fits into a GPU:
 
-# %%
+# %% tags=["nbval-check-output"]
 # %%ranks
 from manyhands.config.options import read_options
 from manyhands.train.dry_run import describe
