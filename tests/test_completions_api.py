@@ -285,20 +285,15 @@ def test_what_changes_no_answer_is_taken_and_ignored(live):
 
 
 FIELDS = sorted({*schema.CompletionRequest.model_fields, *schema.ChatRequest.model_fields} - {"stream"})
-
 plain_json = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
-
 huge = st.sampled_from(
     [10**400, -(10**400), 2**64, 1e308, -0.0, 5e-324, "A" * 70_000, "\ud800", "\0", [[]] * 500, ["A"] * 500]
 )
-
 any_json = st.recursive(
     plain_json | huge,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
 )
-
 turns = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": st.just("HO")})
-
 near = {  # what may well be accepted, so that combinations are met
     "prompt": st.sampled_from(["HO", ["HO", "A"], [1, 2], [[1], [2, 3]], ["A", [1]]]),
     "messages": st.lists(turns, max_size=4),
@@ -308,7 +303,6 @@ near = {  # what may well be accepted, so that combinations are met
     "temperature": st.floats(0, 2.1), "top_p": st.floats(0, 1.1), "stop": st.sampled_from(["E", ["E", "A"], "", []]),
     "tool_choice": st.sampled_from(["none", "auto", "required"]), "model": st.sampled_from(["manyhands", "x"]),
 }  # fmt: skip
-
 fields = st.one_of(
     st.tuples(st.sampled_from(FIELDS), any_json),
     st.tuples(st.sampled_from([*schema.NEUTRAL, *schema.HARMLESS]), any_json),

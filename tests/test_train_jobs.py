@@ -1,7 +1,7 @@
 """jobs/train.*: run on this machine without a scheduler, and on a real Slurm of two nodes.
 
-There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the sum of a
-run that nobody disturbed. `fake_train.py` stands in for the trainer (see there).
+There they are pre-empted, requeued and cancelled: what is saved, goes back into the queue, and ends with the numbers of
+a run that nobody disturbed. `fake_train.py` stands in for the trainer where its numbers do not matter (see there).
 """
 
 import json
@@ -266,9 +266,7 @@ def waiting(self):
 PreemptionHandler.agreed = waiting
 runpy.run_path("scripts/real_train.py", run_name="__main__")
 """
-
 STEPS = 24
-
 NANO = [
     f"--train.steps={STEPS}", "--model.n-layer=2", "--log.sample=0", "--log.eval-every=0", "--log.eval-batches=2",
     "--log.every=5",
