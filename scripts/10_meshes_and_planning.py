@@ -1148,14 +1148,14 @@ checks.phases(phases, ranks)
 # %%ranks
 from manyhands.predict.layouts import Question
 from manyhands.predict.machines import machine_named
-from manyhands.predict.megatron import TODAY
 from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
+from manyhands.predict.program import MEGATRON
 
 if rank == 0:
     question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
     say(weakest_assumption(question, plan(question).best)[0])
-    big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, program=TODAY)
+    big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, program=MEGATRON)
     say(
         f"llama3-405b on 8: {len(plan(big).ranked)} families fit; the smallest number of GPUs on which one fits: {smallest_fit(big)}"
     )

@@ -43,12 +43,11 @@ from manyhands.course.folders import named
 from manyhands.launch.flags import Flags
 from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
-from manyhands.predict.megatron import TODAY
 from manyhands.predict.models import MODELS, PlannedModel, preset_model
 from manyhands.predict.planner import plan, program_for
+from manyhands.predict.program import PROGRAMS
 
 NOTHING_FITS, SENSELESS = 1, 2
-PROGRAMS = {"train.py": None, "megatron": TODAY}  # see manyhands.predict.megatron
 SIZES = {"vocab": "vocab_size", "positions": "block_size", "layers": "n_layer", "heads": "n_head", "width": "n_embd"}
 MORE_SIZES = {"kv_heads": "n_kv_head", "hidden": "n_hidden"}
 # {flag: (field of a Machine, what one of its unit is)}
@@ -120,7 +119,7 @@ def question_of(args):
         batch = from_preset(args.preset).train.global_batch
     program = program_for(model) if args.program is None else PROGRAMS[args.program]
     if args.fp8:
-        if program is None:
+        if program is PROGRAMS["train.py"]:
             raise ValueError("train.py has no fp8; add --program megatron, or leave --fp8 out")
         if machine.best_fp8_flops is None:
             raise ValueError(f"machine {machine.name} has no best_fp8_flops; leave --fp8 out")

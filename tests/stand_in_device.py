@@ -208,7 +208,7 @@ class StandIn:
         yield dist, "is_nccl_available", lambda: True
         from manyhands.parallel import mesh_strategy  # late: of the course that the script is of
 
-        yield mesh_strategy, "may_record", lambda *_: False  # this torch has no CUDA graphs
+        yield mesh_strategy, "records_graph", lambda *_: False  # this torch has no CUDA graphs
         yield flex_attention, "flex_attention", _dense_attention  # whose operator knows no modes
         for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"):
             yield dist, name, _averaging(getattr(dist, name))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import PRESETS, OptionError, from_preset, merged, model_config, read_options
+from manyhands.course.folders import ROOT
 from manyhands.data.corpus import Corpus
-from manyhands.predict.memory import bytes_per_rank
+from manyhands.predict.memory import bytes_per_rank, with_micro_batch
 from manyhands.train import dry_run, start
-from manyhands.train.start import with_micro_batch
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +183,27 @@ def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_th
     assert "IT DOES NOT FIT: " in comments(described("--preset olmo-7b --dry-run"))
     said = comments(described("--dry-run", world_size=2))
     assert "it fits: " in said and "into the 8.00 GiB that a rank finds here" in said  # two ranks share it
+
+
+def test_an_accelerator_that_is_not_cuda_is_asked_for_its_own_memory(monkeypatch):
+    """A tile of an XPU has 64 GB beside some 900 GB of the host."""
+    tile = SimpleNamespace(mem_get_info=lambda: (60 * 10**9, 64 * 10**9))
+    monkeypatch.setattr(start.torch, "get_device_module", lambda kind: {"xpu": tile}[kind])
+    monkeypatch.setattr(start, "available_memory_bytes", lambda: 900 * 10**9)
+    monkeypatch.setattr(dry_run, "gpus_here", lambda: ("xpu", 12))
+    assert start.memory_of_a_rank("xpu", 12) == 64 * 10**9 == dry_run.room_of(None, 12)[0]
+    assert start.memory_of_a_rank("cpu", 12) == 75 * 10**9
+
+
+@pytest.mark.ranks
+def test_a_small_run_of_two_ranks_imports_nothing_of_the_search(tmp_path):
+    script = tmp_path / "without_the_search.py"
+    script.write_text(
+        "import runpy, sys\nsys.argv = ['train.py', '--train.steps', '1', '--log.sample', '0', '--log.no-plots']\n"
+        "for name in ('layouts', 'planner', 'memory', 'traffic', 'step_time', 'published_runs'):\n"
+        "    sys.modules[f'manyhands.predict.{name}'] = None  # whoever imports it now fails\n"
+        f"runpy.run_path('{ROOT}/scripts/train.py', run_name='__main__')\n"
+    )
+    command = [sys.executable, f"{ROOT}/scripts/launch.py", "--nproc", "2", str(script)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0 and "done: " in ran.stdout, ran.stdout + ran.stderr

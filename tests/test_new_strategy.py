@@ -104,7 +104,8 @@ def test_the_planner_tries_a_registered_strategy_and_names_one_that_it_has_no_fo
     by_hand, ddp = plans["by-hand 8"], plans["replicas 8"]
     state = ("parameters", "gradients", "optimizer", "copies")
     assert [by_hand["bytes"][kind] for kind in state] == [ddp["bytes"][kind] for kind in state]
-    assert by_hand["messages"] == ddp["messages"], "both are of dp_mode replicas"
+    sums = [[one["payload_bytes"] for one in plan["messages"]] for plan in (by_hand, ddp)]
+    assert sums[0] == sums[1], "both are of dp_mode replicas; ddp's go at once, beside a CUDA graph"
     assert "by-hand" in by_hand["train_flags"] and "replicas 4 x tensor 2" in plans
     names = [*plans, *(one["layout"] for one in told["refused"])]
     assert not [name for name in names if "by-heart" in name or ("by-hand" in name and "tensor" in name)]

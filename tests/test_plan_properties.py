@@ -1,16 +1,21 @@
 """What holds of every plan: it fits, its degrees multiply to the GPUs, its bytes are the sum of their kinds."""
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from manyhands.config.layout import resolve_layout
+from manyhands.config.options import read_options
 from manyhands.predict.layouts import Question, families, name_of
 from manyhands.predict.machines import machine_named
-from manyhands.predict.memory import bytes_per_rank
-from manyhands.predict.models import PlannedModel
+from manyhands.predict.memory import bytes_per_rank, room, with_micro_batch
+from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import CLOSE, plan
+from manyhands.predict.report import train_flags
+from manyhands.train.dry_run import fits
 
 H100 = machine_named("h100")
 
@@ -52,7 +57,7 @@ def with_little_memory(question, pick, factor):
         return question
     one = found[pick % len(found)]
     needed = bytes_per_rank(question.model, one.layout, one.options).on_gpu
-    return dataclasses.replace(question, machine=dataclasses.replace(H100, memory_bytes=needed / factor))
+    return dataclasses.replace(question, machine=dataclasses.replace(H100, memory_bytes=needed / 0.9 / factor))
 
 
 @settings(max_examples=30, derandomize=True)
@@ -67,7 +72,7 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
         layout, held = one.layout, one.held
         assert one.name == name_of(one.sharing, layout) and layout.world_size == question.gpus
         assert layout.replicate * layout.shard % layout.expert == 0 == question.model.n_expert % layout.expert
-        assert held.on_gpu <= question.machine.memory_bytes
+        assert held.on_gpu <= room(question.machine.memory_bytes)
         assert held == bytes_per_rank(question.model, layout, one.options), "as the dry run counts"
         if question.model.style == "gpt":
             trained = resolve_layout(one.options, question.model, question.gpus, 8)
@@ -91,3 +96,24 @@ def test_more_memory_never_makes_the_fastest_plan_slower_and_refuses_nothing_tha
     before, after = plan(question), plan(dataclasses.replace(question, machine=larger))
     assert after.fastest_s <= before.fastest_s
     assert {one.name for one in before.ranked} <= {one.name for one in after.ranked}
+
+
+def test_what_the_planner_recommends_the_dry_run_says_fits_and_the_trainer_takes():
+    """200 drawn questions about the trainer's presets, each planned, then described as `--dry-run` does."""
+    drawn, said = random.Random(20261128), Counter()
+    for _ in range(200):
+        preset, gpus = drawn.choice(["gpt2", "gpt2-medium", "olmo-1b", "shakespeare-85m"]), drawn.choice([1, 2, 4, 8])
+        machine = dataclasses.replace(H100, memory_bytes=drawn.uniform(4, 40) * 1e9)
+        question = Question(preset_model(preset), machine, gpus, 8 * drawn.choice([1, 4, 16]), offload=False)
+        model, space = question.model, machine.memory_bytes
+        for family in families(question, ("none",), 1):
+            for one in family.variants[:1]:
+                needed = bytes_per_rank(model, one.layout, one.options).on_gpu
+                assert fits(needed, space, "").startswith("it fits: ") == (needed <= room(space))
+                said[fits(needed, space, "").split(":")[0]] += 1
+        for one in plan(question).ranked[:2]:
+            assert fits(one.held.on_gpu, space, "").startswith("it fits: ")
+            taken = with_micro_batch(read_options(train_flags(question, one)), model, gpus, gpus, space)
+            needed = bytes_per_rank(model, resolve_layout(taken, model, gpus), taken).on_gpu
+            assert fits(needed, space, "").startswith("it fits: "), "what the command makes the trainer take"
+    assert set(said) == {"it fits", "it fits, but tightly", "IT DOES NOT FIT"}, "all three were drawn"

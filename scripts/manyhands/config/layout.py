@@ -33,6 +33,7 @@ class LayoutError(OptionError):
 
 COMPILED = ("ddp", "zero1", "fsdp")  # strategies that compile unasked
 STEPS_TO_COMPILE = 100  # shorter runs end before the compiler has paid
+MOST_RECORDED = 200_000_000  # parameters: larger models keep a GPU busy without a CUDA graph
 LOGITS_AT_ONCE = 2**28  # 1 GiB in float32
 
 
@@ -107,6 +108,18 @@ def compiles(layout: Layout, options: Options) -> bool:
     plain = layout.tensor == layout.pipeline == layout.context == 1 and train.precision != "fp64"
     plain = plain and options.model.experts == 1  # the host needs the number of tokens per expert
     return plain and options.parallel.strategy in COMPILED and train.steps >= STEPS_TO_COMPILE
+
+
+def records_graph(config: "GPTConfig", layout: Layout, options: Options) -> bool:
+    """Return whether a GPU's micro-batch is recorded as one CUDA graph: what a small model computes, without messages.
+
+    Gradients then go as one flat vector after the last backward, and nothing hides them.
+    """
+    train, parallel = options.train, options.parallel
+    plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
+    kept = parallel.activation_checkpointing == "none" and getattr(config, "separator", None) is None
+    small = options.model.experts == 1 and config.num_params() <= MOST_RECORDED
+    return train.cuda_graphs and train.precision != "fp16" and plain and kept and small
 
 
 def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:

@@ -12,12 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from manyhands.config.layout import Layout
-from manyhands.config.options import Options
-from manyhands.gpt.model import GPTConfig
-
 WARM_UP = 3  # calls before the recording, so that one-time compilation and allocation are not recorded
-MOST_PARAMETERS = 200_000_000  # larger models keep a GPU busy without a graph
 
 
 class Recorded:
@@ -43,12 +38,3 @@ class Recorded:
             own.copy_(new)
         self.graph.replay()
         return self.loss.clone()
-
-
-def may_record(config: GPTConfig, layout: Layout, options: Options, device: torch.device) -> bool:
-    """Return whether a run's micro-batches can be recorded and benefit from it."""
-    train, parallel = options.train, options.parallel
-    plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
-    fixed = train.precision != "fp16" and parallel.activation_checkpointing == "none" and config.separator is None
-    small = config.experts == 1 and config.num_params() <= MOST_PARAMETERS
-    return train.cuda_graphs and device.type == "cuda" and plain and fixed and small

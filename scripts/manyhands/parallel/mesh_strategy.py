@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention.flex_attention import create_block_mask
 
-from manyhands.config.layout import AXES, Layout, logits_at_once, starts_in_shares
+from manyhands.config.layout import AXES, Layout, logits_at_once, records_graph, starts_in_shares
 from manyhands.config.options import Options
 from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.context import share_of_context
-from manyhands.parallel.cuda_graphs import Recorded, may_record
+from manyhands.parallel.cuda_graphs import Recorded
 from manyhands.parallel.ddp import FlatReplicas, NoParallel, Replicas
 from manyhands.parallel.experts import expert_mesh, finish_expert_gradients, spread_experts, spread_weights
 from manyhands.parallel.fsdp import (
@@ -135,7 +135,7 @@ class MeshStrategy(Strategy):
         if self.layout.tensor > 1:
             return NoParallel(model)  # DDP refuses DTensors; there is one data rank
         all_reduce, reduce_dtype = self.options.parallel.all_reduce, self.options.parallel.reduce_dtype
-        records = may_record(self.config, self.layout, self.options, self.ranks.device)
+        records = self.ranks.device.type == "cuda" and records_graph(self.config, self.layout, self.options)
         if all_reduce == "flat" or (all_reduce == "auto" and (records or self.ranks.device.type == "cpu")):
             self.flat = FlatReplicas(model, reduce_dtype)  # where ranks compute on the cores that would send
             self.records = records

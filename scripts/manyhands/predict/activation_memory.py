@@ -20,12 +20,15 @@ from functools import lru_cache
 from manyhands.config.layout import logits_at_once
 from manyhands.predict.models import model_of
 from manyhands.predict.pipeline_schedules import held_at_once
+from manyhands.predict.program import TRAIN_PY
 
 PRECISION_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is multiplied
 AROUND = ("final norm", "head", "loss", "ids")  # the layers
 FULL = ("norms", "final norm", "loss")  # what autocast leaves in the weights' precision
 WHOLE = ("norms", "qkv", "mlp up", "routing", "final norm", "head", "loss", "ids")  # what tensor ranks hold alike
 ID_BYTES = 8  # of a token id, a position or a target: int64
+# {what a program saves: terms that selective checkpointing repeats}: all but matrix products and attention
+REPEATED = {"autograd": ("norms", "gelu", "mlp down"), "inputs": ("qkv", "mlp up", "mlp down", "experts out")}
 
 
 def saved_bytes(config, sequences: int, itemsize: int = 4) -> dict[str, float]:
@@ -130,18 +133,20 @@ def sequences_at_once(layout, options) -> int:
     return options.train.global_batch // layout.data // layout.micro_batches
 
 
-def activation_bytes(config, layout, options) -> int:
+def activation_bytes(config, layout, options, program=TRAIN_PY) -> int:
     """Bytes of all micro-batches between their forward and their backward on a rank; with a pipeline at most."""
     config = model_of(config)
-    terms = rank_terms(config, layout, options)
+    terms = rank_terms(config, layout, options, program)
     a_layer = sum(size for term, size in terms.items() if term not in AROUND) / config.n_layer
     around = sum(terms[term] for term in AROUND)
-    kept, again = _kept(config, layout, options, a_layer)
+    kept, again = _kept(config, layout, options, program, terms, a_layer)
     if layout.pipeline == 1:
         return int(config.n_layer * kept + again + around)
     ranks = held_at_once(
         options.parallel.schedule, config.n_layer, layout.pipeline, layout.micro_batches, layout.stages_per_rank
     )
+    if program.saves == "inputs":  # the gradient of the logits is made at once
+        ranks = [(layers, min(heads, 1)) for layers, heads in ranks]
     return int(max(layers * kept + heads * around for layers, heads in ranks) + again)
 
 
@@ -151,8 +156,10 @@ def in_chunks(config, layout, options) -> int | None:
     return most if most and number // layout.context * config.vocab_size > most else None
 
 
-def rank_terms(config, layout, options) -> dict[str, float]:
+def rank_terms(config, layout, options, program=TRAIN_PY) -> dict[str, float]:
     """{term: bytes} of all layers for one micro-batch, on one of the tensor ranks, without recomputation."""
+    if program.saves == "inputs":
+        return _inputs(config, layout, options, program)
     parallel, sequences = options.parallel, sequences_at_once(layout, options)
     full = _saved(config, sequences, weight_bytes(options))
     low = _saved(config, sequences, PRECISION_BYTES[options.train.precision])
@@ -172,11 +179,51 @@ def _saved(config, sequences, itemsize):
     return saved_bytes(replace(config, dropout=0.0), sequences, itemsize)
 
 
-def _kept(config, layout, options, a_layer):
+def _inputs(model, layout, options, program):
+    """`rank_terms` of kernels that keep inputs alone, in 16 bits: of norms, of linear layers and of the activation.
+
+    Of attention queries, keys, values and its output. With `flash` False also attention's scores: Korthikanti et al.
+    2022, table 2. Tensor ranks that share the positions keep a share of everything.
+    """
+    D, M, t, routed = model.n_embd, model.n_hidden * model.routed, layout.tensor, model.routed
+    share, low = t if program.sequence_parallel else 1, 1 if program.fp8 else 2
+    llama, experts = model.style == "llama", model.n_expert > 1
+    a_layer = {
+        "norms": (4 if llama else 6) * D / share,  # a gpt's dropout has two masks of a byte
+        "qkv": 2 * D / share,
+        "attention": 4 * (model.attention_width + model.kv_width) / t,
+        "scores": 0.0 if program.flash else 5 * model.n_head * model.block_size / t,
+        "mlp up": 2 * D / share,
+        "gelu": low * M * (2 if llama else 1) / t,
+        "mlp down": low * M / t,
+        "routing": low * D * routed * experts / t,
+        "experts out": 2 * D * routed * experts / t,
+    }
+    around = {
+        "final norm": 2 * model.n_embd / t,
+        "head": 2 * model.n_embd / t,
+        "loss": 4 * model.vocab_size / t,
+        "ids": 0.0,
+    }
+    tokens = sequences_at_once(layout, options) * model.block_size
+    return {term: size * tokens * model.n_layer for term, size in a_layer.items()} | {
+        term: size * tokens for term, size in around.items()
+    }
+
+
+def repeated_bytes(terms, program) -> float:
+    """The bytes of `rank_terms` that selective checkpointing leaves out of what it keeps, and writes again."""
+    names = REPEATED[program.saves] if program.flash else ("scores",)
+    return sum(terms.get(name, 0.0) for name in names)
+
+
+def _kept(config, layout, options, program, terms, a_layer):
     """(what a layer keeps, what is there again while a layer's backward runs), in bytes."""
     kind = options.parallel.activation_checkpointing
     if kind == "none":
         return a_layer, 0
+    if kind == "selective" and program.saves == "inputs":
+        return a_layer - repeated_bytes(terms, program) / config.n_layer, a_layer
     tokens = sequences_at_once(layout, options) * config.block_size
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
     kept = tokens * config.n_embd * stream_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)

@@ -1,13 +1,14 @@
-"""The layouts that a plan chooses from: every way to split GPUs over the axes that `train.py` has, and what it refuses.
+"""The layouts that a plan chooses from: every way to split GPUs over the axes that a program has, and what is refused.
 
     for family in families(Question(model, machine, gpus=64, global_batch=512)):
         family.refused, family.variants          # a sentence of the trainer's own check, or [Candidate]
 
 A family is a product of axes with one way to share data-parallel state; its variants differ in micro-batch, schedule
-and activation checkpointing. Tried are tensor ranks within a node; 1F1B, GPipe (the time of 1F1B, and more memory),
-Interleaved1F1B and InterleavedZeroBubble, the last two with two stages per rank up to a stage per layer; micro-batches
-of a power of two; one GPU per rank. Tensor ranks always use sequence and, without a pipeline, loss parallelism: they
-cost nothing more and save memory.
+and activation checkpointing. Tried are tensor ranks within a node; the schedules of the program, of which GPipe takes
+the time of 1F1B and more memory, and interleaved ones have two stages per rank up to a stage per layer; micro-batches
+of a power of two; one GPU per rank. Tensor ranks use sequence and, where it runs, loss parallelism: they cost nothing
+more and save memory. What `train.py` cannot run is refused by its own check, `resolve_layout`; a Program that is
+described only here has no such check, and gets its Layout from the degrees.
 
 Context ranks share each sequence, as in `train.py`: a rank has two of 2 c equal pieces of it, one from the front and
 one from the back (zig-zag), so that all have as much attention to do under the causal mask. For all that is about
@@ -21,22 +22,22 @@ tensor ranks hold different experts, too. From the inside: tensor, context, shar
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import groupby, islice, product
 from typing import Any, NamedTuple
 
 from manyhands.config.layout import Layout, LayoutError, resolve_layout
 from manyhands.config.options import PRESETS, ModelOptions, Options, ParallelOptions, from_preset
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.machines import Machine
-from manyhands.predict.megatron import Program
 from manyhands.predict.memory import STATES
 from manyhands.predict.models import PlannedModel, share_of
+from manyhands.predict.program import TRAIN_PY, Program, in_both_orders
 from manyhands.predict.traffic import OF_DATA
 
 LARGEST_MICRO_BATCH, MOST_TOKENS = 64, 131_072  # what is larger saves no time
 # positions of a sequence that is worth a context axis, and of a rank's share of it
 LONG, SHORTEST = 8192, 4096
-CHECKPOINTING = ("none", "selective", "block")
+CHECKPOINTING = TRAIN_PY.checkpointings
 # {schedule: stages per rank}, the simplest first
 SCHEDULES = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2}
 
@@ -88,7 +89,7 @@ class Question:
     schedule: str | None = None  # of pipelines, a key of SCHEDULES; none: each of them is tried
     # ranks that share a sequence; none: powers of two, for sequences of LONG positions and more
     context: int | None = None
-    program: Program | None = None  # that trains: none is train.py; see `megatron` for others
+    program: Program = TRAIN_PY  # that trains
 
     def __post_init__(self):
         for fault in self._faults():
@@ -125,7 +126,15 @@ class Question:
         if trains_experts(self):
             sizes |= {"experts": self.model.n_expert, "top_k": self.model.top_k, "shared_experts": self.model.n_shared}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size
-        return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes))
+        train = replace(
+            options.train, precision="bf16", compile=None, chunk_loss=self.is_trained and options.train.chunk_loss
+        )
+        return replace(options, model=replace(options.model, vocab_size=vocabulary, **sizes), train=train)
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether it is about train.py, whose own check refuses what it cannot run."""
+        return self.program.name == TRAIN_PY.name
 
     def contexts(self) -> list[int]:
         """Degrees of context parallelism to try: with SHORTEST positions or more, attention hides the ring."""
@@ -144,10 +153,19 @@ class Candidate:
     sharing: str  # a key of SHARINGS
     layout: Layout
     options: Options
+    program: Program = TRAIN_PY
 
     @property
     def micro_batch(self) -> int:
         return self.options.train.micro_batch
+
+    @property
+    def schedule(self) -> str:
+        return self.options.parallel.schedule
+
+    @property
+    def checkpointing(self) -> str:
+        return self.options.parallel.activation_checkpointing
 
     def __str__(self):
         return name_of(self.sharing, self.layout)
@@ -160,6 +178,11 @@ class Family:
     name: str
     variants: tuple[Candidate, ...]
     refused: str = ""
+
+    def alike(self) -> Iterator[list[Candidate]]:
+        """Yield the variants that differ in activation checkpointing alone; smaller micro-batches come first."""
+        for _, alike in groupby(self.variants, lambda one: (one.program, one.micro_batch, one.schedule, one.layout)):
+            yield list(alike)
 
 
 def name_of(sharing: str, layout: Layout) -> str:
@@ -176,16 +199,22 @@ def name_of(sharing: str, layout: Layout) -> str:
 
 
 def families(
-    question: Question, checkpointing: tuple[str, ...] = CHECKPOINTING, most_micro_batch: int = LARGEST_MICRO_BATCH
+    question: Question, checkpointing: tuple[str, ...] = (), most_micro_batch: int = LARGEST_MICRO_BATCH
 ) -> Iterator[Family]:
-    """Every Family that strategies do not refuse: by context ranks, tensor ranks and stages, the fewest first."""
-    per_node = question.per_node
-    for context in question.contexts():
-        for tensor in divisors(question.gpus // context):
-            # a ring between nodes is for those who ask for it
-            if per_node % tensor or (question.context is None and context > 1 and context * tensor > per_node):
+    """Every Family that strategies do not refuse: by context ranks, tensor ranks and stages, the fewest first.
+
+    `checkpointing`: kinds that are tried; none: those of the program.
+    """
+    per_node, program = question.per_node, question.program
+    kinds = tuple(kind for kind in checkpointing or CHECKPOINTING if kind in program.checkpointings)
+    near = question.context is None and not program.far_context  # a ring between nodes is for those who ask for it
+    for context in question.contexts() if "context" in program.axes else [1]:
+        for tensor in divisors(question.gpus // context) if "tensor" in program.axes else [1]:
+            if per_node % tensor or (near and context > 1 and context * tensor > per_node):
                 continue
-            for pipeline in divisors(question.gpus // context // tensor):
+            for pipeline in divisors(question.gpus // context // tensor) if "pipeline" in program.axes else [1]:
+                if pipeline > question.model.n_layer and not question.is_trained:
+                    break
                 group = question.gpus // tensor // pipeline  # data ranks, times context
                 for sharing in _sharings(question, context, tensor, pipeline, group):
                     how = SHARINGS[sharing]
@@ -196,12 +225,12 @@ def families(
                         split = Layout(*degrees, context=context)
                         if expert > 1:
                             split = Layout(*degrees, context=context, expert=expert)
-                        yield _family(question, sharing, split, checkpointing, most_micro_batch)
+                        yield _family(question, sharing, split, kinds, most_micro_batch)
 
 
 def trains_experts(question: Question) -> bool:
     """Return whether train.py is to train a mixture of experts."""
-    return question.program is None and question.model.style == "gpt" and question.model.n_expert > 1
+    return question.is_trained and question.model.style == "gpt" and question.model.n_expert > 1
 
 
 def divisors(n: int) -> list[int]:
@@ -217,65 +246,104 @@ def _sharings(question, context, tensor, pipeline, group):
         there = question.offload if how.offload else group > 1 or name == ALONE
         if how.hybrid:
             there = 1 < within < group and group % within == 0 and within % context == 0
-        if there and not STRATEGIES[how.strategy].refusal(question.base, degrees):
+        if question.is_trained:
+            there = there and not STRATEGIES[how.strategy].refusal(question.base, degrees)
+        elif pipeline > 1:  # stages would gather their weights for each micro-batch
+            there = there and name not in ("zero3", "hybrid")
+        if there and (question.is_trained or name in question.program.sharings):
             yield name
 
 
 def _experts(question, how, tensor, group):
-    """Over how many ranks the experts are spread: not at all, as far as a node reaches, and as far as they go."""
-    if how.hybrid or STRATEGIES[how.strategy].dp_mode not in ("replicas", "fsdp"):
+    """Over how many ranks the experts are spread: not at all, as far as a node reaches, and farther."""
+    spread = ("replicas", "fsdp") if question.is_trained else ("replicas", "zero1", "fsdp")
+    if how.hybrid or STRATEGIES[how.strategy].dp_mode not in spread or "expert" not in question.program.axes:
         return [1]
-    experts = question.model.n_expert // (tensor if trains_experts(question) else 1)  # of a tensor rank
+    experts = question.model.n_expert // tensor  # of a tensor rank
     degrees = [degree for degree in divisors(experts) if group % degree == 0] or [1]
-    return sorted({1, max(d for d in degrees if d == 1 or d * tensor <= question.per_node), degrees[-1]})
+    return [n for n in degrees if n == 1 or n == degrees[-1] or n * tensor >= question.per_node]
 
 
 def _family(question, sharing, split, checkpointing, most_micro_batch):
     model, name = question.model, name_of(sharing, split)
-    if model.n_kv_head != model.n_head and model.n_kv_head % split.tensor:
-        sentence = f"{model.n_kv_head} key-value heads do not split over {split.tensor} tensor ranks"
-        return Family(name, (), f"{sentence}; use a divisor of {model.n_kv_head}")
+    if wrong := _uneven_heads(question, split.tensor):
+        return Family(name, (), wrong)
     schedules = [("1F1B", 1)]
     if split.pipeline > 1:
-        names = SCHEDULES if question.schedule is None else (question.schedule,)
-        deep = [stages for stages in divisors(model.n_layer // split.pipeline) if stages > 2]
+        names = question.program.schedules if question.schedule is None else (question.schedule,)
+        deep = [stages for stages in divisors(_most_layers(question, split.pipeline)) if stages > 2]
         schedules = [(name, stages) for name in names for stages in (SCHEDULES[name], *deep * (SCHEDULES[name] > 1))]
     variants, refused, share = [], "", share_of(model, split.context)
     # powers of two that divide a data rank's share; resolve_layout refuses one that is no whole number
     most, own = min(most_micro_batch, MOST_TOKENS // share.block_size), question.global_batch // split.data
     whole = question.global_batch % split.data == 0
     batches = [2**i for i in range(max(1, most.bit_length())) if own % 2**i == 0] if whole else [1]
-    ways = product(batches, schedules, checkpointing)
+    programs = [question.program]
+    if not question.is_trained and split.pipeline > 1 and split.data > 1 and split.tensor * split.context < 8:
+        programs = in_both_orders(question.program)
+    ways = product(programs, batches, schedules, checkpointing)
     # more stages than layers are refused in any way
-    for micro_batch, (schedule, stages), kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
-        options = _options(question, SHARINGS[sharing], split, micro_batch, schedule, stages, kind)
+    for program, micro_batch, (schedule, stages), kind in islice(ways, 1 if split.pipeline > model.n_layer else None):
+        options = options_of(question, SHARINGS[sharing], split, micro_batch, schedule, stages, kind)
         try:
-            layout = resolve_layout(options, share, question.gpus // split.context)
+            layout = _resolved(question, options, share, split, stages)
         except LayoutError as error:
             refused = refused or str(error)
             continue
         if trains_experts(question) and split.expert > 1:
             options = replace(options, parallel=replace(options.parallel, expert=split.expert))
         filled = {"micro_batches": layout.micro_batches, "stages_per_rank": layout.stages_per_rank}
-        variants.append(Candidate(sharing, replace(split, **filled), options))
+        variants.append(Candidate(sharing, replace(split, **filled), options, program))
     return Family(name, tuple(variants), "" if variants else refused)
 
 
-def _options(question, how, split, micro_batch, schedule, stages, checkpointing):
-    positions, tensor = question.model.block_size // split.context, split.tensor
+def _most_layers(question, pipeline):
+    """Return the layers of a pipeline rank: the least, as train.py needs one per stage, or the most."""
+    layers = question.model.n_layer
+    return layers // pipeline if question.is_trained else -(-layers // pipeline)
+
+
+def _uneven_heads(question, tensor):
+    """Return why heads do not split over the tensor ranks, or ""; of heads the trainer says it by itself."""
+    heads, groups = question.model.n_head, question.model.n_kv_head
+    kinds = [("key-value heads", groups)] * (groups != heads) + [("heads", heads)] * (not question.is_trained)
+    return next(
+        (f"{count} {kind} do not split over {tensor} tensor ranks; use a divisor of {count}"
+         for kind, count in kinds if count % tensor), "",
+    )  # fmt: skip
+
+
+def _resolved(question, options, share, split, stages):
+    """The Layout of the options: by the trainer's own check, or by the degrees. Raise LayoutError."""
+    if question.is_trained:
+        return resolve_layout(options, share, question.gpus // split.context)
+    batch = question.global_batch
+    if batch % split.data:
+        raise LayoutError(
+            f"{batch} sequences do not split over {split.data} data ranks; use a multiple of {split.data}"
+        )
+    count = batch // split.data // options.train.micro_batch
+    if stages > 1 and count % split.pipeline:  # an interleaved schedule takes micro-batches in rounds
+        raise LayoutError(f"{count} micro-batches do not fill {split.pipeline} pipeline ranks evenly")
+    return replace(split, micro_batches=count, stages_per_rank=stages)
+
+
+def options_of(question, how, split, micro_batch, schedule, stages, checkpointing) -> Options:
+    """Return the trainer's options of a variant: also those of another program are said in them."""
+    positions, tensor, program = question.model.block_size // split.context, split.tensor, question.program
     balance_loss = trains_experts(question) and question.base.optimizer.balance_loss  # which loss parallelism lacks
     parallel = ParallelOptions(
         strategy=how.strategy,
         tensor=tensor if tensor > 1 else None,
         pipeline=split.pipeline if split.pipeline > 1 else None,
         shard=split.shard // split.context if how.hybrid else None,
-        sequence_parallel=tensor > 1 and positions % tensor == 0,
-        loss_parallel=tensor > 1 and split.pipeline == 1 and not balance_loss,
+        sequence_parallel=program.sequence_parallel and tensor > 1 and positions % tensor == 0,
+        loss_parallel=tensor > 1 and not balance_loss and (split.pipeline == 1 or not question.is_trained),
+        reduce_dtype="own" if program.reduce_bytes == 4 else "bf16",
         schedule=schedule,
         stages_per_rank=stages if stages > 2 else None,  # none: what the schedule needs
         activation_checkpointing=checkpointing,
         **how.options,
     )
-    batch = {"global_batch": question.global_batch, "micro_batch": micro_batch}
-    train = replace(question.base.train, **batch, precision="bf16", compile=None)
+    train = replace(question.base.train, global_batch=question.global_batch, micro_batch=micro_batch)
     return replace(question.base, train=train, parallel=parallel)

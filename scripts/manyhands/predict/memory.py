@@ -19,6 +19,7 @@ from math import ceil, prod
 from operator import itemgetter
 from typing import NamedTuple
 
+from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.config.strategies import STRATEGIES
 from manyhands.config.wrapping import OUTSIDE, parsed, units_of_size
@@ -32,7 +33,10 @@ from manyhands.predict.activation_memory import (
 )
 from manyhands.predict.models import PlannedModel, Weight, model_of, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
+from manyhands.predict.program import TRAIN_PY, Program
 
+RESERVE = 0.1  # of a device's memory, for what is not modelled: its context, NCCL's buffers, the allocator's waste
+STEADY = 2**16  # tokens of a micro-batch: more at once do not make a GPU faster
 MOMENTS = {"adamw": 2, "sgd": 0}  # numbers that the optimizer keeps per parameter; SGD has no momentum here
 AT_REST = ("parameters", "gradients", "optimizer")  # what lasts from step to step, and what offload moves to the host
 
@@ -84,18 +88,42 @@ class RankBytes:
 KINDS = tuple(field.name for field in fields(RankBytes) if field.name != "offload")
 
 
-def bytes_per_rank(config, layout, options) -> RankBytes:
+def bytes_per_rank(config, layout, options, program: Program = TRAIN_PY) -> RankBytes:
     """The RankBytes of the fullest rank: with a pipeline, of the one whose stages hold the most.
 
-    `config` is a GPTConfig or a PlannedModel, `layout` and `options` are the trainer's.
+    `config` is a GPTConfig or a PlannedModel, `layout` and `options` are the trainer's, also for another `program`.
     """
     model = model_of(config)
     return RankBytes(
-        *state_of_rank(model, layout, options),
-        activation_bytes(share_of(model, layout.context), layout, options),
-        *_within_a_step(model, layout, options),
+        *state_of_rank(model, layout, options, program),
+        activation_bytes(share_of(model, layout.context), layout, options, program),
+        *_within_a_step(model, layout, options, program),
         options.parallel.offload,
     )
+
+
+def room(memory_bytes: float) -> float:
+    """Return what of a device's memory a plan may fill, so that planner, dry run and trainer agree on what fits."""
+    return memory_bytes * (1 - RESERVE)
+
+
+def with_micro_batch(options, config, world_size: int, per_node: int, memory_bytes: float):
+    """Return `options` with the largest micro-batch that fits into a rank's memory and its reserve, or with 1.
+
+    They are unchanged if they name a micro-batch, if a rank's whole share fits, or for a pipeline, which has its own
+    rule. Micro-batches of more than STEADY tokens are not taken.
+    """
+    layout = resolve_layout(options, config, world_size, per_node)
+    if options.train.micro_batch or layout.pipeline > 1:
+        return options
+    share = options.train.global_batch // layout.data
+    for size in (size for size in range(share, 0, -1) if share % size == 0):
+        chosen = replace(options, train=replace(options.train, micro_batch=None if size == share else size))
+        layout = resolve_layout(chosen, config, world_size, per_node)
+        fits = bytes_per_rank(config, layout, chosen).on_gpu <= room(memory_bytes)
+        if size == 1 or (fits and size * config.block_size // layout.context <= STEADY):
+            break
+    return chosen
 
 
 def checkpoint_bytes(config, options) -> int:
@@ -127,25 +155,30 @@ class Storage(NamedTuple):
     size: int  # bytes of a number that the optimizer updates
     reduced: int  # and of one that data ranks sum
     low: int  # and of one that is multiplied
-    moments: int  # numbers of the optimizer per parameter
+    moments: int  # bytes of the optimizer per number that it updates
+    program: Program
 
 
-def storage_of(layout, options) -> Storage:
+def storage_of(layout, options, program: Program = TRAIN_PY) -> Storage:
     """The Storage of the trainer's options under a layout."""
-    parallel = options.parallel
+    parallel, size, moments = options.parallel, weight_bytes(options), MOMENTS[options.optimizer.name]
     # replicas of tensor shares are FSDP's, too, and it keeps them
-    keeps = STRATEGIES[parallel.strategy].dp_mode != "fsdp" or parallel.sharding in ("grad_op", "none")
+    dp_mode = STRATEGIES[parallel.strategy].dp_mode
+    keeps = dp_mode != "fsdp" or parallel.sharding in ("grad_op", "none")
+    if not program.master:
+        dp_mode = layout.dp_mode(options)
+    elif dp_mode != "fsdp":  # whose fp32 shards are the master copy
+        dp_mode, moments = f"{dp_mode} of a master copy", moments + 1
     return Storage(
-        layout.dp_mode(options), keeps, parallel.wrapping, parallel.zero_stage, parallel.schedule,
-        weight_bytes(options), reduce_bytes(options), PRECISION_BYTES[options.train.precision],
-        MOMENTS[options.optimizer.name],
+        dp_mode, keeps, parallel.wrapping, parallel.zero_stage, parallel.schedule,
+        size, reduce_bytes(options), PRECISION_BYTES[options.train.precision], moments * size, program,
     )  # fmt: skip
 
 
-def state_of_rank(model: PlannedModel, layout, options) -> State:
+def state_of_rank(model: PlannedModel, layout, options, program: Program = TRAIN_PY) -> State:
     """The State of the fullest rank."""
     # many layouts differ in their batch alone: it is remembered without
-    return _state(model, _as_one_batch(layout), storage_of(layout, options))
+    return _state(model, _as_one_batch(layout), storage_of(layout, options, program))
 
 
 @cache
@@ -224,7 +257,7 @@ def _whole(share, layout, storage):
             heapq.heapreplace(loads, loads[0] + numel)
         owned = max(loads)
     linear = sum(weight.numel for weight in share.weights if weight.linear)
-    return State(count * size, count * size, storage.moments * owned * size, linear * low if low < size else 0)
+    return State(count * size, count * size, storage.moments * owned, linear * low if low < size else 0)
 
 
 def _fsdp(share, layout, storage):
@@ -241,8 +274,15 @@ def _fsdp(share, layout, storage):
             unsharded += sum(times * whole for times, _, whole in cut)
         else:
             unsharded += cut[-1][2] + max(padded(unit.nested, layout)[1] for unit in units)
-    held *= storage.size
-    return State(held, held, storage.moments * held, 0, unsharded * storage.low)
+    size = storage.size
+    return State(held * size, held * size, storage.moments * held, 0, unsharded * storage.low)
+
+
+def _master(share, layout, storage):
+    """Weights in low precision with gradients in fp32; a master copy with its moments, which zero1 shares equally."""
+    experts, ranks = share.expert_numel, layout.replicate if storage.dp_mode.startswith("zero1") else 1
+    owned = ceil((share.numel - experts) / ranks) + ceil(experts / max(1, ranks // layout.expert))
+    return State(share.numel * storage.low, share.numel * storage.size, storage.moments * owned)
 
 
 def padded(weights: list[Weight], layout) -> tuple[int, int]:
@@ -319,7 +359,7 @@ def _deepspeed(share, layout, storage):
 
     size, low, count = storage.size, storage.low, share.numel
     part = ceil(count / layout.replicate)
-    moments = storage.moments * part * size
+    moments = storage.moments * part
     if storage.zero_stage == 3:
         return State(part * size, part * size, moments, 0, min(count, LIVE_NUMEL) * low)
     gradients = count if storage.zero_stage == 1 else part
@@ -328,9 +368,10 @@ def _deepspeed(share, layout, storage):
 
 # {dp_mode of a strategy: (Share, layout, Storage) -> State}
 STATES = {"replicas": _whole, "zero1": _whole, "fsdp": _fsdp, "deepspeed": _deepspeed}
+STATES |= {"replicas of a master copy": _master, "zero1 of a master copy": _master}
 
 
-def _within_a_step(model, layout, options):
+def _within_a_step(model, layout, options, program):
     """(accumulated gradients, workspace) in bytes.
 
     Gradients accumulate whole, unit by unit, in the precision in which FSDP sums them over ranks after the last of
@@ -340,11 +381,13 @@ def _within_a_step(model, layout, options):
     their way, and in the trainer's ring a block of scores and their gradient; tokens on their way to experts and back.
     """
     low, size, reduced = PRECISION_BYTES[options.train.precision], weight_bytes(options), reduce_bytes(options)
-    sharded = layout.dp_mode(options) == "fsdp"
+    sharded = storage_of(layout, options, program).dp_mode == "fsdp"
     tokens = sequences_at_once(layout, options) * model.block_size // layout.context
     logits = tokens * ceil(model.vocab_size / (layout.tensor if options.parallel.loss_parallel else 1))
     chunk = in_chunks(model, layout, options)
     workspace = 5 * 4 * chunk if chunk else 2 * 4 * logits
+    if program.saves == "inputs":  # a kernel makes the gradient in 16 bits where the logits were
+        workspace = low * logits
     if layout.context > 1:
         workspace += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
     if options.parallel.context > 1:  # the trainer's; a plan takes kernels that hold none
@@ -358,7 +401,7 @@ def _within_a_step(model, layout, options):
         units = fsdp_units(model, layout.tensor, layout.expert, *stage, options.parallel.wrapping)
         workspace += max(sum(weight.numel for weight in unit.weights) for unit in units) * (low + reduced)
     accumulated, ranks = 0, layout.replicate * layout.shard
-    if sharded and layout.micro_batches > 1 and ranks > 1:
+    if sharded and layout.micro_batches > 1 and ranks > 1 and not program.sums_each:
         share = fullest_share(model, layout, options.parallel.schedule)
         # where no other rank has these experts, nothing of them is to be summed
         accumulated = (share.numel - (share.expert_numel if layout.expert == ranks else 0)) * reduced

@@ -127,12 +127,11 @@ class PlannedModel:
             linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
         attention = [Weight(f"attention.{name}", shape, split, True) for name, shape, split in linears]
         experts = self.n_expert if experts is None else experts
-        mlps = self.mlp_weights() * experts
-        if self.n_expert > 1:
-            mlps.insert(0, Weight("router", (self.n_expert, D), None, True))
-        if self.stacks_experts:  # as `gpt.experts` stores them: one below the other
-            rows = Weight("mlp", (experts * self.n_hidden, D), 0, True, True)
-            mlps = [mlps[0]._replace(module="mlp"), rows, rows]
+        mlps = self.mlp_weights()
+        if self.n_expert > 1:  # one below the other, as `gpt.experts` stores them
+            names = ("mlp", "mlp") if self.stacks_experts else ("router", "mlp.experts")
+            rows = [Weight(names[1], (experts * w.shape[0], w.shape[1]), 0, True, True) for w in mlps]
+            mlps = [Weight(names[0], (self.n_expert, D), None, True), *rows]
         shared = _gpt_mlp(D, self.n_shared * self.n_hidden) if self.n_shared else []
         mlps += [Weight(f"mlp.shared.{name}", shape, split, True) for name, shape, split in shared]
         return [*norms[0], *attention, *norms[1], *mlps]

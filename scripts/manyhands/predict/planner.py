@@ -4,9 +4,10 @@
     answer.best, answer.ranked, answer.refused     # Plan or None, [Plan], [(name of a family, sentence)]
     smallest_fit(question)                         # where nothing fits: on how many GPUs something would
 
-What does not fit is never recommended. Of the plans that are within CLOSE of the fastest, closer than predictions are
-right, the simplest is best: no context axis (train.py has none), then fewer axes, then the simpler way to share, then
-less recomputation, then the simpler schedule, then less memory.
+What does not fit is never recommended, nor what leaves no reserve. Of the plans that are within CLOSE of the fastest,
+closer than predictions are right, the simplest is best: for train.py no context axis, whose ring holds more than is
+planned, then fewer axes, then the simpler way to share, then less recomputation, then the simpler schedule, then the
+shorter step.
 
 What it knows stands in tables: ways to share state in `config.strategies`, machines, models and published runs in TOML
 files here, bytes by a strategy's dp_mode in `memory.STATES`, messages by dp_mode in `traffic.OF_DATA` and of the other
@@ -15,8 +16,7 @@ axes in `traffic.OF_AXIS`; `step_time` turns them into seconds, one field of Ste
 
 from dataclasses import dataclass, replace
 
-from manyhands.config.layout import SPLIT_BACKWARD, Layout
-from manyhands.predict import megatron_layouts
+from manyhands.config.layout import SPLIT_BACKWARD, LayoutError, resolve_layout
 from manyhands.predict.layouts import (
     CHECKPOINTING,
     SCHEDULES,
@@ -26,9 +26,9 @@ from manyhands.predict.layouts import (
     divisors,
     families,
 )  # fmt: skip
-from manyhands.predict.megatron import TODAY, Program, Split, work_of
-from manyhands.predict.memory import RankBytes, bytes_per_rank, state_of_rank
+from manyhands.predict.memory import RankBytes, bytes_per_rank, room, state_of_rank, with_micro_batch
 from manyhands.predict.models import PlannedModel
+from manyhands.predict.program import MEGATRON, TRAIN_PY, Program
 from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
 from manyhands.predict.traffic import spreads_experts
 
@@ -41,15 +41,14 @@ GB = 1e9
 class Plan(Candidate):
     """A layout that fits, and what it is predicted to take."""
 
-    held: RankBytes
-    time: StepTime
-    split: Split | None  # of another program than train.py: its layout; `options` are then those of `base` alone
-    mfu: float  # model FLOPs per second over the peak of all GPUs
-    tokens_per_s: float  # of all GPUs together
+    held: RankBytes = None
+    time: StepTime = None
+    mfu: float = 0.0  # model FLOPs per second over the peak of all GPUs
+    tokens_per_s: float = 0.0  # of all GPUs together
 
     @property
     def name(self) -> str:
-        return megatron_layouts.name_of(self.split) if self.split else str(self)
+        return str(self)
 
     @property
     def step_s(self) -> float:
@@ -63,17 +62,7 @@ class Plan(Candidate):
     @property
     def micro(self) -> str:
         """Micro-batches and their sequences, "8x4"."""
-        return f"{self.layout.micro_batches}x{self.split.micro_batch if self.split else self.micro_batch}"
-
-    @property
-    def schedule(self) -> str:
-        if self.split:
-            return "Interleaved1F1B" if self.split.stages_per_rank > 1 else self.split.schedule
-        return self.options.parallel.schedule
-
-    @property
-    def checkpointing(self) -> str:
-        return self.split.checkpointing if self.split else self.options.parallel.activation_checkpointing
+        return f"{self.layout.micro_batches}x{self.micro_batch}"
 
     def complexity(self) -> tuple:
         """For `sorted`: the simplest plan first."""
@@ -82,8 +71,8 @@ class Plan(Candidate):
         kind = list(SHARINGS).index(self.sharing)
         again, schedule = CHECKPOINTING.index(self.checkpointing), list(SCHEDULES).index(self.schedule)
         # context ranks come last: train.py's ring needs more than is planned
-        last = layout.context > 1 and self.split is None
-        return last, axes, kind, again, schedule, layout.stages_per_rank, self.held.on_gpu, self.step_s
+        last = layout.context > 1 and self.program.name == TRAIN_PY.name
+        return last, axes, kind, again, schedule, layout.stages_per_rank, self.step_s, self.held.on_gpu
 
 
 @dataclass(frozen=True)
@@ -108,14 +97,14 @@ class Answer:
         return next((one for one in self.ranked if not not_trained(self.question, one)), None)
 
 
-def program_for(model: PlannedModel) -> Program | None:
-    """Return the program that would train a model: None (train.py) for its own GPT, else one of Megatron-LM's kind."""
-    return None if model.style == "gpt" and model.capacity is None else TODAY
+def program_for(model: PlannedModel) -> Program:
+    """Return the program that would train a model: train.py its own GPT, one of Megatron-LM's kind any other."""
+    return TRAIN_PY if model.style == "gpt" and model.capacity is None else MEGATRON
 
 
 def not_trained(question: Question, candidate: Candidate) -> str:
     """Why train.py cannot run a plan, in a sentence; "" where it can."""
-    if question.program is not None:
+    if not question.is_trained:
         return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
     if question.model.style != "gpt":
         return "train.py trains the course's GPT alone: there is no command for this model"
@@ -128,17 +117,25 @@ def not_trained(question: Question, candidate: Candidate) -> str:
 
 def plan(question: Question) -> Answer:
     """The Answer to a Question."""
-    if question.program is not None:
-        return _plan_for(question)
-    plans, refused, tried, room = {}, [], 0, question.machine.memory_bytes
+    plans, refused, tried, space = {}, [], 0, room(question.machine.memory_bytes)
     for family in families(question):
-        tried += len(family.variants)
-        held = [(bytes_per_rank(question.model, one.layout, one.options), one) for one in family.variants]
-        fitting = [_timed(question, one, needed) for needed, one in held if needed.on_gpu <= room]
+        held, fitting, hopeless = [], [], set()
+        for alike in family.alike():  # that differ in their checkpointing alone, the least first
+            way = alike[0].program, alike[0].schedule, alike[0].layout.stages_per_rank
+            if way in hopeless:  # a smaller micro-batch did not fit
+                continue
+            for one in alike:
+                held.append((_bytes(question, one), one))
+                if held[-1][0].on_gpu <= space:  # the least that fits recomputes the least
+                    fitting.append(_timed(question, one, held[-1][0]))
+                    break
+            else:
+                hopeless.add(way)
+        tried += len(held)
         if fitting:
             plans[family.name] = fitting
         else:
-            refused.append((family.name, family.refused or _does_not_fit(room, held)))
+            refused.append((family.name, family.refused or _does_not_fit(question.machine, held)))
     if not plans:
         return Answer(question, (), float("inf"), tuple(refused), tried)
     every = [one for fitting in plans.values() for one in fitting]
@@ -149,29 +146,8 @@ def plan(question: Question) -> Answer:
     return Answer(question, ranked, fastest_s, tuple(refused), tried, _by_schedule(ranked, plans))
 
 
-def _plan_for(question):
-    """Plan for a program of Megatron-LM's kind."""
-    contexts = [question.context] if question.context else []
-    found = megatron_layouts.search(
-        question.model, question.machine, question.gpus, question.global_batch, question.program, contexts
-    )
-    if not found.plans:
-        return Answer(question, (), float("inf"), tuple(found.refused), found.tried)
-    every = sorted((_as_plan(question, one) for one in found.plans.values()), key=lambda one: one.step_s)
-    fastest_s = every[0].step_s
-    best = min((one for one in every if one.step_s <= fastest_s * CLOSE), key=Plan.complexity)
-    ranked = (best, *(one for one in every if one is not best))
-    return Answer(question, ranked, fastest_s, tuple(found.refused), found.tried)
-
-
-def _as_plan(question, timed):
-    split = timed.split
-    shard = {"zero2": split.replicas, "zero3": split.replicas, "hybrid": split.within}.get(split.sharing, 1)
-    layout = Layout(
-        split.pipeline, split.replicas // shard, shard, split.tensor, context=split.context, expert=split.expert,
-        micro_batches=split.micro_batches(question.global_batch), stages_per_rank=split.stages_per_rank,
-    )  # fmt: skip
-    return Plan(split.sharing, layout, question.base, timed.held, timed.time, split, *_speed(question, timed.time))
+def _bytes(question, one):
+    return bytes_per_rank(question.model, one.layout, one.options, one.program)
 
 
 def _by_schedule(ranked, plans):
@@ -185,32 +161,40 @@ def _by_schedule(ranked, plans):
     return tuple(fastest[name] for name in SCHEDULES if name in fastest)
 
 
-def _timed(question, candidate, held, assumed=None):
-    model, split = question.model, getattr(candidate, "split", None)
-    if split is not None:
-        work = work_of(model, split, question.global_batch, question.program)
-    else:
-        work = planned_work(model, candidate.layout, candidate.options)
-    time = step_time(work, question.machine, assumed)
-    speed = _speed(question, time)
-    return Plan(candidate.sharing, candidate.layout, candidate.options, held, time, split, *speed)
-
-
-def _speed(question, time):
-    """(MFU, tokens per second of all GPUs)."""
+def _timed(question, one, held, assumed=None):
+    time = step_time(planned_work(question.model, one.layout, one.options, one.program), question.machine, assumed)
     tokens = question.global_batch * question.model.block_size
-    flops_per_s = question.model.flops_per_token() * tokens / time.total_s
-    return flops_per_s / question.gpus / question.machine.peak_flops, tokens / time.total_s
+    mfu = question.model.flops_per_token() * tokens / time.total_s / question.gpus / question.machine.peak_flops
+    return Plan(one.sharing, one.layout, one.options, one.program, held, time, mfu, tokens / time.total_s)
 
 
-def _does_not_fit(room, held):
+def _does_not_fit(machine, held):
     """Return why a family is refused whose smallest variant is too large: a sentence with its bytes."""
     least, candidate = min(held, key=lambda pair: pair[0].on_gpu)
     checkpointing = candidate.options.parallel.activation_checkpointing
     return (
-        f"needs {least.on_gpu / GB:.1f} GB of {room / GB:.1f} GB per GPU at least ({least.largest_kinds()}), with"
-        f" micro-batches of {candidate.micro_batch} and activation checkpointing {checkpointing}"
+        f"needs {least.on_gpu / GB:.1f} GB of {room(machine.memory_bytes) / GB:.1f} GB per GPU at least"
+        f" ({least.largest_kinds()}), with micro-batches of {candidate.micro_batch} and activation checkpointing"
+        f" {checkpointing}"
     )
+
+
+def leaves_micro_batch(question: Question, candidate: Candidate) -> bool:
+    """Return whether train.py, asked for no micro-batch, takes one with which a step is as good as the plan's."""
+    if not question.is_trained:
+        return False
+    options = replace(candidate.options, train=replace(candidate.options.train, micro_batch=None))
+    sizes = question.model, question.gpus, question.per_node
+    try:
+        own = with_micro_batch(options, *sizes, question.machine.memory_bytes)
+        layout = resolve_layout(own, *sizes)
+    except LayoutError:
+        return False
+    own = replace(candidate, options=own, layout=replace(candidate.layout, micro_batches=layout.micro_batches))
+    held = _bytes(question, own)
+    fits = held.on_gpu <= room(question.machine.memory_bytes)
+    mine, its = (_timed(question, one, held).step_s for one in (candidate, own))
+    return fits and its <= CLOSE * mine
 
 
 def smallest_fit(question: Question, start: int = 1) -> int | None:
@@ -218,31 +202,20 @@ def smallest_fit(question: Question, start: int = 1) -> int | None:
 
     The batch stays as it is, so that a number that does not split it may fail where a smaller one fits.
     """
-    if question.program is not None:
-        return _power_of_two(question, start)
     per_node = question.machine.gpus_per_node
     most = min(MOST_NODES, question.global_batch * question.model.n_layer)
-    model, room = question.model, question.machine.memory_bytes
+    model, space = question.model, room(question.machine.memory_bytes)
     for gpus in (*divisors(per_node), *(nodes * per_node for nodes in range(2, most + 1))):
         if gpus < start:
             continue
         # micro-batches of one sequence and the most checkpointing need the least
         for family in families(replace(question, gpus=gpus), ("block", "none"), most_micro_batch=1):
-            for layout, options in ((one.layout, one.options) for one in family.variants):
-                if not options.parallel.offload and sum(state_of_rank(model, layout, options)) > room:
+            for one in family.variants:
+                offload = one.options.parallel.offload
+                if not offload and sum(state_of_rank(model, one.layout, one.options, one.program)) > space:
                     continue  # most fail here, and soon
-                if bytes_per_rank(model, layout, options).on_gpu <= room:
+                if _bytes(question, one).on_gpu <= space:
                     return gpus
-    return None
-
-
-def _power_of_two(question, start):
-    """The smallest number of nodes that is a power of two, of those from `start` GPUs on; None up to MOST_NODES."""
-    gpus = question.machine.gpus_per_node
-    while gpus <= MOST_NODES * question.machine.gpus_per_node:
-        if gpus >= start and plan(replace(question, gpus=gpus)).best:
-            return gpus
-        gpus *= 2
     return None
 
 

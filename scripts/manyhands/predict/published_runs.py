@@ -9,21 +9,23 @@ per GPU, counted as the source counts them: with the operations that recomputati
 """
 
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from manyhands.predict.layouts import Question
+from manyhands.config.layout import Layout, resolve_layout
+from manyhands.config.options import Options, read_options
+from manyhands.predict.layouts import SHARINGS, Candidate, Question, options_of
 from manyhands.predict.machines import MACHINES, Machine
-from manyhands.predict.megatron import AXES, CHECKPOINTING, SHARINGS, Program, Split, work_of
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import Plan, plan
-from manyhands.predict.step_time import Assumptions, Work, step_time
+from manyhands.predict.program import MEGATRON, Program, Sharing
+from manyhands.predict.step_time import Assumptions, Work, planned_work, step_time
 
 
 class PublishedRun(BaseModel):
@@ -63,24 +65,14 @@ class PublishedRun(BaseModel):
     context: int = 1
     pipeline: int = 1
     expert: int = 1
-    sharing: Literal["replicas", "zero1", "zero2", "zero3", "hybrid"] = "replicas"
+    sharing: Sharing = "replicas"
     micro_batch: int = 1
     stages_per_rank: int = 1
-    schedule: Literal["1F1B", "ZeroBubble"] = "1F1B"
+    schedule: Literal["1F1B", "InterleavedZeroBubble"] = "1F1B"
     checkpointing: Literal["block", "selective", "none"] = "block"
     data_outside: bool = False
-    # the program
-    fused: bool = True
-    sequence_parallel: bool = True
-    flash: bool = True
-    overlap: bool = True
-    scattered: bool = True
-    reduce_bytes: int = 4
+    features: dict[str, Any] = {}  # of its Program, that MEGATRON has otherwise
     fp8: bool = False
-    hides_experts: bool = False
-    axes: tuple[str, ...] = AXES
-    sharings: tuple[str, ...] = SHARINGS
-    checkpointings: tuple[str, ...] = CHECKPOINTING
 
     @cached_property
     def model(self) -> PlannedModel:
@@ -105,18 +97,30 @@ class PublishedRun(BaseModel):
         return replace(MACHINES[self.on], **{name: value for name in names if (value := getattr(self, name))})
 
     @property
-    def split(self) -> Split:
-        """Its layout."""
-        names = ("tensor", "context", "pipeline", "expert", "sharing", "stages_per_rank", "schedule", "micro_batch",
-                 "checkpointing", "data_outside")  # fmt: skip
-        data = self.gpus // (self.tensor * self.context * self.pipeline)
-        within = MACHINES[self.on].gpus_per_node // self.tensor if self.sharing == "hybrid" else 1
-        return Split(data=data, within=within, **{name: getattr(self, name) for name in names})
-
-    @property
     def program(self) -> Program:
         """The program that trained it."""
-        return Program(**{field.name: getattr(self, field.name) for field in fields(Program)})
+        return replace(MEGATRON, **{"fp8": self.fp8} | self.features)
+
+    @cached_property
+    def question(self) -> Question:
+        """The question that its layout answers."""
+        return Question(self.model, self.machine, self.gpus, self.global_batch, program=self.program)
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """Its layout, with the options that describe it."""
+        how, stages = SHARINGS[self.sharing], self.stages_per_rank
+        group = self.gpus // self.tensor // self.pipeline  # data ranks, times context
+        within = MACHINES[self.on].gpus_per_node // self.tensor if how.hybrid else group
+        shard = within if how.strategy == "fsdp" else 1
+        layout = Layout(
+            self.pipeline, group // shard, shard, self.tensor, 1, stages, self.context,
+            max(1, self.expert // self.tensor),
+        )  # fmt: skip
+        layout = replace(layout, micro_batches=self.global_batch // layout.data // self.micro_batch)
+        schedule = "Interleaved1F1B" if self.schedule == "1F1B" and stages > 1 else self.schedule
+        options = options_of(self.question, how, layout, self.micro_batch, schedule, stages, self.checkpointing)
+        return Candidate(self.sharing, layout, options, replace(self.program, data_outside=self.data_outside))
 
     @property
     def published(self) -> float:
@@ -125,6 +129,36 @@ class PublishedRun(BaseModel):
         if self.tokens_per_s:
             return flops * self.tokens_per_s / 1e12
         return self.tflops or flops * self.global_batch * self.model.block_size / self.seconds / self.gpus / 1e12
+
+
+class RecordedRun(BaseModel):
+    """A run of train.py that we measured, with its commit and its switches."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    what: str  # as the record calls it
+    on: str
+    commit: str
+    flags: str
+    switches: str
+    mfu: float
+    unplanned: str  # what of it no formula knows; "": nothing
+
+    @cached_property
+    def options(self) -> Options:
+        """Its options."""
+        return read_options(f"{self.switches} {self.flags * ('compile' not in self.switches)}".split())
+
+    @cached_property
+    def model(self) -> PlannedModel:
+        """The model that was trained."""
+        return preset_model(self.options.preset)
+
+    def predicted(self, assumed: Assumptions | None = None) -> float:
+        """Return the MFU that the planner predicts."""
+        layout, machine = resolve_layout(self.options, self.model, 1), MACHINES[self.on]
+        seconds = step_time(planned_work(self.model, layout, self.options), machine, assumed).total_s
+        tokens = self.options.train.global_batch * self.model.block_size
+        return self.model.flops_per_token() * tokens / seconds / machine.peak_flops
 
 
 def _runs() -> Iterator[PublishedRun]:
@@ -137,7 +171,15 @@ def _runs() -> Iterator[PublishedRun]:
             yield PublishedRun(**values | {"check": {name: values.pop(name) for name in check}})
 
 
+def _recorded() -> Iterator[RecordedRun]:
+    content = tomllib.loads(Path(__file__).with_name("published_runs.toml").read_text("utf-8"))
+    for table in content["recorded"]:
+        columns, rows = table.pop("columns"), table.pop("rows")
+        yield from (RecordedRun(**table, **dict(zip(columns, row, strict=True))) for row in rows)
+
+
 RUNS = tuple(_runs())
+RECORDED = tuple(_recorded())
 NARAYANAN = RUNS[0].source
 # {run: the constant that it decides}. Of the first table the most memory-bound run and the least; a run with
 # long sequences; the smallest one in eager mode. The fifth decides what one machine's products reach (`best_share`).
@@ -153,7 +195,8 @@ SLOWER_IF_MORE = ("memory_passes", "unfused")
 
 def published_work(run: PublishedRun) -> Work:
     """The `Work` of a published run."""
-    return work_of(run.model, run.split, run.global_batch, run.program)
+    one = run.candidate
+    return planned_work(run.model, one.layout, one.options, one.program)
 
 
 def predicted_tflops(run: PublishedRun, assumed: Assumptions | None = None) -> float:
@@ -186,6 +229,19 @@ def fit() -> Assumptions:
     return found
 
 
+def fit_recorded(runs: Sequence[RecordedRun] = RECORDED) -> Assumptions:
+    """The Assumptions whose rate of torch's attention predicts one of the `runs` as much too fast as another too slow.
+
+    It is the one constant that our own runs decide; those of which something is unplanned decide nothing.
+    """
+    low, high, planned = 0.1, 1.0, [run for run in runs if not run.unplanned]
+    for _ in range(30):
+        share = (low + high) / 2
+        errors = [run.predicted(Assumptions(torch_attention_share=share)) / run.mfu - 1 for run in planned]
+        low, high = (low, share) if max(errors) > -min(errors) else (share, high)
+    return Assumptions(torch_attention_share=share)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A published layout among those that the planner finds for the same question."""
@@ -204,7 +260,7 @@ def choice(run: PublishedRun) -> Choice:
 @cache
 def _choice(name):
     run = next(run for run in RUNS if run.name == name)
-    answer = plan(Question(run.model, run.machine, run.gpus, run.global_batch, program=run.program))
+    answer = plan(run.question)
     own_s = step_time(published_work(run), run.machine).total_s
     faster = sum(one.step_s < 0.999 * own_s for one in answer.ranked)
     return Choice(faster + 1, max(faster + 1, len(answer.ranked)), own_s / answer.best.step_s, answer.best)
@@ -239,7 +295,21 @@ def published_text() -> str:
         lines += [f"  checked: {said}" for said in dict.fromkeys(run.checked for run in runs)]
         assumed = dict.fromkeys(run.assumed for run in runs)
         lines += [f"  assumed, as the source leaves it open: {said}" for said in assumed]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_recorded_rows()])
+
+
+def _recorded_rows():
+    """The rows of our own runs of train.py: MFU, and what remains of it."""
+    yield (
+        "Our own runs of train.py on one H200, which decide the rate of torch's attention"
+        f" ({Assumptions().torch_attention_share:.0%} of the best product); MFU:"
+    )
+    yield f"{'run':36}{'commit':>9}{'measured':>11}{'predicted':>11}{'residual':>10}"
+    for run in RECORDED:
+        predicted = run.predicted()
+        yield f"{run.what:36}{run.commit:>9}{run.mfu:11.1%}{predicted:11.1%}{predicted / run.mfu - 1:+10.1%}"
+        if run.unplanned:
+            yield f"    not planned: {run.unplanned}"
 
 
 def _published_row(run):

@@ -11,12 +11,21 @@ Sizes are in decimal GB, as vendors state memories.
 import dataclasses
 import re
 import shlex
+from math import ceil
 
 from manyhands.config.options import PRESETS, from_preset
 from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
-from manyhands.predict.megatron_layouts import RESERVE
-from manyhands.predict.planner import CLOSE, Answer, not_trained, smallest_fit, unbalanced_s, weakest_assumption
+from manyhands.predict.memory import RESERVE, room
+from manyhands.predict.planner import (
+    CLOSE,
+    Answer,
+    leaves_micro_batch,
+    not_trained,
+    smallest_fit,
+    unbalanced_s,
+    weakest_assumption,
+)
 from manyhands.predict.traffic import spreads_experts
 
 GB = 1e9
@@ -55,13 +64,15 @@ def _question(question):
 
 
 def _of_the_program(question):
-    if question.program is None:
-        return ["trained by train.py"]
+    said = "trained by train.py"
+    if not question.is_trained:
+        said = "trained as Megatron-LM or torchtitan do: gradients summed in fp32, fused kernels, FlashAttention"
+        said += ", linear layers in fp8" * question.program.fp8
+    space = room(question.machine.memory_bytes) / GB
     return [
-        "trained as Megatron-LM or torchtitan do: bf16 weights, gradients summed in fp32, fused kernels, FlashAttention"
-        + (", linear layers in fp8" if question.program.fp8 else ""),
-        f"a reserve of {RESERVE:.0%} of the memory for what is not modelled: the context, NCCL's buffers, the"
-        " allocator's waste",
+        said,
+        f"{space:.1f} GB of a GPU are planned: {RESERVE:.0%} is a reserve for what is not modelled, the context, NCCL's"
+        " buffers, the allocator's waste",
     ]
 
 
@@ -71,9 +82,7 @@ def _nothing_fits(answer):
         return ["No layout is possible.", ""]
     number = smallest_fit(question)
     said = f"something fits on {number} of these GPUs, not on fewer" if number else "no number of them was found"
-    if number and question.program:
-        said = f"something fits on {number} of these GPUs (powers of two were tried)"
-    return [f"Nothing fits into {question.machine.memory_bytes / GB:.1f} GB per GPU: {said}.", ""]
+    return [f"Nothing fits into {room(question.machine.memory_bytes) / GB:.1f} GB per GPU: {said}.", ""]
 
 
 def _plans(answer, top, show_all):
@@ -255,10 +264,12 @@ def train_flags(question: Question, candidate: Candidate) -> list[str] | None:
     if not_trained(question, candidate):
         return None
     preset = question.model.name if question.model.name in PRESETS else "nano"
-    base, flags = from_preset(preset), ["--preset", preset]
+    base, flags, options = from_preset(preset), ["--preset", preset], candidate.options
+    if leaves_micro_batch(question, candidate):
+        options = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=None))
     for group in ("model", "train", "parallel"):
         before = dataclasses.asdict(getattr(base, group))
-        for field, value in dataclasses.asdict(getattr(candidate.options, group)).items():
+        for field, value in dataclasses.asdict(getattr(options, group)).items():
             name = field.replace("_", "-")
             if value == before[field]:
                 continue
@@ -279,8 +290,8 @@ def start_lines(question: Question, candidate: Candidate) -> list[tuple[str, str
         return []
     words, gpus = shlex.join(flags), question.gpus
     per_node = min(question.machine.gpus_per_node, gpus)
-    room = f"{question.machine.memory_bytes / 2**30:.0f}"
-    lines = [("check it", f"python scripts/train.py {words} --ranks {gpus} --gpu-gib {room} --dry-run")]
+    memory = f"{ceil(question.machine.memory_bytes / 2**30 * 100) / 100:g}"
+    lines = [("check it", f"python scripts/train.py {words} --ranks {gpus} --gpu-gib {memory} --dry-run")]
     if gpus == 1:
         return [*lines, ("run it", f"python scripts/train.py {words}")]
     if gpus == per_node:

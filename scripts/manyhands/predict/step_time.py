@@ -4,7 +4,7 @@
     time = step_time(work, machine)                # StepTime
     time.total_s, time.bubble_s
 
-Two constants are fitted, on two published runs (see `published_runs.fit`), and never per row: the share of the peak
+Two constants are fitted, on a few published runs (see `published_runs.fit`), and never per row: the share of the peak
 that matrix products attain, and how often the bytes that a forward leaves for its backward pass through the GPU's
 memory. All else is arithmetic over the table of machines and the assumptions of `machines`.
 
@@ -19,17 +19,18 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 
-from manyhands.config.layout import SPLIT_BACKWARD, compiles
-from manyhands.config.strategies import STRATEGIES
-from manyhands.predict.activation_memory import AROUND, PRECISION_BYTES, rank_terms, weight_bytes
+from manyhands.config.layout import SPLIT_BACKWARD, compiles, records_graph
+from manyhands.predict.activation_memory import AROUND, rank_terms, repeated_bytes
 from manyhands.predict.machines import LINK_SHARE, Group, Machine, Sent
-from manyhands.predict.memory import MOMENTS, fullest_share, state_of_rank
+from manyhands.predict.memory import fullest_share, state_of_rank, storage_of
 from manyhands.predict.models import PlannedModel, share_of
 from manyhands.predict.pipeline_schedules import stages_of_ranks
+from manyhands.predict.program import TRAIN_PY, Program
 from manyhands.predict.traffic import Message, forwards, messages, spreads_experts, tokens_at_once
 
 MATMUL_SHARE = 0.766  # of the GPU's best product; fitted
 ATTENTION_SHARE = 0.258  # of the same, of FlashAttention, whose masked half is skipped; fitted
+TORCH_ATTENTION_SHARE = 0.46  # of the same, of the kernel that torch takes in train.py; fitted on our own runs
 # Assumption: a collective's kernel takes so much of a GPU from the products beside it: 20 of 132 processors
 # (DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.2)
 TAKEN_SHARE = 0.15
@@ -40,7 +41,6 @@ CASTS = 1.5  # assumption: times as many where linear layers cast what they mult
 # what a GPU finishes faster it waits for. PyTorch in eager mode, autocast included.
 KERNELS, KERNEL_S = 25, 5e-6
 OPTIMIZER_BYTES = 32  # read and written per parameter in fp32: weight, gradient, two moments, and the gradient's norm
-CHEAP = ("norms", "gelu", "mlp down")  # what selective checkpointing repeats: norms, GELU and its output
 OF_EXPERTS = ("mlp up", "gelu", "mlp down", "routing")  # what grows with the tokens that a rank's experts get
 
 
@@ -76,41 +76,46 @@ class Work:
     low_flops: float = 0.0
     low_again: float = 0.0
     fused: bool = True  # norms and activations are kernels of their own
+    recorded: bool = False  # in a CUDA graph, which the CPU starts at once
+    torch_attention: bool = False
 
 
-def planned_work(model: PlannedModel, layout, options) -> Work:
+def planned_work(model: PlannedModel, layout, options, program: Program = TRAIN_PY) -> Work:
     """The Work of the busiest GPU: of a pipeline the rank whose layers, with the head if it is the last, take longest.
 
     Without a pipeline a rank runs all layers.
     """
-    parallel, low, size = options.parallel, PRECISION_BYTES[options.train.precision], weight_bytes(options)
-    tensor, m = layout.tensor, layout.micro_batches
+    parallel, tensor, m = options.parallel, layout.tensor, layout.micro_batches
+    storage, kind = storage_of(layout, options, program), parallel.activation_checkpointing
     tokens = tokens_at_once(model, layout, options)
     layers, has_head = _busiest_rank(model, layout.pipeline, layout.stages_per_rank)
-    terms = rank_terms(share_of(model, layout.context), layout, options)
+    terms = rank_terms(share_of(model, layout.context), layout, options, program)
     a_layer = sum(kept for term, kept in terms.items() if term not in AROUND) / model.n_layer
-    cheap = sum(terms[term] for term in CHEAP) / model.n_layer
-    attention = layers * tokens * model.attention_flops() / tensor / 2  # FlashAttention skips the masked half
-    flops = layers * tokens * model.computed_flops() / tensor - attention
-    again = {"none": 0.0, "selective": cheap, "block": a_layer}[parallel.activation_checkpointing]
+    cheap = repeated_bytes(terms, program) / model.n_layer
+    # FlashAttention skips the masked half, and is a kernel with a rate of its own
+    attention = layers * tokens * model.attention_flops() / tensor / (2 if program.flash else 1)
+    flops = layers * tokens * model.computed_flops() / tensor - attention * program.flash
+    flash, forward_times = attention * program.flash, forwards(layout, options)
+    again_flops = attention if kind == "selective" and not program.flash else flops * (forward_times - 1)
+    again = {"none": 0.0, "selective": cheap, "block": a_layer}[kind]
     split = layout.pipeline > 1 and parallel.schedule in SPLIT_BACKWARD
-    sent = messages(model, layout, options, layers)
+    sent = messages(model, layout, options, layers, program)
     units = max((message.calls for message in sent if message.operation in ("reduce_scatter", "all_reduce") and
                  message.axis == "data"), default=1)  # fmt: skip
-    owned = state_of_rank(model, layout, options).optimizer / (MOMENTS[options.optimizer.name] * size)
+    owned = state_of_rank(model, layout, options, program).optimizer / storage.moments
     if parallel.offload:
         # FSDP copies fp32 weights up for each forward and backward, and casts them there; gradients come down once
-        moved = owned * size * (2 * m + 1)
+        moved = owned * storage.size * (2 * m + 1)
         sent.append(Message("host", "copy", units * (2 * m + 1), moved, 1, 1))
     spread = spreads_experts(model, layout)
     # autocast reads the weights in fp32 and writes them in low precision, once per forward
-    cast = 0 if STRATEGIES[parallel.strategy].dp_mode == "fsdp" else fullest_share(model, layout).numel
+    cast = 0 if storage.dp_mode == "fsdp" or program.master else fullest_share(model, layout).numel
     return Work(
         micro_batches=m,
         layers=layers,
         layers_flops=flops,
         head_flops=tokens * model.head_flops() / tensor if has_head else 0.0,
-        again_flops=flops * (forwards(layout, options) - 1),
+        again_flops=again_flops,
         layers_bytes=layers * a_layer,
         again_bytes=layers * again * (2 if split else 1),
         around_bytes=sum(terms[term] for term in AROUND) if has_head else 0.0,
@@ -119,11 +124,15 @@ def planned_work(model: PlannedModel, layout, options) -> Work:
         units=units,
         bubble=(layout.pipeline - 1) / layout.stages_per_rank,
         idle_share=1 / 3 if split else 1.0,
-        cast_bytes=cast * (size + low),
+        cast_bytes=cast * (storage.size + storage.low),
         offload=parallel.offload,
-        attention_flops=attention,
-        attention_again=forwards(layout, options) - 1,
-        fused=compiles(layout, options),
+        attention_flops=flash,
+        attention_again=forward_times - 1,
+        low_flops=(flops - flash) * program.fp8,
+        low_again=forward_times - 1,
+        fused=compiles(layout, options) if program.fused is None else program.fused,
+        recorded=not program.master and records_graph(model, layout, options),
+        torch_attention=program.saves == "autograd",
         expert_flops=layers * tokens * model.expert_flops() / tensor if spread else 0.0,
         expert_bytes=layers * sum(terms.get(term, 0.0) for term in OF_EXPERTS) / model.n_layer if spread else 0.0,
     )
@@ -145,6 +154,7 @@ class Assumptions:
 
     matmul_share: float = MATMUL_SHARE
     attention_share: float = ATTENTION_SHARE
+    torch_attention_share: float = TORCH_ATTENTION_SHARE
     memory_passes: float = MEMORY_PASSES
     unfused: float = UNFUSED  # times as many where kernels are not fused
     link_share: float = LINK_SHARE
@@ -191,7 +201,7 @@ PARTS = tuple(f.name.removesuffix("_s") for f in fields(StepTime) if f.name != "
 def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) -> StepTime:
     """The StepTime of a Work on a Machine."""
     a, m = assumed or Assumptions(), work.micro_batches
-    flop_s, attention_s, low_s = _rates(machine, a)
+    flop_s, attention_s, low_s = _rates(machine, a, work.torch_attention)
     passes = a.memory_passes * (1.0 if work.fused else a.unfused) * (CASTS if work.low_flops else 1.0)
     byte_s = passes / machine.memory_bytes_per_s
     # of experts that are spread over ranks: a rank with all experts has all tokens, whoever gets them
@@ -205,7 +215,7 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     forward_s = products_s + kept_bytes * byte_s
     backward_s = 2 * forward_s + again_s + work.again_bytes * byte_s
     launching_s = work.layers * KERNELS * KERNEL_S * (4 if work.again_flops or work.again_bytes else 3)
-    late_s = max(0.0, launching_s - forward_s - backward_s)
+    late_s = 0.0 if work.recorded else max(0.0, launching_s - forward_s - backward_s)
     sent, waits_s = _waits(work, machine, a, forward_s + late_s / 3, backward_s + late_s * 2 / 3)
     around_s = 3 * (work.head_flops * flop_s + work.around_bytes * byte_s)
     # the bubble is made of layers and of what their micro-batches wait for: the head is on the last stage alone
@@ -228,11 +238,12 @@ def step_time(work: Work, machine: Machine, assumed: Assumptions | None = None) 
     )
 
 
-def _rates(machine, a):
+def _rates(machine, a, torch_attention):
     """Seconds of an operation: in bf16, of attention, in 8 bits."""
     flop_s = 1 / (machine.matmul_flops * a.matmul_share)
     low_s = 1 / (machine.best_fp8_flops * a.matmul_share) if machine.best_fp8_flops else flop_s
-    return flop_s, 1 / (machine.matmul_flops * a.attention_share), low_s
+    share = a.torch_attention_share if torch_attention else a.attention_share
+    return flop_s, 1 / (machine.matmul_flops * share), low_s
 
 
 def _waits(work, machine, a, forward_s, backward_s):

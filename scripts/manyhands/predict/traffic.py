@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from manyhands.config.layout import SPLIT_BACKWARD
+from manyhands.config.layout import SPLIT_BACKWARD, records_graph
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import ID_BYTES, PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import fullest_share, padded, storage_of
 from manyhands.predict.models import PlannedModel, model_of
+from manyhands.predict.program import TRAIN_PY, Program
 
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
 
@@ -67,23 +68,26 @@ def per_step(config, layout, options) -> dict[str, Traffic]:
         )
     flat = "all_reduce" in registered.options and options.parallel.all_reduce != "buckets"
     calls, payloads, model = Counter(), Counter(), model_of(config)
-    sent = _experts(model, layout, options, config.n_layer) if layout.expert > 1 else ()
-    for message in (*_data(model, layout, options, flat), *sent):
+    sent = _experts(model, layout, options, config.n_layer, TRAIN_PY) if layout.expert > 1 else ()
+    for message in (*_data(model, layout, options, TRAIN_PY, flat), *sent):
         calls[message.operation] += message.calls
         payloads[message.operation] += message.payload_bytes
     return {operation: Traffic(calls[operation], payloads[operation]) for operation in calls}
 
 
-def messages(model: PlannedModel, layout, options, layers: int) -> list[Message]:
-    """Every Message of a step on GPUs, where DDP sends buckets, of a rank that runs `layers` layers.
+def messages(model: PlannedModel, layout, options, layers: int, program: Program = TRAIN_PY) -> list[Message]:
+    """Every Message of a step on GPUs, where DDP sends buckets unless a CUDA graph is recorded, of a rank that runs
+    `layers` layers.
 
     Tensor ranks send in low precision; what stages send goes in fp32, and so do gradients by default.
     """
     found = []
     for axis, of_axis in OF_AXIS.items():
         if getattr(layout, axis) > 1:
-            found += of_axis(model, layout, options, layers)
-    return found + [message for message in _data(model, layout, options) if message.ranks > 1]
+            found += of_axis(model, layout, options, layers, program)
+    flat = options.parallel.all_reduce
+    flat = flat == "flat" or (flat == "auto" and not program.master and records_graph(model, layout, options))
+    return found + [message for message in _data(model, layout, options, program, flat) if message.ranks > 1]
 
 
 def forwards(layout, options) -> int:
@@ -100,27 +104,26 @@ def tokens_at_once(model: PlannedModel, layout, options) -> int:
 
 def spreads_experts(model: PlannedModel, layout) -> bool:
     """Return whether ranks share the experts out, so that one of them may get more tokens than the others."""
-    return layout.expert > 1 or (model.stacks_experts and layout.tensor > 1)
+    return layout.expert > 1 or (model.n_expert > 1 and layout.tensor > 1)
 
 
-def _tensor(model, layout, options, layers):
+def _tensor(model, layout, options, layers, program):
     """Two all-reduces per layer and forward, and two in the backward; or sequence parallelism's pairs instead."""
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
-    # summed over tensor ranks before tokens come back; in `train.py` after that
-    routed = model.routed if layout.expert > 1 and not model.stacks_experts else 1
-    payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options) * (1 + routed) / 2
+    payload = tokens_at_once(model, layout, options) * model.n_embd * _low(options)
     yield Message("tensor", "all_reduce", calls, calls * payload, layout.tensor, 1)
 
 
-def _pipeline(model, layout, options, layers):
+def _pipeline(model, layout, options, layers, program):
     """The stream to the next stage, and its gradient back: none of it is taken to be hidden."""
     calls = 2 * layout.stages_per_rank * layout.micro_batches
     payload = tokens_at_once(model, layout, options) * model.n_embd * stream_bytes(options)
-    stride = layout.tensor * layout.replicate * layout.shard
+    payload /= layout.tensor if program.scattered else 1
+    stride = layout.tensor * (layout.context if program.data_outside else layout.replicate * layout.shard)
     yield Message("pipeline", "send", calls, calls * payload, layout.pipeline, stride)
 
 
-def _context(model, layout, options, layers):
+def _context(model, layout, options, layers, program):
     """Keys and values, and with them their gradients, on their way around the ring of context ranks.
 
     Each rank computes with the block that it has while the next one arrives (Liu et al. 2023, Ring Attention,
@@ -129,7 +132,7 @@ def _context(model, layout, options, layers):
     """
     low, times = _low(options), forwards(layout, options)
     numbers = sequences_at_once(layout, options) * model.block_size * 2 * model.kv_width / layout.tensor  # of one layer
-    flops = tokens_at_once(model, layout, options) * model.attention_flops() / layout.tensor
+    flops = tokens_at_once(model, layout, options) * model.attention_flops() / layout.tensor / 2  # half is masked
     # torch sums gradients of K and V in fp32 on their way
     for itemsize, passes, work in ((low, times, times), (low + weight_bytes(options), 1, 2)):
         calls = layers * passes * layout.micro_batches
@@ -137,7 +140,7 @@ def _context(model, layout, options, layers):
         yield Message("context", "ring", calls, calls * numbers * itemsize, layout.context, layout.tensor, "", behind)
 
 
-def _experts(model, layout, options, layers):
+def _experts(model, layout, options, layers, program):
     """All-to-alls that send tokens to their experts and back, in the forward and in the backward.
 
     In `train.py` one more, before each forward, says how many will come for each expert.
@@ -145,8 +148,11 @@ def _experts(model, layout, options, layers):
     calls = layers * 2 * (forwards(layout, options) + 1) * layout.micro_batches
     # positions are split over the tensor ranks, or not; in `train.py` each of them sends for its own experts
     share = layout.tensor if options.parallel.sequence_parallel or model.stacks_experts else 1
-    payload = tokens_at_once(model, layout, options) * model.routed * model.n_embd * _low(options) / share
-    yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor)
+    tokens, low = tokens_at_once(model, layout, options), 1.5 if program.fp8 else _low(options)
+    payload, behind = tokens * model.routed * model.n_embd * low / share, 0.0
+    if program.hides_experts:
+        behind = 3 * layout.micro_batches * layers * tokens * model.layer_flops() / layout.tensor
+    yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor, "", behind)
     if model.stacks_experts:
         calls = layers * forwards(layout, options) * layout.micro_batches
         payload = calls * model.n_expert // layout.tensor * ID_BYTES
@@ -163,9 +169,9 @@ OF_AXIS = {"tensor": _tensor, "pipeline": _pipeline, "context": _context, "exper
 # ------------------------------------------------------------------ data parallelism
 
 
-def _data(model, layout, options, flat=False):
+def _data(model, layout, options, program, flat=False):
     """Messages of data parallelism; dense weights and experts have groups of their own."""
-    storage = storage_of(layout, options)
+    storage = storage_of(layout, options, program)
     found = OF_DATA[storage.dp_mode](model, layout, storage, flat)
     if layout.expert > 1 and model.stacks_experts:  # left out by DDP and FSDP: see `finish_expert_gradients`
         own = [weight.numel * storage.size for weight in fullest_share(model, layout).weights if weight.expert]
@@ -180,11 +186,12 @@ def _degrees(model, layout):
     return [1] if model.stacks_experts else sorted({1, layout.expert})
 
 
-def _groups(layout, expert):
+def _groups(layout, expert, program):
     """((ranks, stride) that shard, that replicate) a weight of which `expert` ranks each have another one."""
+    nearest = layout.tensor * (layout.pipeline if program.data_outside else 1)
     if layout.shard > 1:
-        return (layout.shard // expert, layout.tensor * expert), (layout.replicate, layout.tensor * layout.shard)
-    return (1, 1), (layout.replicate // expert, layout.tensor * expert)
+        return (max(1, layout.shard // expert), nearest * expert), (layout.replicate, nearest * layout.shard)
+    return (1, 1), (layout.replicate // expert, nearest * expert)
 
 
 @cache
@@ -193,16 +200,23 @@ def _replicas(model, layout, storage, flat):
     but DDP does not look. A pipeline's are summed in pieces when all micro-batches are done.
 
     zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P
-    together, where the ideal is 2 P.
+    together, where the ideal is 2 P. With a master copy gradients are reduced to the rank that updates them, and all
+    gather the weights in low precision while the next forward runs.
     """
-    found, weights = [], fullest_share(model, layout).weights
+    found, weights, program = [], fullest_share(model, layout).weights, storage.program
+    hides = program.overlap and (program.overlap_in_pipeline or layout.pipeline == 1) and not flat
+    spread_state = storage.dp_mode == "zero1 of a master copy"
     for expert in _degrees(model, layout):
         own = [weight.numel * storage.size for weight in weights if _spread(weight, layout) == expert]
         reduced = storage.reduced / storage.size if expert == 1 else 1  # experts are summed as they are
-        (_, group), behind = _groups(layout, expert), "" if layout.pipeline > 1 else "last backward"
+        (_, group), behind = _groups(layout, expert, program), "last backward" * hides
         buckets = [sum(own)] * (layout.world_size > 1) if flat else buckets_of(own)
         if buckets:
-            found.append(Message("data", "all_reduce", len(buckets), int(sum(buckets) * reduced), *group, behind))
+            operation, payload = "reduce_scatter" if spread_state else "all_reduce", int(sum(buckets) * reduced)
+            found.append(Message("data", operation, len(buckets), payload, *group, behind))
+        if buckets and spread_state:
+            payload = sum(buckets) // storage.size * storage.low
+            found.append(Message("data", "all_gather", len(buckets), payload, *group, "first forward" * hides))
         if storage.dp_mode == "zero1":
             found.append(Message("data", "broadcast", len(own), sum(own), *group))
     return found
@@ -235,9 +249,9 @@ def _fsdp(model, layout, storage, flat):
     Not counted: with several micro-batches and a wrapping so fine that nothing is left to the root (size:1), torch 2.13
     gathers the last unit once more.
     """
-    found, m = [], layout.micro_batches
+    found, m, hides = [], layout.micro_batches, storage.program.overlap
     for expert in _degrees(model, layout):
-        shards, replicas = _groups(layout, expert)
+        shards, replicas = _groups(layout, expert, storage.program)
         inner, roots = [], []  # (how often, numbers)
         for units in fullest_share(model, layout).units(storage.wrapping):
             for unit in units:
@@ -246,7 +260,7 @@ def _fsdp(model, layout, storage, flat):
                     (roots if unit is units[-1] else inner).append((unit.times, padded(own, layout)[1]))
         calls, numbers = _total(inner + roots)
         if shards[0] > 1 and storage.keeps_unsharded:
-            found.append(Message("data", "all_gather", calls, numbers * storage.low, *shards, "first forward"))
+            found.append(Message("data", "all_gather", calls, numbers * storage.low, *shards, "first forward" * hides))
         elif shards[0] > 1:
             gathers = (
                 (calls, numbers, m, "forwards"),
@@ -256,18 +270,21 @@ def _fsdp(model, layout, storage, flat):
             for count, gathered, times, behind in gathers:
                 if count * times:
                     payload = times * gathered * storage.low
-                    found.append(Message("data", "all_gather", times * count, payload, *shards, behind))
+                    found.append(Message("data", "all_gather", times * count, payload, *shards, behind * hides))
         reduced = storage.reduced if expert == 1 else storage.size
-        if shards[0] > 1:
-            found.append(Message("data", "reduce_scatter", calls, numbers * reduced, *shards, "last backward"))
+        for times, behind in ((m - 1, "backwards"), (1, "last backward")):
+            if shards[0] > 1 and times and (storage.program.sums_each or behind == "last backward"):
+                sent = times * calls, times * numbers * reduced
+                found.append(Message("data", "reduce_scatter", *sent, *shards, behind * hides))
         if replicas[0] > 1:
             payload = numbers // shards[0] * reduced
-            found.append(Message("data", "all_reduce", calls, payload, *replicas, "last backward"))
+            found.append(Message("data", "all_reduce", calls, payload, *replicas, "last backward" * hides))
     return found
 
 
 # {dp_mode of a strategy: (model, layout, storage, whether gradients go as one flat vector) -> [Message]}
 OF_DATA = {"replicas": _replicas, "zero1": _replicas, "fsdp": _fsdp}
+OF_DATA |= {"replicas of a master copy": _replicas, "zero1 of a master copy": _replicas}
 
 
 def _spread(weight, layout):

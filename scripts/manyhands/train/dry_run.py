@@ -22,6 +22,7 @@ from manyhands.config.options import OptionError, Options, model_config, read_op
 from manyhands.data.shakespeare import DataError, at_hand
 from manyhands.gpt.model import GPTConfig
 from manyhands.launch.allocation import Allocation, RanksError
+from manyhands.launch.devices import gpus_here
 from manyhands.launch.launchers import LaunchError, resolve
 from manyhands.launch.program import end, write
 from manyhands.parallel.optimizer import build_optimizer
@@ -29,7 +30,7 @@ from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.train.report import about_run
-from manyhands.train.start import AIR, corpus_of, memory_of_a_rank, refuse_text, with_micro_batch
+from manyhands.train.start import corpus_of, may_not_fit, memory_of_a_rank, refuse_text
 
 USUAL_PER_NODE = 8  # ranks per node: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # options of this call, not of the run
@@ -63,8 +64,10 @@ def describe(options, world_size, per_node=None):
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
     per_node = per_node or _usual_per_node(world_size)
     room, whose = room_of(options.gpu_gib, min(per_node, world_size))
-    options = with_micro_batch(options, config, world_size, per_node, room)
     layout = resolve_layout(options, config, world_size, per_node)
+    if may_not_fit(options, config, layout):
+        options = memory.with_micro_batch(options, config, world_size, per_node, room)
+        layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
         refuse_text(options, config, corpus)
     held = memory.bytes_per_rank(config, layout, options)
@@ -119,12 +122,10 @@ def room_of(gpu_gib, on_node):
 
     `on_node` ranks share a node; other nodes are assumed to be like this one.
     """
-    import torch
-
     if gpu_gib is not None:
         return gpu_gib * 2**30, "of a rank (--gpu-gib)"
-    if torch.cuda.is_available():
-        return memory_of_a_rank("cuda", on_node), "of a GPU here"
+    if (kind := gpus_here()[0]) != "cpu":
+        return memory_of_a_rank(kind, on_node), "of a GPU here"
     return memory_of_a_rank("cpu", on_node), "that a rank finds here; --gpu-gib asks for another machine"
 
 
@@ -133,8 +134,8 @@ def fits(needed, room, whose):
     said = f"{gib(needed)} at least, into the {gib(room)} {whose}"
     if needed > room:
         return f"IT DOES NOT FIT: {said}"
-    if needed > (1 - AIR) * room:
-        return f"it fits, but tightly: {said}; libraries take up to {AIR:.0%} in addition"
+    if needed > memory.room(room):
+        return f"it fits, but tightly: {said}; libraries take up to {memory.RESERVE:.0%} in addition"
     return f"it fits: {said}"
 
 

@@ -13,17 +13,15 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
-from manyhands.config.layout import compiles, resolve_layout
+from manyhands.config.layout import compiles
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
 from manyhands.gpt.model import GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
-from manyhands.predict.memory import bytes_per_rank
 
-STEADY = 2**16  # tokens
-AIR = 0.1  # share of the memory for the device's context, NCCL's buffers and fragmentation
+SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
 
 
@@ -90,7 +88,10 @@ def decided(options, config, layout, ranks):
     least = torch.tensor([room, compiler], dtype=torch.float64)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     room, compiler = least.tolist()
-    options = with_micro_batch(options, config, ranks.world_size, ranks.local_world_size, room)
+    if may_not_fit(options, config, layout):
+        from manyhands.predict.memory import with_micro_batch  # late: most runs need none of it
+
+        options = with_micro_batch(options, config, ranks.world_size, ranks.local_world_size, room)
     wanted, sentence = compiles(layout, options) and ranks.device.type == "cuda", None
     if options.train.compile is None:
         if wanted and not compiler:
@@ -101,30 +102,21 @@ def decided(options, config, layout, ranks):
 
 
 def memory_of_a_rank(kind, on_node):
-    """Return the GPU's bytes, or on a CPU the share of the host's memory for one of `on_node` ranks."""
-    if kind == "cuda":
-        return torch.cuda.mem_get_info()[1]
+    """Return the accelerator's bytes, or on a CPU the share of the host's memory for one of `on_node` ranks."""
+    if kind != "cpu":
+        return torch.get_device_module(kind).mem_get_info()[1]
     return available_memory_bytes() // on_node
 
 
-def with_micro_batch(options, config, world_size, per_node, room):
-    """Return `options` with the largest micro-batch that fits into a rank's `room` bytes and leaves AIR, or with 1.
+def may_not_fit(options, config, layout):
+    """Return whether a micro-batch must be chosen: none is named, and a rank's whole share is not small anyway.
 
-    They are unchanged if they name a micro-batch, if a rank's whole share fits, or for a pipeline, which has its own
-    rule. More than STEADY tokens at once do not make a GPU faster.
+    A pipeline has a rule of its own. Small is what keeps less than about 1 GiB of activations.
     """
-    layout = resolve_layout(options, config, world_size, per_node)
     if options.train.micro_batch or layout.pipeline > 1:
-        return options
-    share = options.train.global_batch // layout.data
-    for size in (size for size in range(share, 0, -1) if share % size == 0):
-        asked = None if size == share else size
-        chosen = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=asked))
-        layout = resolve_layout(chosen, config, world_size, per_node)
-        fits = bytes_per_rank(config, layout, chosen).on_gpu <= (1 - AIR) * room
-        if size == 1 or (fits and size * config.block_size // layout.context <= STEADY):
-            break
-    return chosen
+        return False
+    tokens = options.train.global_batch // layout.data * config.block_size
+    return tokens * (config.n_layer * config.n_embd + config.vocab_size) > SMALL
 
 
 def refuse_compile(options, ranks):
