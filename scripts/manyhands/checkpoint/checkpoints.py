@@ -7,8 +7,8 @@
 
 One checkpoint is a folder `step-00000300/`: a safetensors file per rank, and `manifest.json` (see `manifest`). It is
 written under the name `step-00000300.partial`; every file is synced and hashed; only after all ranks agreed that theirs
-are complete does rank 0 write the manifest and rename the folder. A killed run leaves a `.partial` folder, which is
-never read and which the next save removes.
+are complete, and the files' headers have shown that they cover each tensor once, does rank 0 write the manifest and
+rename the folder. A killed run leaves a `.partial` folder, which is never read and which the next save removes.
 
 The files are written and read by torch.distributed.checkpoint (DCP). Each header lists the file's pieces of
 tensors, so no pickle is needed. (DCP's own format has one, `.metadata`, and reading it runs its code.) While it writes,
@@ -31,6 +31,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.manifest import CheckpointError, describe_file, read_manifest, step_of, steps_in, verify_file
@@ -38,8 +42,6 @@ from manyhands.course.folders import lock
 from manyhands.data.schema import visible
 from manyhands.launch.program import explained, say
 from manyhands.launch.ranks import Agreement, said
-
-WHOLE_NAMES = {"flatten_state_dict": False, "flatten_sharded_tensors": False}  # of DCP's planners
 
 
 class Checkpoints:
@@ -158,12 +160,17 @@ class Checkpoints:
         """Write and describe the files on all ranks; then rank 0 commits the checkpoint."""
         try:
             try:
-                write_tensors(partial, tensors, self._group)
+                wanted = write_tensors(partial, tensors, self._group)
             except CheckpointException as error:  # on all ranks
                 self._explain(error, step, partial)
             described = self._agreement.gather(self._agreement.all(lambda: self._describe_own(partial)))
             files = {name: about for own in described for name, about in own.items()}
-            self._agreement.on_rank_0(lambda: manifest.complete(partial, step, val_loss, metadata, files, self.keep))
+
+            def complete():
+                prove(partial, wanted)  # before an older one goes
+                manifest.complete(partial, step, val_loss, metadata, files, self.keep)
+
+            self._agreement.on_rank_0(complete)
         except CheckpointError:
             self._agreement.on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
@@ -222,8 +229,62 @@ def _kind(tensor):
     return f"{list(tensor.size() if isinstance(tensor, torch.Tensor) else tensor.size)} {dtype}"
 
 
+def own_chunk(tensor):
+    """Return where this rank's share of a tensor or DTensor lies in the whole, as DCP writes it; None: it has none.
+
+    DCP's own offsets are wrong where FSDP has cut shares of tensor ranks that are not equally large (torch 2.13).
+    """
+    offsets, left = [0] * tensor.ndim, list(tensor.size())
+    if isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # FSDP cuts what tensor ranks have left, although its axis stands before theirs (`_StridedShard`)
+        for axis in sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor")):
+            if not placements[axis].is_replicate():
+                dim = placements[axis].dim
+                most = -(-left[dim] // mesh.size(axis))  # the last ranks have less, or nothing
+                start = min(left[dim], most * mesh.get_local_rank(axis))
+                offsets[dim] += start
+                left[dim] = min(most, left[dim] - start)
+        left = tensor.to_local().size()
+        if 0 in left:
+            return None
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(left))
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner, with the pieces of `own_chunk`."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self):
+        items = []
+        for name, tensor in self.state_dict.items():
+            if (chunk := own_chunk(tensor)) is not None:
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                about = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), tensor.size())
+                index = MetadataIndex(name, chunk.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
+        self.plan = SavePlan(items)
+        return self.plan
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """DCP's planner, with the pieces of `own_chunk`. The files hold all names, in the right sizes."""
+
+    def __init__(self):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self):
+        items = []
+        for name, tensor in self.state_dict.items():
+            if (chunk := own_chunk(tensor)) is not None:
+                items += create_read_items_for_chunk_list(name, self.metadata.state_dict_metadata[name], [chunk])
+        return LoadPlan(items)
+
+
 def write_tensors(folder, tensors, group):
-    """Write {name: tensor or DTensor} of all ranks into `folder`. All ranks of `group` call it.
+    """Write {name: tensor or DTensor} of all ranks into `folder`: {name: DCP's description}. All ranks of `group` call.
 
     Names may differ between ranks; a tensor that several ranks hold is written by one of them. Every file is on the
     disk when this returns. Raise CheckpointException (no Exception!) on all ranks if one of them failed.
@@ -231,7 +292,7 @@ def write_tensors(folder, tensors, group):
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     # several names may stand for one step counter, and safetensors takes no memory twice
     own = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in tensors.items()}
-    dcp.save(own, storage_writer=writer, planner=dcp.DefaultSavePlanner(**WHOLE_NAMES), process_group=group)
+    return dcp.save(own, storage_writer=writer, planner=SavePlanner(), process_group=group).state_dict_metadata
 
 
 def read_tensors(folder, tensors, group, no_dist=False):
@@ -239,34 +300,54 @@ def read_tensors(folder, tensors, group, no_dist=False):
 
     Each rank reads the pieces that overlap with its own. Raise CheckpointException as `write_tensors`.
     """
-    reader, planner = HuggingFaceStorageReader(str(folder)), dcp.DefaultLoadPlanner(**WHOLE_NAMES)
-    dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
+    reader = HuggingFaceStorageReader(str(folder))
+    dcp.load(dict(tensors), storage_reader=reader, planner=LoadPlanner(), process_group=group, no_dist=no_dist)
 
 
-def _index(folder):
+def prove(folder, wanted):
+    """Raise CheckpointError unless the files in `folder` hold each tensor of `wanted`, what `write_tensors` gave, once.
+
+    It reads the files' headers, and takes neither room nor time for what is in the tensors.
+    """
+    cure = "the checkpoints that are there stay: go on from one of them with other numbers of ranks"
+    found = {name: _kind(entry) for name, entry in _index(folder, cure).items()}
+    for name, entry in wanted.items():
+        if found.get(name) != _kind(entry):
+            raise CheckpointError(_not_whole(folder, name, cure))
+
+
+def _index(folder, cure="use another step"):
     """Return {name: DCP's description of the tensor} from the files' headers. Raise CheckpointError."""
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # noqa: BLE001 - DCP trusts what a header says: all kinds
-        raise CheckpointError(f"{folder} cannot be read ({visible(said(None, error))}); use another step") from None
+        raise CheckpointError(f"{folder} cannot be read ({visible(said(None, error))}); {cure}") from None
     for name, entry in found.items():
         if not _is_whole(entry):  # DCP would silently skip a tensor that no file holds
-            why = f"{folder} does not hold all of {visible(name)}, or some of it twice"
-            raise CheckpointError(f"{why}; use another step")
+            raise CheckpointError(_not_whole(folder, name, cure))
     return found
 
 
+def _not_whole(folder, name, cure):
+    return f"{folder} does not hold all of {visible(name)}, or some of it twice; {cure}"
+
+
 def _is_whole(entry):
-    """Return whether the pieces of a tensor cover it exactly once."""
-    sizes = [chunk.sizes.numel() for chunk in entry.chunks]
-    if sum(sizes) != entry.size.numel() or any(len(c.offsets) != len(c.sizes) for c in entry.chunks):
+    """Return whether the pieces of a tensor cover it exactly once: together as large, and no two in one place."""
+    if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
         return False
-    if len(sizes) == 1:
+    if any(len(c.offsets) != len(c.sizes) or min(c.offsets, default=0) < 0 for c in entry.chunks):
+        return False
+    if len(entry.chunks) == 1:
         return True
-    seen = torch.zeros(entry.size, dtype=torch.bool)
-    for chunk in entry.chunks:
-        seen[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = True
-    return bool(seen.all())
+    pieces = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in entry.chunks if c.sizes.numel()]
+    before = []  # those that reach as far along the first axis
+    for piece in sorted(pieces):
+        before = [other for other in before if sum(other[0]) > piece[0][0]]
+        if any(all(sum(a) > b[0] and sum(b) > a[0] for a, b in zip(piece, o, strict=True)) for o in before):
+            return False
+        before.append(piece)
+    return True
 
 
 def whole_tensors(folder, prefix=""):
