@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -222,6 +223,41 @@ def test_random_state_returns_to_its_rank_and_only_to_the_same_layout(pool, tmp_
     assert pool.run(2, _load_rank_state, tmp_path, None) == [([10, 7], True), ([11, 7], True)]
     assert pool.run(2, _load_rank_state, tmp_path, "tensor 2") == [([0, 0], False)] * 2
     assert pool.run(1, _load_rank_state, tmp_path, None) == [([0, 0], False)]
+
+
+def _load_what_is_broken(ranks, folder):
+    """What is said of a checkpoint with NaN or infinity in one place, or with no random state for rank 1."""
+    broken = {
+        "model.norm.bias": math.nan, "model.tokens.weight": math.inf, "optimizer.tokens.weight.exp_avg": math.nan,
+        "cpu": 0,
+    }  # fmt: skip
+    said = []
+    for i, (name, bad) in enumerate(broken.items(), 1):
+        checkpoints, tensors = Checkpoints(folder / str(i), ranks), held(ranks, "sharded", whole)
+        state = {"cpu": torch.ones(2 if name != "cpu" or ranks.rank == 0 else 0)}
+        if name != "cpu" and len(own := tensors[name].to_local()) and ranks.rank == 1:
+            own[-1] = bad
+        checkpoints.save(1, tensors, about(ranks, 1), state)
+        tensors, state = held(ranks, "sharded", blank), {"cpu": torch.zeros(2)}
+        said.append(error_of(lambda: checkpoints.load(checkpoints.newest(), tensors, state)))  # noqa: B023
+        checkpoints.close()
+    return said
+
+
+def test_nan_and_a_random_state_of_no_length_are_refused_by_name_on_all_ranks(pool, tmp_path):
+    first, second = pool.run(2, _load_what_is_broken, tmp_path)
+    assert first == second
+    cure = "; remove this checkpoint, and the run goes on from the one before it"
+    for sentence, why in zip(
+        first,
+        (
+            "model.norm.bias holds NaN or infinity", "model.tokens.weight holds NaN or infinity",
+            "optimizer.tokens.weight.exp_avg holds NaN or infinity",
+            "the state of its random numbers is damaged (rank.1.cpu is [0] torch.float32, not [2] torch.float32)",
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert sentence.endswith(f"step-00000001 cannot be resumed from: {why}{cure}")
 
 
 def _save_steps(ranks, folder, *steps):

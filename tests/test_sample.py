@@ -1,18 +1,26 @@
 """What a run leaves can be exported, read back without it, and made to write."""
 
+import asyncio
+import json
+import math
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
+from live_server import Live, ask
 from manyhands.checkpoint import export
-from manyhands.checkpoint.checkpoints import Checkpoints
+from manyhands.checkpoint.checkpoints import Checkpoints, whole_tensors
 from manyhands.checkpoint.export import load_model
-from manyhands.checkpoint.manifest import CheckpointError
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.checkpoint.manifest import CheckpointError, read_manifest
+from manyhands.config import options
+from manyhands.gpt.model import GPT, GPTConfig, experts_of
 from manyhands.launch.program import Refused
+from manyhands.train.dry_run import model_from_flags
 from rank_pool import run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -199,13 +207,93 @@ def test_temperature_0_takes_the_likeliest_as_the_model_itself_does(written):
         assert written("--prompt", "A", "--length", 40, *flags)[1] == expected + "\n"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), 1e38])
-def test_weights_of_which_nothing_can_be_drawn_are_one_sentence_with_the_cure(written, tmp_path, bad):
-    weights = {name: torch.full_like(p.detach(), bad) for name, p in gpt(20).named_parameters()}
-    metadata = {"config": asdict(CONFIG), "corpus": {"name": "test", "alphabet": ALPHABET}, "step": 3}
-    export.write_export(weights, metadata, tmp_path / "m.safetensors")
+def test_weights_of_which_nothing_can_be_drawn_are_one_sentence_with_the_cure(written, tmp_path):
+    weights = {name: torch.full_like(p.detach(), 1e38) for name, p in gpt(20).named_parameters()}
+    export.write_export(weights, METADATA, tmp_path / "m.safetensors")
     status, text, told = written("--length", 3, source=tmp_path / "m.safetensors")
     assert status == 2 and "sample.py: the model gives NaN or infinity" in told and "use another checkpoint" in told
+
+
+def _save_tiny(ranks, folder, flags):
+    """A checkpoint of the model that each of `flags` asks for, with uneven biases of its experts."""
+    for i, flag in enumerate(flags):
+        run = model_from_flags(f"{flag} {TINY}", ranks, len(ALPHABET))
+        tensors = run.parallel.checkpoint_tensors(run.optimizer)
+        for name, tensor in tensors.items():
+            if name.endswith("mlp.bias"):
+                tensor.copy_(torch.linspace(-1, 1, len(tensor)))
+            elif name.startswith("model."):
+                tensor.mul_(8)
+        checkpoints = Checkpoints(folder / str(i), ranks)
+        checkpoints.save(3, tensors, METADATA | {"config": asdict(run.config), "layout": "one rank 1", "world_size": 1})
+        checkpoints.close()
+
+
+TINY = "--model.n-layer 2 --model.n-head 2 --model.n-embd 8 --model.block-size 16 --model.vocab-size 23"
+METADATA = {"config": asdict(CONFIG), "corpus": {"name": "test", "sha256": "0" * 64, "alphabet": ALPHABET}, "step": 3}
+PRESETS = tomllib.loads((Path(options.__file__).parent / "presets.toml").read_text())
+KINDS = [f"--preset {name}" for name in PRESETS] + [
+    "--model.experts 4 --model.shared-experts 1 --model.router sigmoid --model.qkv-bias --optimizer.balance-loss 0",
+]
+
+
+@pytest.fixture(scope="module")
+def kinds(pool, tmp_path_factory):
+    """{kind: a folder of checkpoints of it}"""
+    folder = tmp_path_factory.mktemp("kinds")
+    pool.run(1, _save_tiny, folder, KINDS)
+    return {kind: folder / str(i) for i, kind in enumerate(KINDS)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_of_every_presets_kind_is_read_by_the_sampler_and_the_server_with_equal_logits(
+    kind, kinds, tmp_path, program
+):
+    target = tmp_path / "m.safetensors"
+    assert export.main([str(kinds[kind]), str(target)]) == 0
+    right, ids = load_model(kinds[kind])[0], [3, 1, 4]
+    assert any(layer.bias.any() for layer in experts_of(right)) == (right.config.experts > 1)
+    logits_TV, _ = right(torch.tensor([ids]))
+    model, _ = load_model(target)
+    assert torch.equal(model(torch.tensor([ids]))[0], logits_TV)
+    sampled = program("sample").drawn(model, ids, 1, 0, None, len(ALPHABET), torch.Generator())
+    log_p_V = logits_TV[0, -1, : len(ALPHABET)].double().log_softmax(-1)
+    likeliest = log_p_V.argmax().item()
+    assert list(sampled) == [likeliest]
+    held_out_ids = torch.arange(400) % len(ALPHABET)
+    with Live(*load_model(target), held_out_ids=held_out_ids) as live:
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 0}
+        status, content = asyncio.run(ask(live, "/v1/completions", body))
+    told = json.loads(content)["choices"][0]["logprobs"]
+    assert status == 200 and told["tokens"] == [ALPHABET[likeliest]]
+    assert told["token_logprobs"] == pytest.approx([log_p_V[likeliest].item()], abs=1e-5)
+
+
+def test_an_export_that_would_not_be_read_is_not_called_done(tmp_path):
+    lacking = {name: p.detach() for name, p in gpt(20).named_parameters() if name != "norm.bias"}
+    with pytest.raises(CheckpointError, match=r"m.safetensors is not the GPT that it says .*norm.bias"):
+        export.write_export(lacking, METADATA, tmp_path / "m.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_nan_in_experts_biases_is_refused_by_its_name(bad, kinds, written, tmp_path, pool):
+    folder = tmp_path / "run"
+    pool.run(1, _spoil_a_bias, kinds["--preset shakespeare-moe"], folder, bad)
+    sentence = f"blocks.1.mlp.bias of step 4 in {folder}/step-00000004 holds NaN or infinity; use another step"
+    assert written("--step", "newest", source=folder) == (2, "", f"sample.py: {sentence}\n")
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        export.main([str(folder), str(tmp_path / "m.safetensors")])
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def _spoil_a_bias(ranks, source, folder, bad):
+    (path,) = source.glob("step-*")
+    tensors = whole_tensors(path)
+    tensors["model.blocks.1.mlp.bias"][2] = bad
+    checkpoints = Checkpoints(folder, ranks)
+    checkpoints.save(4, tensors, read_manifest(path).metadata | {"step": 4})
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ Communication uses a separate gloo group, so that a save in the background does 
 
 import errno
 import json
+import math
 import os
 import shutil
 import warnings
@@ -42,6 +43,9 @@ from manyhands.course.folders import lock
 from manyhands.data.schema import visible
 from manyhands.launch.program import explained, say
 from manyhands.launch.ranks import Agreement, said
+from manyhands.measure.tensor_bytes import local_part
+
+REMOVE = "remove this checkpoint, and the run goes on from the one before it"
 
 
 class Checkpoints:
@@ -130,7 +134,8 @@ class Checkpoints:
 
         `rank_state` is filled where the checkpoint has the like of it for every rank: the number of ranks and
         metadata["layout"] must be the same (layout none: the number decides). metadata["rank_state_restored"] says if
-        it was. Raise CheckpointError on all ranks, before a tensor has changed, if it is damaged or does not fit.
+        it was. Raise CheckpointError on all ranks, before a tensor has changed, if it is damaged or does not fit, and
+        afterwards if a number is NaN or a weight infinite.
         """
         self.wait()
         path = Path(path)
@@ -141,13 +146,15 @@ class Checkpoints:
         saved = self._agreement.all(lambda: {name: _kind(entry) for name, entry in _index(path).items()})
         self._refuse_misfit(path, tensors, saved)
         own = self._own(rank_state)
-        fits = bool(own) and all(saved.get(name) == _kind(tensor) for name, tensor in own.items())
         same_place = metadata["world_size"] == self.ranks.world_size and layout in (None, metadata["layout"])
-        restored = same_place and all(self._agreement.gather(fits))
+        if same_place:
+            self._agreement.all(lambda: self._refuse_odd_state(path, own, saved))
+        restored = same_place and all(self._agreement.gather(bool(own) and own.keys() <= saved.keys()))
         try:
             read_tensors(path, dict(tensors) | (own if restored else {}), self._group)
         except CheckpointException as error:  # on all ranks
             raise CheckpointError(f"{path} cannot be read: {_first_failure(error)}") from None
+        self._agreement.all(lambda: self._refuse_nan(path, tensors))
         return metadata | {"rank_state_restored": restored}
 
     def _hold(self):
@@ -204,6 +211,19 @@ class Checkpoints:
             rest = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
             why = f"{path} does not fit this run: {', '.join(told)}{rest}"
             raise CheckpointError(f"{why}; use the options it was saved with, or another folder")
+
+    def _refuse_odd_state(self, path, own, saved):
+        for name, tensor in own.items():
+            if saved.get(name, _kind(tensor)) != _kind(tensor):
+                why = f"the state of its random numbers is damaged ({name} is {saved[name]}, not {_kind(tensor)})"
+                raise CheckpointError(f"{path} cannot be resumed from: {why}; {REMOVE}")
+
+    def _refuse_nan(self, path, tensors):
+        for name, tensor in tensors.items():
+            if (part := local_part(tensor)).numel() and part.is_floating_point():
+                largest = torch.linalg.vector_norm(part, math.inf)  # it allocates nothing, and NaN stays NaN
+                if largest.isnan() or (largest.isinf() and name.startswith("model.")):
+                    raise CheckpointError(f"{path} cannot be resumed from: {name} holds NaN or infinity; {REMOVE}")
 
     def _see(self, partial):
         if not partial.is_dir():

@@ -107,6 +107,11 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
         source = find_checkpoint(source, step, tell)
         about = manifest.read_manifest(source)
         weights, metadata = whole_tensors(source, "model."), about.metadata | {"val_loss": about.val_loss}
+    return _model_of(weights, metadata, source), metadata | {"source": str(source)}
+
+
+def _model_of(weights, metadata, source):
+    """Return the GPT of weights and metadata that `source` holds. Raise CheckpointError if they make none."""
     try:
         lora = metadata.get("lora") or {}
         ranks = {len(tensor) for name, tensor in weights.items() if name.endswith(A)}
@@ -120,10 +125,23 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
         size, vocab = metadata["config"]["vocab_size"], tokenizer_of(metadata).vocab
         if not 0 < len(vocab) <= size:
             raise ValueError(f"{len(vocab)} tokens for vocab_size={size}")
-        return build(weights, metadata), metadata | {"source": str(source)}
+        model = build(weights, metadata)
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         why = visible(" ".join(str(error).split()), 300)  # torch lists every tensor
         raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
+    if (name := not_finite(model)) is not None:
+        raise CheckpointError(f"{name} of step {metadata['step']} in {source} holds NaN or infinity; use another step")
+    return model
+
+
+def not_finite(model: GPT) -> str | None:
+    """Return the name of the first weight with NaN or infinity, or None."""
+    return next((name for name, tensor in weights_of(model).items() if not tensor.isfinite().all()), None)
+
+
+def weights_of(model: GPT) -> dict[str, torch.Tensor]:
+    """Return {name: tensor} of what `build` needs: the parameters, a tied one once, and the biases of experts."""
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def shipped_model(name: str) -> tuple[GPT, dict[str, Any]]:
@@ -168,7 +186,8 @@ def build(weights: dict[str, torch.Tensor], metadata: dict[str, Any]) -> GPT:
 def write_export(weights, metadata, target):
     """Write {name: tensor} to `target` (.safetensors) and the metadata that belong to them beside it (.json).
 
-    Raise CheckpointError if there is no room, ValueError for metadata that `load_model` would refuse.
+    It is read again before it has its name. Raise CheckpointError if there is no room, or if it makes no GPT,
+    ValueError for metadata that `load_model` would refuse.
     """
     target = Path(target)
     if target.suffix != ".safetensors":
@@ -180,6 +199,7 @@ def write_export(weights, metadata, target):
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial, {"format": "pt"})
         file = manifest.describe_file(partial).model_dump()
         about = Export.signed(format="manyhands export 2", metadata=kept, file=file)
+        _model_of(load_file(partial), kept, target)
         os.replace(partial, target)
         write_whole(target.with_suffix(".json"), about.content())
     except OSError as error:
@@ -235,7 +255,7 @@ def main(argv):
     parser.add_argument("--characters", type=Path, metavar="FILE", help="know the characters of this text alone")
     given = parser.parse_args(argv)
     model, metadata = load_model(given.source, given.step, lambda text: print(text, file=sys.stderr))
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = weights_of(model)
     if given.characters:
         with explained(CheckpointError, "name a text", given.characters):
             text = given.characters.read_text("utf-8")
@@ -243,7 +263,7 @@ def main(argv):
     if given.half:
         weights = {name: tensor.half() for name, tensor in weights.items()}
     write_export(weights, metadata, given.target)
-    count = sum(tensor.numel() for tensor in weights.values())
+    count = sum(weights[name].numel() for name, _ in model.named_parameters())
     print(f"{given.target}: {count:,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from manyhands.checkpoint.export import tokenizer_of
+from manyhands.checkpoint.export import not_finite, tokenizer_of
 from manyhands.data import shakespeare
 from manyhands.gpt.model import GPT
 from manyhands.serve.vocabulary import Vocabulary
@@ -57,12 +57,6 @@ def loss_on(model: GPT, ids: torch.Tensor) -> float:
     targets = ids[1 : count * block + 1].view(count, block)
     losses = [model(x[None], y[None])[1].item() for x, y in zip(inputs, targets, strict=True)]
     return sum(losses) / count
-
-
-def not_finite(model: GPT) -> str | None:
-    """Return the name of the first weight with NaN or infinity, or None. The gate's text may not use all weights."""
-    tensors = ((name, tensor) for name, tensor in model.state_dict().items() if tensor.is_floating_point())
-    return next((name for name, tensor in tensors if not tensor.isfinite().all()), None)
 
 
 def judge(

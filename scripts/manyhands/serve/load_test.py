@@ -31,7 +31,7 @@ if __name__ == "__main__":  # first, so that Ctrl-C in the imports below prints 
 import torch
 import torch.nn.functional as F
 
-from manyhands.checkpoint.export import write_export
+from manyhands.checkpoint.export import weights_of, write_export
 from manyhands.config.command_line import parsed
 from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.model import GPT, GPTConfig
@@ -179,7 +179,7 @@ def random_model(file: Path) -> GPT:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=len(VOCAB), **SIZES)).eval()
     corpus = {"name": "none", "alphabet": VOCAB}
-    write_export(dict(model.named_parameters()), {"config": asdict(model.config), "corpus": corpus, "step": 0}, file)
+    write_export(weights_of(model), {"config": asdict(model.config), "corpus": corpus, "step": 0}, file)
     print(f"a model of {model.num_params():,} parameters, {SIZES}, one thread")
     return model
 

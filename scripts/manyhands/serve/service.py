@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from manyhands.checkpoint.export import not_finite
 from manyhands.gpt.model import GPT
 from manyhands.serve import gate
 from manyhands.serve.engine import NOT_FINITE, Engine
@@ -131,7 +132,7 @@ class Service:
         self, model: GPT, metadata: dict, token: str, held_out_ids: torch.Tensor,
         load: Callable[[str], tuple] | None = None, name="manyhands", limits=Limits(), tolerance=0.02,  # noqa: B008
     ):  # fmt: skip
-        if (bad := gate.not_finite(model)) is not None:
+        if (bad := not_finite(model)) is not None:
             raise ValueError(f"{bad} of step {metadata['step']} holds NaN or infinity; serve another checkpoint")
         self.live, self.token, self.name, self.limits = Live(model, metadata), token, name, limits
         self.held_out_ids, self.load, self.tolerance = held_out_ids, load, tolerance
