@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from live_server import (
+    CONFIG,
     LETTERS,
     TOKEN,
     VOCAB,
@@ -189,6 +191,26 @@ def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
         for i in range(0, len(ids), cuts):
             found += so_far.add(ids[i : i + cuts])
         assert (found + so_far.end(), so_far.stopped) == (shown, shown != text)
+
+
+def test_ids_with_separators_are_answered_as_the_models_own_forward_alone_and_in_a_batch():
+    """Prompts in pieces of 8 tokens, blocks of 8; the model writes separators, too."""
+    config = dataclasses.replace(CONFIG, separator=VOCAB.index("Q"))
+    model, draw = quiet(make_model(2, config)), random.Random(3)
+    prompts = [[config.separator], [config.separator, 3, 4], [3, 4, config.separator]]
+    prompts += [[draw.choice([config.separator, *range(8)]) for _ in range(draw.randint(2, 60))] for _ in range(17)]
+    body = {"max_tokens": 12, "logprobs": 0, "seed": 1, "logit_bias": {str(config.separator): 3}}
+    with Live(model, metadata_of(config=config), prefill_tokens=8, running=8) as live:
+        alone = [json.loads(one(live, TEXT, body | {"prompt": ids})[1])["choices"][0] for ids in prompts]
+        together = json.loads(one(live, TEXT, body | {"prompt": prompts})[1])["choices"]
+    for ids, *answers in zip(prompts, alone, together, strict=True):
+        assert answers[0]["text"] == answers[1]["text"]
+        for answer in answers:
+            drawn = [VOCAB.index(token) for token in answer["logprobs"]["tokens"]]
+            log_p_TV = model(torch.tensor([ids + drawn]))[0][0, len(ids) - 1 : -1].log_softmax(-1)
+            right = log_p_TV.gather(1, torch.tensor(drawn)[:, None])[:, 0].tolist()
+            assert answer["logprobs"]["token_logprobs"] == pytest.approx(right, abs=1e-9)
+    assert any("Q" in answer["text"] for answer in alone), "one begins another document"
 
 
 # ---------------------------------------------------------------- wrong requests

@@ -5,8 +5,8 @@
     weight_bytes(model)                   # bytes that decoding reads for each token
 
 `model` is a GPT in eval mode; without a cache its own `forward` gives the same numbers. That `forward` has no
-option for a cache, so that lessons 01 to 11 need not mention caches. Generated text is one document: attention has no
-mask between documents here, and a server ends a text at the separator that would begin another.
+option for a cache, so that lessons 01 to 11 need not mention caches. `attend` keeps attention within documents, where
+the model does, and a server ends a text at the separator that would begin another.
 Shapes: B sequences, T new positions, D width, V tokens in the vocabulary, H heads of size E, O outputs.
 """
 

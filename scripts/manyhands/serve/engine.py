@@ -112,7 +112,9 @@ class Engine:
         ids_1N = torch.tensor([[i for w in works for i in w.sequence.ids[w.start : w.stop]]], device=device)
         positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
         tables = [work.sequence.block_table[: self.pool.blocks_for(work.stop)] for work in works]
-        attend = self.cache.attend_for(tables, lengths, positions_1N[0])
+        separator = self.model.config.separator
+        starts = [start for w in works for start in w.sequence.starts_of_documents(separator)[w.start : w.stop]]
+        attend = self.cache.attend_for(tables, lengths, positions_1N[0], torch.tensor(starts, device=device))
         logits_NV = run(self.model, ids_1N, positions_1N, attend)[0]
         finite_N = iter(logits_NV.isfinite().all(-1).tolist())
         finite = [all([next(finite_N) for _ in range(length)]) for length in lengths]

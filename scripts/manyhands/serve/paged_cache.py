@@ -8,7 +8,7 @@ prefixes. `BlockPool` does the bookkeeping, `PagedCache` has the tensors.
     pool.deallocate(table)                          # a sealed block can be found until it is reused
 
     cache = PagedCache(config, num_blocks=256, block_size=16)
-    attend = cache.attend_for(tables, lengths, positions_N)    # once per step, for all layers
+    attend = cache.attend_for(tables, lengths, positions_N, starts_N)    # once per step, for all layers
     logits_1NV = decoder.run(model, ids_1N, positions_1N, attend)    # the new positions of all sequences, in a row
 
 Position i of a sequence is in block table[i // block_size], at place i % block_size. A block is found by a digest of
@@ -134,17 +134,20 @@ class PagedCache:
         if blocks:
             self.store[:, blocks] = 0
 
-    def attend_for(self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor) -> Callable:
+    def attend_for(
+        self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor, starts_N: torch.Tensor
+    ) -> Callable:
         """Return attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] with tables[b].
 
+        Each attends to what stands from its document's start, in `starts_N`, up to itself.
         Sequences of equal lengths are adjacent and attend as one batch; their tables may differ in length.
         """
         groups, first, begin = [], 0, 0
         for length, some in groupby(lengths):
             B = len(list(some))
             stop = begin + B * length
-            positions_BT = positions_N[begin:stop].view(B, length)
-            groups.append((slice(begin, stop), self._group(tables[first : first + B], positions_BT)))
+            both = positions_N[begin:stop].view(B, length), starts_N[begin:stop].view(B, length)
+            groups.append((slice(begin, stop), self._group(tables[first : first + B], *both)))
             first, begin = first + B, stop
         slots_N = torch.cat([slots for _, (slots, _, _) in groups])
 
@@ -164,14 +167,15 @@ class PagedCache:
 
         return attend
 
-    def _group(self, tables, positions_BT):
+    def _group(self, tables, positions_BT, starts_BT):
         """Return the places in the store, the tables and the mask of sequences with equally many new positions."""
         longest = max(map(len, tables))
         # missing blocks of a shorter table read zeros and are masked
         tables_BP = torch.tensor([t + [self.zero] * (longest - len(t)) for t in tables], device=self.device)
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
-        seen_BTS = torch.arange(longest * self.block_size, device=self.device) <= positions_BT[..., None]
+        places_S = torch.arange(longest * self.block_size, device=self.device)
+        seen_BTS = (starts_BT[..., None] <= places_S) & (places_S <= positions_BT[..., None])
         mask_B1TS = torch.zeros(seen_BTS.shape, dtype=self.layers[0].dtype, device=self.device)
         return slots_BT.flatten(), tables_BP.flatten(), mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
 

@@ -30,6 +30,13 @@ class CachedSequence(Sequence):
     num_cached_tokens: int = field(default=0, init=False)  # positions of the prompt that were found in the cache
     num_preemptions: int = field(default=0, init=False)  # number of preemptions
     siblings: "list[CachedSequence]" = field(default_factory=list, init=False)  # of its request, itself included
+    starts: list[int] = field(default_factory=list, init=False)  # of each position: where its document begins
+
+    def starts_of_documents(self, separator: int | None) -> list[int]:
+        """Return for each id where its document begins, as `gpt.model.within_documents` has it; all 0 without one."""
+        for i in range(len(self.starts), len(self.ids)):
+            self.starts.append(i if self.ids[i] == separator else self.starts[-1] if i else 0)
+        return self.starts
 
     @property
     def started(self) -> bool:
@@ -108,6 +115,7 @@ class Scheduler:
         if self.hold_new and not sequence.started:
             return None
         size = self.pool.block_size
+        sequence.starts.clear()  # another model may have read it before
         sequence.digests = chained_digests(sequence.ids, size, sequence.digests)
         # compute at least the last token: the next one is drawn from its logits
         table = self.pool.match(sequence.digests[: (len(sequence.ids) - 1) // size])
