@@ -1,5 +1,6 @@
 """A mixture of experts: its routing by hand, its balance, and the trainer's runs, which are one process's."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,19 @@ def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
 def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(pool, parallel):
     wanted = one_process(options_with(loss=0.0), MIXTURE)
     assert_equal(pool.run(4, steps_of, options_with(loss=0.0, **parallel), MIXTURE), wanted)
+
+
+def warnings_of(ranks, options, config):
+    """What a user reads who builds the model."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        build(ranks, options, config)
+    return [str(warning.message) for warning in found]
+
+
+@pytest.mark.parametrize("config", [MIXTURE, SIGMOID], ids=["no shared expert", "a shared expert"])
+def test_experts_are_shared_out_over_tensor_ranks_without_a_warning(pool, config):
+    assert pool.run(2, warnings_of, options_with(loss=0.0, strategy="tp"), config) == [[]] * 2
 
 
 def gradients_without_expert_0(ranks, options):

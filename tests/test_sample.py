@@ -92,8 +92,9 @@ def test_a_damaged_one_is_passed_over_aloud_and_refused_when_asked_for_by_number
         load_model(tmp_path, "20")
     for step in (10, 30):
         damage(tmp_path / "checkpoints" / f"step-000000{step}")
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be read"):
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be read: .*safetensors has"):
         load_model(tmp_path, "best", told.append)
+    assert len(told) == 1, "it is said once"
 
 
 def test_what_is_not_there_is_said(trained, tmp_path):

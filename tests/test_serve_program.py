@@ -115,7 +115,12 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once(root, exported, 
         (["nowhere"], {}, "nowhere holds no checkpoint; name the folder"),
         (["MODEL", "--step", "newest", "--port", "99999"], {}, "port=99999 is too large; use less than 65536"),
         (["MODEL", "--cap.blocks", "2"], {}, "2 blocks of 16 positions do not hold one sequence of 96; use 6"),
-        (["MODEL", "--host", "203.0.113.7"], {}, "cannot listen on 203.0.113.7:8000"),
+        (["MODEL", "--host", "203.0.113.7"], {}, "address); name another --host"),
+        (["MODEL", "--host", "999.1.1.1"], {}, "; name another --host"),
+        (
+            ["MODEL", "--gate-text", "/nonexistent"], {},
+            "/nonexistent cannot be read (No such file or directory); name another --gate-text",
+        ),
         (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has fewer than 16 characters"),
     ],
 )  # fmt: skip

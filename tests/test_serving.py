@@ -124,8 +124,12 @@ def test_the_official_client_raises_its_own_errors_with_our_sentences(live, clie
         client.chat.completions.create(model="manyhands", messages=[{"role": "user", "content": "Az"}])
     assert [(m.id, m.context) for m in client.models.list()] == [("manyhands", 96)]
     assert client.models.retrieve("manyhands").context == 96
-    with pytest.raises(openai.NotFoundError, match="see /v1/models"):
+    with pytest.raises(openai.NotFoundError, match="unknown model; use manyhands") as unknown:
         client.models.retrieve("gpt-4")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match="this server writes text and makes no embeddings") as unsupported:
+        client.embeddings.create(model="manyhands", input="AB")
+    assert unsupported.value.code == "unsupported"
 
 
 def test_stop_strings_and_usage_in_a_stream(live, client):

@@ -62,11 +62,13 @@ def find_checkpoint(source, step="best", tell=print):
     for path in sorted(paths, key=_loss) if step == "best" else paths:  # of equals the newest
         try:
             manifest.verify(path)
-            return path
         except CheckpointError as error:
-            problems.append(error)
-            tell(f"step {step_of(path)} is passed over: {error}")
-    raise CheckpointError(f"no checkpoint in {source} can be read: {problems[0]}")
+            problems.append((path, error))
+            continue
+        for other, error in problems:
+            tell(f"step {step_of(other)} is passed over: {error}")
+        return path
+    raise CheckpointError(f"no checkpoint in {source} can be read: {problems[0][1]}")
 
 
 def _loss(path):

@@ -56,8 +56,9 @@ def apply_tensor_parallel(
                 input_layouts=between, desired_input_layouts=Replicate(), use_local_input=True,
                 output_layouts=Partial(), desired_output_layouts=between,
             )  # fmt: skip
-            plan["blocks.*.mlp.shared.up"] = tp.ColwiseParallel()
-            plan["blocks.*.mlp.shared.down"] = tp.RowwiseParallel(output_layouts=Partial())
+            if model.config.shared_experts:  # torch warns of a part of the plan that no module has
+                plan["blocks.*.mlp.shared.up"] = tp.ColwiseParallel()
+                plan["blocks.*.mlp.shared.down"] = tp.RowwiseParallel(output_layouts=Partial())
         for part, first, last in parts:
             plan[f"blocks.*.{part}"] = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
             plan[f"blocks.*.{part}.{first}"] = tp.ColwiseParallel()

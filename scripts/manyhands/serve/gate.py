@@ -15,6 +15,7 @@ import torch
 from manyhands.checkpoint.export import not_finite, tokenizer_of
 from manyhands.data import shakespeare
 from manyhands.gpt.model import GPT
+from manyhands.launch.program import Refused, explained
 from manyhands.serve.vocabulary import Vocabulary
 
 TOKENS = 8192  # tokens of the held-out text, in windows of the model's context
@@ -32,10 +33,11 @@ class Verdict:
 def held_out(words: Vocabulary, file: Path | None = None) -> torch.Tensor:
     """Return the ids of the text that judges candidates: of `file`, else of the last tenth of the course's corpus.
 
-    Characters without a token are omitted. Raise ValueError if fewer than 256 tokens remain.
+    Characters without a token are omitted. Raise ValueError if fewer than 256 tokens remain, or for an unreadable file.
     """
     if file is not None:
-        text = file.read_text(encoding="utf-8")
+        with explained(Refused, "name another --gate-text", file):
+            text = file.read_text(encoding="utf-8")
     else:  # the course's text only if it is on this machine: a server downloads nothing
         found = shakespeare.at_hand()
         text = found[1].decode() if found else shakespeare.offline_text()

@@ -22,6 +22,7 @@ users of a login node share loopback: every server has a token, and a connection
 import asyncio
 import base64
 import contextlib
+import errno
 import hashlib
 import hmac
 import json
@@ -110,8 +111,7 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
 
     async def refused(request, error):
         if not isinstance(error, Refusal):
-            sentence = f"{error.detail}; see /v1/models and /v1/chat/completions"
-            error = Refusal(error.status_code, sentence, "no_route", headers=error.headers)
+            error = refusal_of(error, request.url.path, service.name)
         return error.response()
 
     async def unexpected(request, error):
@@ -129,6 +129,16 @@ def make_app(service: Service, source: Path | None = None, watch_s: float | None
     ]
     handlers = {HTTPException: refused, Exception: unexpected}
     return Door(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), service)
+
+
+def refusal_of(error: HTTPException, path: str, model: str) -> Refusal:
+    """Return the Refusal of a request for a path that no route has, or by a method that its route has not."""
+    sentence, code, field = f"{error.detail}; see /v1/models and /v1/chat/completions", "no_route", None
+    if error.status_code == 404 and path.startswith("/v1/models/"):
+        sentence, code, field = f"unknown model; use {model}", "model_not_found", "model"
+    elif path.startswith("/v1/embeddings"):
+        sentence, code = "this server writes text and makes no embeddings; see /v1/chat/completions", "unsupported"
+    return Refusal(error.status_code, sentence, code, field, dict(error.headers or {}))
 
 
 async def watch(service: Service, source: Path, every_s: float) -> None:
@@ -313,8 +323,10 @@ def listen(host: str, port: int | None = None) -> socket.socket:
             return bound
         except OSError as error:
             why = error.strerror
+            # no such name, no address of this machine, or neither: then the port is to blame
+            wrong = "host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "port"
     bound.close()
-    raise ValueError(f"cannot listen on {host}:{port or PORT} ({why}); name another --port")
+    raise ValueError(f"cannot listen on {host}:{port or PORT} ({why}); name another --{wrong}")
 
 
 def address_of(bound: socket.socket) -> str:
