@@ -174,7 +174,8 @@ WAIT = [
 ]  # fmt: skip
 # those that compute longest, so that the last file of all is a short one
 LONG = [
-    "test_training.py", "test_tensor_and_pipeline.py", "test_strategies.py", "test_ranks.py", "test_checks.py",
+    "test_training.py", "test_tensor_and_pipeline.py", "test_strategies.py", "test_saves.py", "test_ranks.py",
+    "test_checks.py",
     "test_when_it_breaks.py", "test_own_text.py", "test_widgets.py", "test_programs.py", "test_bad_input.py",
     "test_every_strategy_ends.py", "test_serving.py", "test_on_your_cluster.py", "test_memory.py",
 ]  # fmt: skip
