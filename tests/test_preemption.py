@@ -148,7 +148,7 @@ def held(*about):
     print("a save is under way", flush=True)
     while not heard:
         time.sleep(0.01)
-    write(*about)
+    return write(*about)
 checkpoints.write_tensors = held
 runpy.run_path(sys.argv[0].replace("held.py", "train.py"), run_name="__main__")
 """
