@@ -34,13 +34,15 @@ def test_outside_an_allocation_ranks_start_on_this_machine_and_in_a_pbs_job_on_a
         Allocation.find({"PBS_NODEFILE": str(tmp_path / "gone")})
 
 
-def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes():
+def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes(tmp_path):
+    (tmp_path / "srun").touch(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "nid[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    job |= {"SLURM_NTASKS": "6", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
+    job |= {"SLURM_NTASKS": "6", "SLURM_JOB_CPUS_PER_NODE": "4(x2)", "PATH": str(tmp_path)}
     assert Allocation.find(job) == Allocation("slurm", ("nid1", "nid2"), 6, job=7, cpus_per_node=4)
     # the notebook server is one task of its step: SLURM_NTASKS speaks of the server, not of us
     step = {**job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}
     assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7, cpus_per_node=4)
+    assert Allocation.find(step | {"PATH": ""}).kind == "local", "a container without srun"
 
 
 def test_elsewhere_the_mpiexec_of_this_environment_starts_them_not_the_first_in_path(tmp_path, monkeypatch):

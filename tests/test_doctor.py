@@ -116,6 +116,8 @@ def unknown_host(name):
         (case(doctor.compiler, {}, nothing), "warning", ["no C and no C++ compiler", "--train.compile", "module"]),
         (case(doctor.scheduler, {}, nothing, None), "ok", ["none", "bash jobs/"]),
         (case(doctor.scheduler, {}, everything, None), "ok", ["Slurm (/usr/bin/sbatch), PBS (/usr/bin/qsub), no job"]),
+        (case(doctor.scheduler, {"SLURM_JOB_ID": "7"}, everything, None), "ok", ["inside Slurm job 7"]),
+        (case(doctor.scheduler, {"SLURM_JOB_ID": "7"}, nothing, None), "warning", ["no srun here", "-launcher fork"]),
         (case(doctor.scheduler, {}, nothing, "its name is login3"), "warning", ["login3", "2 ranks"]),
     ],
 )  # fmt: skip

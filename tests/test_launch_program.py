@@ -31,6 +31,13 @@ def nodefile(tmp_path):
 SLURM = {"SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "nid[01-02]", "SLURM_JOB_NUM_NODES": "2"}
 
 
+@pytest.fixture
+def srun(tmp_path, monkeypatch):
+    """A program of that name on PATH."""
+    program_in(tmp_path / "slurm", "srun")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'slurm'}:{os.environ['PATH']}")
+
+
 def started(words):
     """The command that ends in `words` and the program."""
     return [*words.split(), sys.executable, *PROGRAM]
@@ -50,7 +57,7 @@ def test_on_one_machine_it_is_torchrun_which_passes_signals_on(nodefile):
     assert "--standalone" in command and "--nproc-per-node=2" in command, "a job of one node is one machine"
 
 
-def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(nodefile):
+def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(nodefile, srun):
     pbs, slurm = PBS | {"PBS_NODEFILE": str(nodefile)}, SLURM | {"SRUN_FLAGS": "--gpus-per-task=1"}
     assert command_for(PROGRAM, pbs) == started("mpiexec -n 8 -ppn 4 --cpu-bind none")
     assert command_for(PROGRAM, slurm, nproc=4) == started(
@@ -129,11 +136,23 @@ def test_a_signal_reaches_all_nodes_but_the_first_which_qdel_has_told_itself(tmr
         ({**SLURM, "SLURM_NTASKS_PER_NODE": "6", "NPROC_PER_NODE": "2"}, 2),
     ],
 )
-def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkeypatch, environ, ranks):
+def test_ranks_per_node_come_from_you_from_the_gpus_or_from_the_scheduler(monkeypatch, srun, environ, ranks):
     monkeypatch.setattr(commands, "_gpus_here", lambda environ: 0)
     command = command_for(PROGRAM, environ)
     assert f"--nproc-per-node={ranks}" in command or f"--ntasks-per-node={ranks}" in command
     assert f"--ntasks-per-node={5}" in command_for(PROGRAM, {**SLURM, **environ}, nproc=5)
+
+
+@pytest.mark.parametrize("starter", ["torchrun", "mpiexec"])
+@pytest.mark.parametrize("step", [{}, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_in_a_container_of_a_slurm_job_which_has_no_srun_ranks_start_on_this_node(
+    root, script, monkeypatch, starter, step
+):
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin")
+    program = script("import os\nprint('rank', os.environ.get('RANK') or os.environ['PMI_RANK'], flush=True)\n")
+    words = ["--nproc", 2, "--starter", starter] if starter == "mpiexec" else ["--nproc", 2]
+    status, said = ended(launch(root, *words, program, environ=SLURM | {"SLURM_NODELIST": "nid[01-02]"} | step), 60)
+    assert status == 0 and sorted(said.splitlines()[1:]) == ["rank 0", "rank 1"], said
 
 
 def launch(root, *words, environ=None, **options):

@@ -56,7 +56,7 @@ class Allocation:
                 hosts = tuple(dict.fromkeys(lines))  # it repeats a host mpiprocs times
                 job = _leading_number(environ.get("PBS_JOBID", ""))
                 return cls("pbs", hosts, len(lines), len(lines) // len(hosts), job)
-        if "SLURM_JOB_ID" in environ:
+        if "SLURM_JOB_ID" in environ and has_srun(environ):
             inside = "SLURM_STEP_ID" in environ
             hosts = tuple(expand_hosts(environ.get("SLURM_JOB_NODELIST", ""))) or (LOOPBACK,)
             tasks = environ.get("SLURM_NTASKS") if not inside else None
@@ -96,6 +96,11 @@ class Allocation:
         own = [flag for flag in words_of(environ, "SRUN_FLAGS") if flag != "--mpi=none"]
         pmi = [] if any(flag.startswith("--mpi=") for flag in own) else ["--mpi=pmi2"]
         return self.srun(n_ranks, *pmi, *flags, *own)
+
+
+def has_srun(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm can start ranks here: a container in a Slurm job has the job's variables, and no srun."""
+    return shutil.which("srun", path=environ.get("PATH")) is not None
 
 
 def _node_file(path):
@@ -183,20 +188,24 @@ def is_open_mpi(mpiexec: Sequence[str]) -> bool:
     return any(name in version_of(*mpiexec) for name in ("Open MPI", "OpenRTE"))
 
 
-def pbs_launcher(mpiexec: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return flags that make Hydra start ranks on a PBS job's other nodes through PBS instead of ssh.
+def hydra_launcher(mpiexec: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return flags for Hydra where its own choice does not work.
 
-    Return [] for another mpiexec, outside PBS, without `pbs_tmrsh`, and if the user has named a launcher.
+    It starts ranks on a PBS job's other nodes through PBS instead of ssh, and on this node where a job of Slurm has no
+    srun. Return [] for another mpiexec, elsewhere, without `pbs_tmrsh`, and if the user has named a launcher.
     """
-    job = "PBS_JOBID" in environ and "PBS_NODEFILE" in environ and "SLURM_JOB_ID" not in environ
-    if not (job and shutil.which("pbs_tmrsh", path=environ.get("PATH")) and "HYDRA" in version_of(*mpiexec)):
+    in_slurm = any(name.startswith("SLURM_JOB") for name in environ)
+    pbs = not in_slurm and "PBS_JOBID" in environ and "PBS_NODEFILE" in environ
+    through_pbs = pbs and shutil.which("pbs_tmrsh", path=environ.get("PATH"))
+    in_container = in_slurm and not has_srun(environ)
+    if not (through_pbs or in_container) or "HYDRA" not in version_of(*mpiexec):
         return []
     flags = [*mpiexec, *words_of(environ, "MPIEXEC_FLAGS")]
     if any(flag.startswith("-") and flag.lstrip("-").startswith(("launcher", "bootstrap")) for flag in flags):
         return []
     if any(name.startswith(("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP")) for name in environ):
         return []
-    return ["-launcher", "rsh", "-launcher-exec", str(PBS_NODE)]
+    return ["-launcher", "fork"] if in_container else ["-launcher", "rsh", "-launcher-exec", str(PBS_NODE)]
 
 
 def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = None) -> list[str] | None:
@@ -205,13 +214,13 @@ def mpi_launcher(n_ranks: int, folder=None, environ: Mapping[str, str] | None = 
     Return None if there is no MPI.
     """
     environ = environment() if environ is None else environ
-    if "SLURM_STEP_ID" in environ and shutil.which("srun"):  # Hydra dies inside a job step
+    if "SLURM_STEP_ID" in environ and has_srun(environ):  # Hydra dies inside a job step
         out = ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"] if folder else []
         return Allocation.find().srun_mpi(n_ranks, "--kill-on-bad-exit=1", *out, environ=environ)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return None
-    flags = pbs_launcher(mpiexec, environ)
+    flags = hydra_launcher(mpiexec, environ)
     if "HYDRA" in version_of(*mpiexec) and folder:  # -prepend-rank would label fragments of lines
         flags += ["-outfile-pattern", f"{folder}/%r.stdout.log", "-errfile-pattern", f"{folder}/%r.stderr.log"]
     elif is_open_mpi(mpiexec):

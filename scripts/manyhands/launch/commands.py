@@ -25,8 +25,8 @@ from manyhands.launch.allocation import (
     RanksError,
     find_mpiexec,
     find_site_mpiexec,
+    hydra_launcher,
     is_open_mpi,
-    pbs_launcher,
     words_of,
 )
 from manyhands.launch.flags import Flags
@@ -129,8 +129,7 @@ def mpiexec_over(where: Allocation, nproc: int, environ: Mapping[str, str], mpie
     per_node = ["--map-by", f"ppr:{nproc}:node"] if is_open_mpi(mpiexec) else ["-ppn", str(nproc)]
     if any(word.partition("=")[0] in PER_NODE for word in [*mpiexec, *flags]):  # set by the site
         per_node = []
-    through_pbs = pbs_launcher(mpiexec, environ)
-    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *through_pbs, *flags]
+    return [*mpiexec, "-n", str(where.num_nodes * nproc), *per_node, *hydra_launcher(mpiexec, environ), *flags]
 
 
 def ranks_on_a_node(where: Allocation, environ: Mapping[str, str]) -> int:

@@ -36,10 +36,10 @@ from manyhands.launch.allocation import (
     RanksError,
     find_mpiexec,
     find_site_mpiexec,
+    hydra_launcher,
     loopback_gloo,
     loopback_mpi,
     own_address,
-    pbs_launcher,
     words_of,
 )
 from manyhands.launch.commands import mpiexec_over
@@ -102,7 +102,7 @@ def engine_launcher(allocation, n, mpi):
         environ.pop("MPIEXEC_FLAGS", None)  # they are flags of the site's mpiexec, which job files use
     if nodes > 1 and n % nodes == 0:  # as many ranks on each, as scripts have them
         return mpiexec_over(allocation, n // nodes, environ, mpiexec)
-    return [*mpiexec, "-n", str(n), *pbs_launcher(mpiexec, environ), *words_of(environ, "MPIEXEC_FLAGS")]
+    return [*mpiexec, "-n", str(n), *hydra_launcher(mpiexec, environ), *words_of(environ, "MPIEXEC_FLAGS")]
 
 
 class Processes:

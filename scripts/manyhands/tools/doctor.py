@@ -418,6 +418,10 @@ def scheduler(environ=os.environ, which=shutil.which, login=...):
     if reason := login_node() if login is ... else login:
         says = f"a login node ({reason}): use 2 ranks; make test and make preflight refuse"
         raise warning(says, "work in an interactive job or in the hub; MANYHANDS_LOGIN_NODE=0 if this is no login node")
+    if "SLURM_JOB_ID" in environ and which("srun") is None:
+        says = f"inside Slurm job {environ['SLURM_JOB_ID']}, and no srun here (a container?): ranks start on this node"
+        remedy = "one task of srun per node: srun apptainer exec IMAGE ... (jobs/manyhands.def); mpiexec -launcher fork"
+        raise warning(says, remedy)
     for variable, name in {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS"}.items():
         if variable in environ:
             return f"inside {name} job {environ[variable]}"
