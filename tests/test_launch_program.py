@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from manyhands.course.lessons import find_lessons
 from manyhands.launch import commands
 from manyhands.launch.commands import blame, command_for
+from manyhands.launch.processes import Torchrun
 from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE
+from manyhands.notebook.small_programs import run_under
+from manyhands.tools.lesson_run import Run
 
 pytestmark = pytest.mark.ranks
 
@@ -49,7 +54,7 @@ PBS = {"PBS_JOBID": "77.server", "MPIEXEC": "mpiexec", "MPIEXEC_FLAGS": "--cpu-b
 def test_on_one_machine_it_is_torchrun_which_passes_signals_on(nodefile):
     command = command_for(PROGRAM, {}, nproc=4)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert "--nproc-per-node=4" in command and command[-4:] == ["--standalone", *PROGRAM]
+    assert {"--standalone", "--nproc-per-node=4"} < set(command) and command[-3:] == PROGRAM
     (signals,) = [word for word in command if word.startswith("--signals-to-handle=")]
     assert "SIGUSR1" in signals
     nodefile.write_text("x1\nx1\n")
@@ -166,6 +171,51 @@ def launch(root, *words, environ=None, **options):
 def ended(run, timeout_s=200):
     said = run.communicate(timeout=timeout_s)[0]
     return run.returncode, said
+
+
+NAMELESS = """\
+import socket
+socket.getfqdn = lambda name="": "no-such-name.invalid"
+"""
+# one write, or lines run together
+WHO = "import os, sys\nsys.stdout.write(f\"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\\n\")\n"
+
+
+@pytest.fixture(params=["a name without an address", "PET_NNODES", "a real name without an address"])
+def silent(request, tmp_path, monkeypatch):
+    """Where torchrun waits for ever, unless it is told its address; a command's first words.
+
+    The real one needs rights that not everybody has: there the first one stands in for it.
+    """
+    if request.param == "PET_NNODES":
+        monkeypatch.setenv("PET_NNODES", "2")
+    if request.param == "a name without an address":
+        (tmp_path / "nameless").mkdir()
+        (tmp_path / "nameless" / "sitecustomize.py").write_text(NAMELESS)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "nameless"))
+    if not request.param.startswith("a real"):
+        return []
+    nameless = ["unshare", "-r", "-u", "-n", "sh", "-c", 'hostname no-such-name; ip link set lo up; exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*nameless, "true"], capture_output=True).returncode:
+        pytest.skip("no name of one's own without more rights here")
+    return nameless
+
+
+@pytest.mark.usefixtures("real_python")
+def test_where_this_hosts_name_has_no_address_or_pet_variables_ask_for_nodes_ranks_start(root, script, silent):
+    program = [str(root / "scripts" / "launch.py"), "--nproc", "2", str(script(WHO))]
+    done = subprocess.run([*silent, sys.executable, *program], capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.splitlines()[1:]) == ["rank 0 of 2", "rank 1 of 2"], done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("silent", ["a name without an address", "PET_NNODES"], indirect=True)
+def test_so_they_do_from_a_lesson_and_from_a_preflight(root, script, silent, tmp_path):
+    with Torchrun(script(WHO), n_ranks=2, log=tmp_path / "log", timeout_s=60) as child:
+        assert child.wait() == 0, child.last_lines()
+    assert run_under("torchrun", WHO, 2, timeout_s=60) == ["rank 0 of 2", "rank 1 of 2"]
+    flown = Run(find_lessons(root)[0], "torchrun", 2, tmp_path / "flight")
+    assert [word for word in flown.command() if "local-addr" in word] and "PET_NNODES" not in flown.environ()
 
 
 def test_what_train_py_would_refuse_is_refused_before_a_rank_starts_in_its_own_words(root):

@@ -22,6 +22,7 @@ from manyhands.launch.ranks import wrapped
 from manyhands.launch.settings import environment, value
 
 LOOPBACK = "127.0.0.1"
+TORCHRUN = "torch.distributed.run"
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
 OWN_MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
@@ -120,6 +121,16 @@ def _leading_number(text):
 def loopback_gloo() -> dict[str, str]:
     """Return the variable that keeps gloo on loopback; the interface has a different name on a Mac."""
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+
+def torchrun_here(n_ranks: int, *flags: str) -> list[str]:
+    """Return the command of torchrun for `n_ranks` on this node, without the program.
+
+    By default torchrun publishes this host's name, and waits in silence where the name has no address: a laptop without
+    a network, a fresh container. Its environment must not have torchrun's settings (PET_*), which would come first.
+    """
+    start = [sys.executable, "-m", TORCHRUN, "--standalone", f"--local-addr={LOOPBACK}"]
+    return [*start, f"--nproc-per-node={n_ranks}", *flags]
 
 
 def own_address() -> str:

@@ -21,12 +21,14 @@ from pathlib import Path
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
 from manyhands.launch.allocation import (
+    TORCHRUN,
     Allocation,
     RanksError,
     find_mpiexec,
     find_site_mpiexec,
     hydra_launcher,
     is_open_mpi,
+    torchrun_here,
     words_of,
 )
 from manyhands.launch.flags import Flags
@@ -40,7 +42,6 @@ ON_NODES = Path(__file__).with_name("on_nodes.sh")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards these instead of dying
 # glibc asks Linux for 2 MB pages: each step frees and allocates activations again, page by page
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
-TORCHRUN = "torch.distributed.run"
 RENDEZVOUS = "--rdzv-backend=c10d"  # with several nodes
 QUIET_TORCHRUN = "manyhands.launch.commands"
 PER_NODE = ("-ppn", "--ppn", "-N", "--npernode", "-npernode", "--map-by", "-map-by")  # flags of various mpiexecs
@@ -65,9 +66,9 @@ def command_for(
     starter = starter or ("srun" if slurm else "mpiexec" if nodes > 1 else "torchrun")
     nproc = nproc or ranks_on_a_node(where, environ)
     if starter == "torchrun":
-        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
         if nodes == 1:
-            return [*torchrun, "--standalone", *program]
+            return [*torchrun_here(nproc, *_torchrun_flags()), *program]
+        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
         meet = [f"--nnodes={nodes}", RENDEZVOUS, f"--rdzv-id={where.job}"]
         meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
@@ -186,6 +187,8 @@ def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
     if "--nproc-per-node=1" not in command:
         environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would print a long message about it
     under_torchrun = TORCHRUN in command
+    if "--standalone" in command:  # torchrun lets its settings in the environment overrule that, and waits for nodes
+        environ = {name: value for name, value in environ.items() if not name.startswith("PET_")}
     command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):
         with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:

@@ -130,7 +130,10 @@ LAUNCHERS = [
             "master_port": "MASTER_PORT", "master_addr": "MASTER_ADDR",
         },
         details=_of_agent,
-        sets=("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC"),
+        sets=(
+            "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC",
+            "PET_",  # its settings, such as PET_NNODES, which a job file or Kubeflow's trainer sets
+        ),
         command="python -m torch.distributed.run --nnodes {nodes} --nproc-per-node {local} {script}",
     ),
     Launcher(

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+from manyhands.launch.allocation import torchrun_here
 from manyhands.launch.launchers import claimed, without_launchers
 from manyhands.launch.settings import environment
 
@@ -317,11 +318,8 @@ class Torchrun(Supervised):
     def __init__(self, program, *given, n_ranks: int, log, restarts: int = 0, flags=(), timeout_s: float = 110):
         self.log = Path(log)
         self._deadline = time.monotonic() + timeout_s
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}",
-            f"--max-restarts={restarts}", *flags, str(program), *map(str, given),
-        ]  # fmt: skip
-        environ = without_launchers(environment(), "PET_")  # torchrun's settings from a job file
+        command = [*torchrun_here(n_ranks, f"--max-restarts={restarts}", *flags), str(program), *map(str, given)]
+        environ = without_launchers(environment())
         with open(self.log, "ab") as output:
             super().__init__(command, output, environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
 

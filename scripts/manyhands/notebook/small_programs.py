@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
 from manyhands.launch import settings
-from manyhands.launch.allocation import loopback_gloo, loopback_mpi, mpi_launcher
+from manyhands.launch.allocation import loopback_gloo, loopback_mpi, mpi_launcher, torchrun_here
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.machine import login_node
 
@@ -53,9 +53,8 @@ def _command(launcher, n_processes, folder, environ):
     if launcher == "python":
         return [sys.executable]
     if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_processes}"]
         # its own way to start Python is `python -u`, by which a print is two writes, and lines run together
-        return [*torchrun, "--no-python", sys.executable]
+        return torchrun_here(n_processes, "--no-python", sys.executable)
     if settings.value("MANYHANDS_MPI") == "off" or login_node():
         return None
     mpiexec = mpi_launcher(n_processes, folder, environ)  # a file for each process, or their lines run together

@@ -391,6 +391,9 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
     except OSError:
         says = f"{name} has no address: torchrun and mpiexec may wait long for it"
         raise warning(says, f'add "127.0.0.1 {name}" to /etc/hosts, or ask the administrator to') from None
+    if asked := [f"{name}={environ[name]}" for name in environ if name.startswith("PET_")]:
+        says = f"{' '.join(asked)}: torchrun, started by hand, obeys these and may wait for other nodes"
+        raise warning(says, f"unset {' '.join(word.partition('=')[0] for word in asked)}; scripts/launch.py ignores it")
     proxies = [name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and environ[name]]
     without = {word.strip() for name in ("no_proxy", "NO_PROXY") for word in environ.get(name, "").split(",")}
     missing = [host for host in ("127.0.0.1", "localhost") if not without & {host, "*"}]
