@@ -111,6 +111,7 @@ def unknown_host(name):
         (case(doctor.network, {}, resolve=str), "ok", ["127.0.0.1 answers"]),
         (case(doctor.network, {}, refuse_port), "error", ["Address already in use", "ss -tln"]),
         (case(doctor.network, {}, resolve=unknown_host), "warning", ["has no address", "to /etc/hosts"]),
+        (case(doctor.network, {"GLOO_SOCKET_IFNAME": "lo,ib0"}, resolve=str), "warning", ["has no ib0", "ip -brief"]),
         (case(doctor.network, {"PET_NNODES": "2"}, resolve=str), "warning", ["PET_NNODES=2", "wait for other nodes"]),
         (case(doctor.network, PROXY, resolve=str), "warning", ["127.0.0.1 and localhost", "export NO_PROXY="]),
         (case(doctor.compiler, {}, everything), "ok", ["/usr/bin/gcc, /usr/bin/g++"]),

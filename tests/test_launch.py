@@ -306,6 +306,23 @@ def test_help_is_printed_once_and_one_process_takes_the_same_path(script):
     assert "0/1 alone sum=4 mpi=False" in output and "again=4 same=True" in output
 
 
+@pytest.mark.parametrize("start", ["alone", "torchrun", "mpiexec"])
+def test_on_one_node_ranks_meet_on_loopback_whatever_interface_a_profile_names(start, script):
+    status, output, errors = run(*STARTS.get(start, [["python"]])[0], script, GLOO_SOCKET_IFNAME="ib0")
+    assert status == 0 and "sum=" in output, errors
+
+
+def test_an_interface_that_a_node_does_not_have_is_one_sentence_before_any_rank_connects(script):
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ = os.environ | world | {"RANK": "1", "GLOO_SOCKET_IFNAME": "lo,ib0"}
+    other = subprocess.Popen([sys.executable, script], env=environ, stderr=subprocess.PIPE, text=True)
+    status, output, errors = run("python", script, RANK="0", **world)
+    assert other.communicate(timeout=60)[1] == "" and other.returncode == 2
+    assert (status, output) == (2, "") and "RuntimeError" not in errors
+    assert errors.startswith("07_sum.py: GLOO_SOCKET_IFNAME names ib0, and ") and errors.count("\n") == 1
+    assert "has no such interface with an address; unset it, or name one that `ip -brief addr` shows" in errors
+
+
 def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_has_ended(script):
     """No launcher ends them. Rank 0 waits for rank 2, which never comes, and ends before rank 1's patience is over."""
     text = script.read_text().replace(

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from manyhands.launch.launchers import expand_counts, expand_hosts
 from manyhands.launch.machine import cores_here
 from manyhands.launch.program import explained
@@ -23,6 +25,7 @@ from manyhands.launch.settings import environment, value
 
 LOOPBACK = "127.0.0.1"
 TORCHRUN = "torch.distributed.run"
+INTERNET = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
 OWN_MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
@@ -121,6 +124,12 @@ def _leading_number(text):
 def loopback_gloo() -> dict[str, str]:
     """Return the variable that keeps gloo on loopback; the interface has a different name on a Mac."""
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+
+
+def missing_interfaces(environ: Mapping[str, str]) -> list[str]:
+    """Return the names in GLOO_SOCKET_IFNAME without an address here, over which gloo cannot connect ranks."""
+    here = {name for name, found in psutil.net_if_addrs().items() if any(one.family in INTERNET for one in found)}
+    return [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in here]
 
 
 def torchrun_here(n_ranks: int, *flags: str) -> list[str]:

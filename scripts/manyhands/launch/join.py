@@ -25,7 +25,7 @@ import torch.distributed as dist
 from manyhands.course import lesson_parameters
 from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
-from manyhands.launch.allocation import loopback_gloo
+from manyhands.launch.allocation import loopback_gloo, missing_interfaces
 from manyhands.launch.launchers import LaunchError, resolve, without_launchers
 from manyhands.launch.program import end, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
@@ -134,7 +134,7 @@ def _enter(name, wanted, timeout_s, quiet):
     if info.mpi and info.launcher != "notebook":
         info = ask_mpi(info)
     if info.single_node:
-        settings.set_default(**loopback_gloo())
+        settings.set_variables(**loopback_gloo())  # the interface that a profile names for several nodes may be missing
     meet_s = timeout_s or (BY_HAND_S if info.launcher == "by hand" else LESSON_S) * settings.patience()
     if timeout_s is None:
         timeout_s = LESSON_S * settings.patience()
@@ -186,7 +186,7 @@ def _agree(store, info, wanted):
 
     Use the store, because the process group's backend depends on the choice. An error of one rank is raised on all.
     """
-    offer = devices.look(os.environ) | {"local_rank": info.local_rank}
+    offer = devices.look(os.environ) | {"local_rank": info.local_rank, "no_interface": missing_interfaces(os.environ)}
     store.set(f"offer{info.rank}", json.dumps(offer))
     if info.rank == 0:
         offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]
@@ -194,6 +194,11 @@ def _agree(store, info, wanted):
             if offer["local_rank"] is None:  # the launcher does not set it: count the lower ranks on this host
                 offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
         try:
+            if lost := next((offer for offer in offers if offer["no_interface"]), None):
+                named = f"GLOO_SOCKET_IFNAME names {', '.join(lost['no_interface'])}, and {lost['host']} has no such"
+                raise LaunchError(
+                    f"{named} interface with an address; unset it, or name one that `ip -brief addr` shows"
+                )
             plan = devices.choose(wanted, offers)
         except LaunchError as error:
             plan = {"error": str(error)}

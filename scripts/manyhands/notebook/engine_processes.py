@@ -130,8 +130,8 @@ class Processes:
 
     def _start(self):
         kept = {k: v for k, v in settings.environment().items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
-        alone = {**loopback_mpi(), **loopback_gloo()} if self.allocation.num_nodes == 1 else {}
-        unmarked = settings.for_python({"MPLBACKEND": "agg", **alone, **kept}, SCRIPTS) | {
+        mpi, gloo = (loopback_mpi(), loopback_gloo()) if self.allocation.num_nodes == 1 else ({}, {})
+        unmarked = settings.for_python({"MPLBACKEND": "agg", **mpi, **kept, **gloo}, SCRIPTS) | {
             "MANYHANDS_NOTEBOOK": "1", "IPYTHONDIR": str(self.folder / "ipython"),
             "MPICH_GPU_SUPPORT_ENABLED": "0",  # as in rendezvous: MPI carries what lies on the host
         }  # fmt: skip

@@ -30,7 +30,7 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
     # without PYTHONUNBUFFERED, by which a print is two writes, and lines of several processes run together; without
     # what Slurm says of a job, whose other nodes do not have the file
     kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED", "SLURM_")
-    environ = settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **loopback_gloo(), **kept}, SCRIPTS)
+    environ = settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **kept, **loopback_gloo()}, SCRIPTS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8")

@@ -379,6 +379,8 @@ def disk(usage=shutil.disk_usage):
 
 def network(environ=os.environ, listen=socket.create_server, resolve=socket.gethostbyname):
     """Loopback, an address for this host's name, and no proxy between the processes of one machine."""
+    from manyhands.launch.allocation import missing_interfaces
+
     try:
         with listen(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -391,6 +393,9 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
     except OSError:
         says = f"{name} has no address: torchrun and mpiexec may wait long for it"
         raise warning(says, f'add "127.0.0.1 {name}" to /etc/hosts, or ask the administrator to') from None
+    if missing := missing_interfaces(environ):
+        says = f"GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}, and {name} has no {missing[0]} with an address"
+        raise warning(f"{says}: ranks on several nodes cannot connect", "unset it, or see `ip -brief addr`")
     if asked := [f"{name}={environ[name]}" for name in environ if name.startswith("PET_")]:
         says = f"{' '.join(asked)}: torchrun, started by hand, obeys these and may wait for other nodes"
         raise warning(says, f"unset {' '.join(word.partition('=')[0] for word in asked)}; scripts/launch.py ignores it")
