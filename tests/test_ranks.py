@@ -227,6 +227,47 @@ def test_what_needs_a_person_is_refused_where_there_is_none(notebook):
         assert "engine.py" not in lines and call in lines
 
 
+def test_exit_ends_the_cell_and_not_the_rank(notebook):
+    assert notebook.run("%%ranks\nkept = 6").error is None
+    for word in ("exit()", "quit()"):
+        _, said, lines = notebook.run(f"%%ranks\nif rank == 1:\n    {word}\n    print('rank 1 goes on')").error
+        assert said.startswith("rank 1: RuntimeError: exit() ends only this cell: the rank stays"), said
+        assert "engine.py" not in lines and "rank 0: done" in lines
+    assert notebook.run("%%ranks\nexit").text.startswith("all ranks | exit() ends only this cell")
+    assert notebook.run("%%ranks\nprint(kept)").text == "all ranks | 6\n"
+    assert notebook.run("%%ranks\ndist.barrier(); say('all here')").text == "all ranks | all here\n"
+
+
+@pytest.mark.parametrize("presses", [2, 10])
+def test_a_stop_button_that_is_pressed_again_and_again_frees_the_ranks_once_with_all_variables(notebook, presses):
+    assert notebook.run("%%ranks\nkept = 8").error is None
+    question = notebook.send("""%%ranks
+        if rank == 0: dist.all_reduce(torch.ones(1))
+        else: time.sleep(60)
+    """)
+    time.sleep(2)
+    for _ in range(presses):
+        notebook.manager.interrupt_kernel()
+        time.sleep(0.3 if presses == 2 else 0.1)
+    name, value, lines = notebook.collect(question, timeout_s=60).error
+    assert (name, value) == ("CellFailed", "interrupted: the ranks were freed")
+    assert "rank 0: waiting in all_reduce" in lines and ".py" not in lines
+    after = notebook.run("%%ranks\nx = torch.ones(1); dist.all_reduce(x); say((kept, x))")
+    assert after.error is None and after.text == "all ranks | (8, tensor([4.]))\n"
+    question = notebook.send("import time; time.sleep(60)")  # the kernel itself can be interrupted as ever
+    time.sleep(1)
+    notebook.manager.interrupt_kernel()
+    assert notebook.collect(question, timeout_s=30).error[0] == "KeyboardInterrupt"
+
+
+def test_a_group_of_ones_own_is_one_sentence_that_names_join(notebook):
+    for cell in ("leave(); dist.init_process_group('gloo')", "join(quiet=True); dist.init_process_group('gloo')"):
+        _, said, lines = notebook.run(f"%%ranks\n{cell}").error
+        assert said.startswith("rank 0: ValueError: init_process_group is for scripts: here `from manyhands import")
+        assert "Traceback" not in lines and lines.count("same error") == 3
+    assert notebook.run(JOIN).error is None
+
+
 def test_other_users_of_the_node_cannot_reach_the_ranks(notebook):
     assert listening_addresses(notebook) == {"127.0.0.1"}, "nothing listens beyond loopback"
     store = notebook.run("%%ranks\nif rank == 0: say(os.environ['MANYHANDS_STORE'])").text.split(" | ")[1].strip()
@@ -253,6 +294,22 @@ def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
     assert after.error[1].startswith("rank 2 died: run the cell with start_ranks(...) at the top, the next one,")
     notebook.start()
     assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
+
+
+def test_a_rank_that_ends_itself_is_told_from_one_that_died_and_its_children_end_as_ever(notebook):
+    notebook.run(JOIN)
+    children = notebook.run("""%%ranks
+        import multiprocessing
+        child = os.fork()
+        if child == 0: os._exit(3)
+        other = multiprocessing.get_context("fork").Process(target=os._exit, args=(4,))
+        other.start(); other.join()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), other.exitcode)
+    """)
+    assert children.error is None and children.text == "all ranks | 3 4\n"
+    _, said, lines = notebook.run("%%ranks\nif rank == 1: os._exit(3)\ndist.barrier()").error
+    assert said == "rank 1 ended itself (os._exit(3))" and "rank 1: died" in lines
+    notebook.start()
 
 
 def test_a_parameter_out_of_its_range_is_refused_and_stopping_leaves_no_process(notebook):

@@ -4,7 +4,7 @@ import re
 import time
 
 from manyhands.notebook import engine
-from manyhands.notebook.engine_processes import TimeLimit
+from manyhands.notebook.engine_processes import TimeLimit, one_interrupt
 
 GRACE_S = 3.0  # what the other ranks get once one has failed
 TELLING_S = 15.0  # and those that are about to tell what they raised: slow where cores are few
@@ -22,8 +22,8 @@ class Cell:
     """The results of a cell on each rank, and how it ended.
 
     done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
-    where: rank -> where it was when it was freed; errors: the ranks that raised, in that order; dead, stuck: ranks;
-    ranks: those that run it.
+    where: rank -> where it was when it was freed; ended: rank -> its status, if it called os._exit;
+    errors: the ranks that raised, in that order; dead, stuck: ranks; ranks: those that run it.
     """
 
     def __init__(self, pool, ranks=None):
@@ -32,7 +32,7 @@ class Cell:
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
-        self.limit = None
+        self.limit, self.ended = None, {}
         self._pending = {}
 
     def run(self, source, timeout_s, on_wait=None, whole=False, trace=False):
@@ -47,34 +47,41 @@ class Cell:
             rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace, on_wait is not None)
             for rank in self.ranks
         }
-        began, self.limit = time.monotonic(), TimeLimit(timeout_s, BUSY_TIMES)
-        last = began
-        telling = deadline = None  # once a rank has failed
-        while self._pending:
+        self.limit = TimeLimit(timeout_s, BUSY_TIMES)
+        with one_interrupt() as hold:
             try:
-                time.sleep(0.01)
-                self._collect(self.done)
-                now, before = time.monotonic(), last
-                last = now
-                if self.pool.control.stopped:
-                    self.limit.extend(now - before)
-                    if deadline is not None:
-                        telling.extend(now - before)
-                        deadline += now - before
-                if deadline is None and (self.errors or self.dead):
-                    telling, deadline = TimeLimit(TELLING_S), now + GRACE_S
-                if self._pending and (self.limit.over() if deadline is None else now > deadline):
-                    if deadline and not telling.over() and self._some_are_telling():
-                        deadline = now + 0.5
-                        continue
-                    self.timed_out = str(self.limit)
-                    self._free()
-                elif on_wait is not None:
-                    on_wait(time.monotonic() - began, self)
+                self._wait(on_wait, hold)
+                hold()
             except KeyboardInterrupt:
                 self.interrupted = True
                 self._free()
-        self._recover()
+            self._recover()
+
+    def _wait(self, on_wait, hold):
+        """Wait until all ranks are done, or freed at the time-out."""
+        last = began = time.monotonic()
+        telling = deadline = None  # once a rank has failed
+        while self._pending:
+            time.sleep(0.01)
+            self._collect(self.done)
+            now, before = time.monotonic(), last
+            last = now
+            if self.pool.control.stopped:
+                self.limit.extend(now - before)
+                if deadline is not None:
+                    telling.extend(now - before)
+                    deadline += now - before
+            if deadline is None and (self.errors or self.dead):
+                telling, deadline = TimeLimit(TELLING_S), now + GRACE_S
+            if self._pending and (self.limit.over() if deadline is None else now > deadline):
+                if deadline and not telling.over() and self._some_are_telling():
+                    deadline = now + 0.5
+                    continue
+                self.timed_out = str(self.limit)
+                hold()
+                self._free()
+            elif on_wait is not None:
+                on_wait(time.monotonic() - began, self)
 
     def places(self):
         """Return where the unfinished ranks are, as `ControlLines.where` does; a rank slow to answer is silent."""
@@ -110,6 +117,7 @@ class Cell:
     def _recover(self):
         """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
         errors = [self.done[rank]["error"] for rank in self.errors]
+        self.ended = dict(self.pool.control.ended)
         if self.dead:
             self.pool.stop(f"rank {min(self.dead)} died")
         elif self.stuck or any(LOST_DEVICE.search(f"{e['name']}: {e['value']}") for e in errors):

@@ -24,6 +24,7 @@ import threading
 from pathlib import Path
 
 from IPython import get_ipython
+from IPython.core.autocall import ExitAutocall
 from IPython.core.displaypub import CapturingDisplayPublisher
 
 from manyhands.launch import rendezvous, settings
@@ -32,6 +33,12 @@ from manyhands.notebook.debug import Debugger, in_cell
 
 KEPT_CHARS = 25_000  # at least, of a very long output, at its beginning and at its end
 SHOWN_LINES = 25  # of a cell that runs
+# what init_process_group says where torchrun has set no variables, and where join() has been called
+OWN_GROUP = re.compile("environment variable RANK expected|initialize the default process group twice")
+JOIN_INSTEAD = (
+    "init_process_group is for scripts: here `from manyhands import join; ranks = join()`, in a cell of all ranks,"
+    " makes the group, and leave() ends it"
+)
 ABORT_S = 5.0  # that process groups have to abort
 _line = None  # the control line of this process: one rank per process, one line per rank
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
@@ -40,6 +47,8 @@ _recorder = None  # of the cell that runs
 _awaits_device = False  # the cell's lines are done, and its device is not
 _folder = None  # of the notebook's ranks; only the user can open it
 _debugger = None  # of the cell that runs
+_pid = None  # this rank's, which its forked children do not have
+_exit = os._exit
 
 
 def enter(identity, control, token, store_address, folder):
@@ -48,8 +57,8 @@ def enter(identity, control, token, store_address, folder):
     identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0;
     folder: of the notebook's ranks, private to the user.
     """
-    global _line, _folder
-    _folder = Path(folder)
+    global _line, _folder, _pid
+    _folder, _pid = Path(folder), os.getpid()
     settings.set_variables(**identity, MANYHANDS_STORE=store_address)
     _line = socket.create_connection(control, timeout=60)
     _line.settimeout(None)
@@ -59,6 +68,25 @@ def enter(identity, control, token, store_address, folder):
     show_figures_as_png(get_ipython())
     sys.breakpointhook = pdb.set_trace = _stop
     builtins.input = _refuse_input
+    get_ipython().user_ns.update(exit=_Exit(), quit=_Exit())
+    os._exit = _tell_and_exit
+
+
+class _Exit(ExitAutocall):
+    """Ends the cell in place of the rank, which would leave the others waiting."""
+
+    def __repr__(self):
+        return "exit() ends only this cell: the rank stays, with its variables; hands.stop() ends all"
+
+    def __call__(self, *_, **__):
+        raise RuntimeError(repr(self))
+
+
+def _tell_and_exit(status):
+    """End this process, as ever; a rank, which is not one of its forked children, says so."""
+    if os.getpid() == _pid:
+        _tell(ended=status)
+    _exit(status)
 
 
 def _refuse_input(*_, **__):
@@ -106,7 +134,7 @@ def _listen():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             elif message["do"] == "exit":
                 break
-    os._exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
+    _exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
 
 
 def _abort_groups():
@@ -279,8 +307,10 @@ class Recorder(io.TextIOBase):
     def fail(self, kind, value, traceback_lines):
         if self.error is None:
             lines = _lines_of_the_cell(traceback_lines, self.cell)
-            missing = value.name if kind is NameError else None
-            self.error = {"name": kind.__name__, "value": str(value), "traceback": lines, "missing": missing}
+            missing, says = value.name if kind is NameError else None, str(value)
+            if kind is ValueError and OWN_GROUP.search(says):
+                says, lines = JOIN_INSTEAD, wrapped(f"ValueError: {JOIN_INSTEAD}")
+            self.error = {"name": kind.__name__, "value": says, "traceback": lines, "missing": missing}
 
     def result(self):
         """{"items": [("text", str) | ("data", mime bundle, metadata)], "error": None or a dict}: name, value, traceback

@@ -23,10 +23,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import psutil
+from IPython import get_ipython
 
 from manyhands.course.folders import SCRIPTS, write_whole
 from manyhands.launch import pmi_lines, settings
@@ -56,13 +58,47 @@ PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a line for each
 DIED = "died"  # a file in the folder: engines that failed, a line for each
-# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
-# fails, and tells us of failures in the file that is its $0.
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives an engine that failed,
+# and tells us of failures in the file that is its $0.
 KEEP_QUIET = """"$@"
 status=$?
 [ $status = 0 ] && exit
 echo "rank ${PMI_RANK-${OMPI_COMM_WORLD_RANK-$SLURM_PROCID}} ended with status $status" >> "$0"
-[ $status -lt 128 ] || exec sleep 86400"""
+exec sleep 86400"""
+
+
+@contextlib.contextmanager
+def one_interrupt():
+    """Let only the first interrupt raise KeyboardInterrupt: a second press of the stop button would cut short what the
+    first one has begun, or the report of it. What this yields ignores interrupts from now on, to the block's end."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def hold():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def first(*_):
+        nonlocal pressed
+        hold()
+        pressed = shell is not None
+        raise KeyboardInterrupt
+
+    def release(*_):
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            shell.events.unregister("post_run_cell", release)
+
+    shell, pressed = get_ipython(), False
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield hold
+    finally:
+        if pressed:
+            shell.events.register("post_run_cell", release)
+        else:
+            release()
 
 
 class TimeLimit:

@@ -277,6 +277,9 @@ def report(result):
     lines = []
     if result.dead:
         message = f"{name_ranks(sorted(result.dead), 0)} died (killed, out of memory, or crashed)"
+        if ended := sorted(result.ended):  # the cause, if others died, too
+            itself = "itself" if len(ended) == 1 else "themselves"
+            message = f"{name_ranks(ended, 0)} ended {itself} (os._exit({result.ended[ended[0]]}))"
     elif result.errors:
         first = result.first_error
         error = result.done[first]["error"]

@@ -258,6 +258,7 @@ class ControlLines:
     def __init__(self, n, host="127.0.0.1"):
         self.n, self.token = n, secrets.token_hex(16)
         self.pids, self.dead, self.said = {}, set(), ""
+        self.ended = {}  # rank -> the status with which it called os._exit
         self.stopped = {}  # rank -> where it stopped: what `debug.Debugger` tells
         self._lines, self._replies, self._next_id = {}, {}, 0
         self._changed = threading.Condition()
@@ -298,6 +299,9 @@ class ControlLines:
     def _receive(self, rank, message):
         if "said" in message:
             self.said = message["said"]
+            return
+        if "ended" in message:
+            self.ended[rank] = message["ended"]
             return
         if "stopped" in message:
             if message["stopped"] is None:
