@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 from manyhands.course.lessons import find_lessons
-from manyhands.launch import commands
+from manyhands.launch import commands, program
 from manyhands.launch.commands import blame, command_for
 from manyhands.launch.processes import Torchrun
 from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE
 from manyhands.notebook.small_programs import run_under
 from manyhands.tools.lesson_run import Run
+from manyhands.train.preemption import GRACE_S
 
 pytestmark = pytest.mark.ranks
 
@@ -359,6 +360,42 @@ def test_of_torchruns_own_pages_nothing_is_seen_but_which_rank_was_killed(root, 
     lines = [line for line in said.splitlines() if "hostname of the client socket" not in line]
     assert status == 137 and len(lines) == 2
     assert lines[1].startswith("launch.py: rank 1 was killed (signal 9): usually memory")
+
+
+STARTING = """\
+import os, signal
+from manyhands.launch.entry import run_program
+from manyhands.train.preemption import act_on_options
+def act(options):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    from manyhands import join
+    join(name="train")
+run_program("train.py", lambda: act_on_options("train.py", lambda words: None, act))
+"""
+
+
+def test_a_rank_killed_during_the_start_is_named_and_the_others_wait_no_longer_for_it(root, script):
+    """torchrun's SIGTERM to the others is no end of the job's time, whose status would be 143."""
+    program = script(STARTING)
+    status, said = ended(launch(root, "--nproc", 2, program), 60)
+    assert status == 137 and "launch.py: rank 1 was killed (signal 9): usually memory" in said, said
+    assert GRACE_S[signal.SIGTERM] < 11
+    gone(program, 1)
+
+
+def test_started_by_hand_a_rank_that_lost_another_leaves_at_once_and_under_torchrun_lets_it_speak(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(program.time, "sleep", waits.append)
+    monkeypatch.setattr(program.time, "monotonic", lambda: sum(waits))
+    by_hand = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for more, most_s in (({}, 1), ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 11)):
+        for name, value in (by_hand | more).items():
+            monkeypatch.setenv(name, value)
+        waits.clear()
+        program._let_others_speak(RuntimeError("[gloo] Connection closed by peer"))
+        assert most_s - 1 <= sum(waits) <= most_s
+        assert "Connection closed by peer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])

@@ -255,7 +255,7 @@ def quiet_torchrun() -> int:
         status, sentence = after_signal(getattr(stop, "sigval", signal.SIGINT), read_status())
     except ChildFailedError as error:
         status, sentence = read_status() or 0, ""  # its program printed the reason, unless it failed late
-        if not status:
+        if status in (0, 128 + signal.SIGTERM):  # SIGTERM came from torchrun, after the failure
             status, sentence = blame([(rank, one.exitcode, one.timestamp) for rank, one in error.failures.items()])
     except RendezvousTimeoutError:
         status, sentence = 1, f"{platform.node()} timed out waiting for the run's other nodes; check their output"

@@ -129,7 +129,11 @@ def _let_others_speak(error):
     A rank whose connection broke does not have the reason: the rank that broke it reports it, and the launcher ends
     the others. Or all ranks are about to receive the same Ctrl-C.
     """
-    deadline = time.monotonic() + (LOST_S if re.search("gloo|NCCL", str(error)) else LATE_S)
+    by_hand = False
+    with suppress(LaunchError):
+        by_hand = resolve().launcher == "by hand"  # then nobody ends the others
+    lost = re.search("gloo|NCCL", str(error)) and not by_hand
+    deadline = time.monotonic() + (LOST_S if lost else LATE_S)
     try:
         while time.monotonic() < deadline:
             time.sleep(LATE_S / 10)

@@ -40,8 +40,8 @@ ECHO_S = 5.0  # one request arrives more than once: from the scheduler and forwa
 GROWTH = 4  # limit on the growth of the interval in steps
 REQUEUE = "requeue.json"
 
-# for ranks to agree after a signal: a scheduler kills 30 s after SIGTERM, and users wait for Ctrl-C
-GRACE_S = {signal.SIGTERM: 20.0, signal.SIGHUP: 20.0, signal.SIGINT: 3.0}
+# for ranks to join after a signal: torchrun sends SIGTERM, too, when a rank was killed that the others wait for
+GRACE_S = {signal.SIGTERM: 8.0, signal.SIGHUP: 8.0, signal.SIGINT: 3.0}
 
 _held = []  # signals that arrived before the PreemptionHandler existed
 _before = {}  # the handlers before deferral
