@@ -323,6 +323,35 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence_before_any_rank_
     assert "has no such interface with an address; unset it, or name one that `ip -brief addr` shows" in errors
 
 
+def by_hand(script, **world):
+    """What two ranks print that are started by hand in this world, by rank: (status, output, errors)."""
+    world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())} | world
+    command = [sys.executable, script]
+    second = subprocess.Popen(
+        command, env=os.environ | world | {"RANK": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    first = run(*command, RANK="0", **world)
+    return first, (second.wait(60), *second.communicate())
+
+
+def test_ranks_started_by_hand_meet_over_ipv6(script):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    for rank, (status, output, errors) in enumerate(by_hand(script, MASTER_ADDR="::1", LOCAL_RANK="0")):
+        assert status == 0 and f"[rank {rank}] {rank}/2 by hand sum=8" in output, errors
+
+
+@pytest.mark.parametrize(
+    ("address", "cure"),
+    [("127.0.0.1", "name another MASTER_PORT"), ("192.0.2.1", "MASTER_ADDR must be an address of rank 0's host")],
+)
+def test_where_rank_0_cannot_listen_it_says_what_to_change(script, address, cure):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"MASTER_ADDR": address, "MASTER_PORT": str(taken.getsockname()[1])}
+        status, _, errors = run("python", script, RANK="0", WORLD_SIZE="2", **place)
+    assert status == 2 and errors.startswith("07_sum.py: rank 0 cannot listen on ") and errors.endswith(f"{cure}\n")
+
+
 def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_has_ended(script):
     """No launcher ends them. Rank 0 waits for rank 2, which never comes, and ends before rank 1's patience is over."""
     text = script.read_text().replace(

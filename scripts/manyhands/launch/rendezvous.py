@@ -7,6 +7,7 @@ interface, so rank 0 binds the socket itself and passes it to the store.
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import sys
@@ -153,11 +154,12 @@ def import_mpi(info: RankInfo):
 
 
 def _bound(address, port):
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
+        ((family, _, _, _, where), *_) = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        return socket.create_server(where[:2], family=family, backlog=1024)  # IPv4 or IPv6
     except OSError as error:
-        raise Unreachable(f"rank 0 cannot listen on {address}:{port} ({error.strerror}); start again") from error
-    listener.listen(1024)
-    return listener
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        cure = "MASTER_ADDR must be an address of rank 0's host"
+        if error.errno == errno.EADDRINUSE:
+            cure = "name another MASTER_PORT" if port else "start again"
+        raise Unreachable(f"rank 0 cannot listen on {address}:{port} ({why}); {cure}") from error
