@@ -55,6 +55,7 @@ class Cell:
             except KeyboardInterrupt:
                 self.interrupted = True
                 self._free()
+            self.ended = dict(self.pool.control.ended)
             self._recover()
 
     def _wait(self, on_wait, hold):
@@ -117,7 +118,6 @@ class Cell:
     def _recover(self):
         """Leave the ranks usable: in a fresh group, or fresh ranks where one is dead or cannot be woken."""
         errors = [self.done[rank]["error"] for rank in self.errors]
-        self.ended = dict(self.pool.control.ended)
         if self.dead:
             self.pool.stop(f"rank {min(self.dead)} died")
         elif self.stuck or any(LOST_DEVICE.search(f"{e['name']}: {e['value']}") for e in errors):
