@@ -66,6 +66,35 @@ def test_output_comes_in_rank_order_and_equal_output_once_and_live_output_ends_i
     assert output.text.splitlines() == ["all ranks | step 2", "all ranks | 0"], "a line that is rewritten"
 
 
+PAST_PYTHON = """%%ranks 1
+import ctypes, faulthandler, multiprocessing, subprocess, sys
+print("first")
+os.system("echo of a child")
+print("then")
+subprocess.run(["sh", "-c", "echo of another; echo and its errors >&2"], stdout=sys.stdout)
+os.write(2, "written à la main\\n".encode())
+ctypes.CDLL(None).puts(b"of C")
+ctypes.CDLL(None).fflush(None)
+sys.stdout.buffer.write(b"bytes\\n")
+other = multiprocessing.get_context("fork").Process(target=print, args=("of a fork",))
+other.start(); other.join()
+faulthandler.enable(); faulthandler.disable()
+print(sys.stdout.fileno(), sys.stderr.fileno())
+os.system("echo last")
+_ = ctypes.CDLL(None).puts(b"of C, at the end")
+"""
+
+
+def test_what_a_ranks_children_and_c_print_is_in_the_cell_in_its_place(notebook):
+    notebook.run("%%ranks\nos.system('(sleep 0.3; echo too late) &')")
+    time.sleep(1)
+    lines = [line.partition(" | ")[2] for line in notebook.run(PAST_PYTHON).text.splitlines()]
+    assert lines == [
+        "first", "of a child", "then", "of another", "and its errors", "written à la main", "of C", "bytes",
+        "of a fork", "1 1", "last", "of C, at the end",
+    ]  # fmt: skip
+
+
 def test_figures_of_a_rank_arrive_as_pictures(notebook):
     output = notebook.run("""%%ranks
         if rank == 1:

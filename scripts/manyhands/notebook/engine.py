@@ -8,7 +8,9 @@ frees it, or ends it, and the rank ends itself when the line breaks, because the
 
 import base64
 import builtins
+import codecs
 import contextlib
+import ctypes
 import io
 import json
 import linecache
@@ -49,6 +51,7 @@ _folder = None  # of the notebook's ranks; only the user can open it
 _debugger = None  # of the cell that runs
 _pid = None  # this rank's, which its forked children do not have
 _exit = os._exit
+_outside = None  # open for reading: the file that stands for descriptors 1 and 2, where children and C++ print
 
 
 def enter(identity, control, token, store_address, folder):
@@ -57,7 +60,7 @@ def enter(identity, control, token, store_address, folder):
     identity: str -> str, the MANYHANDS_* variables; control: (host, port) of the kernel; store_address: of rank 0;
     folder: of the notebook's ranks, private to the user.
     """
-    global _line, _folder, _pid
+    global _line, _folder, _pid, _outside
     _folder, _pid = Path(folder), os.getpid()
     settings.set_variables(**identity, MANYHANDS_STORE=store_address)
     _line = socket.create_connection(control, timeout=60)
@@ -66,10 +69,21 @@ def enter(identity, control, token, store_address, folder):
     _own_sockets.update(_sockets())
     threading.Thread(target=_listen, name="manyhands-control", daemon=True).start()
     show_figures_as_png(get_ipython())
+    _outside = _gather_descriptors()
     sys.breakpointhook = pdb.set_trace = _stop
     builtins.input = _refuse_input
     get_ipython().user_ns.update(exit=_Exit(), quit=_Exit())
     os._exit = _tell_and_exit
+
+
+def _gather_descriptors():
+    """Lead what this process and its children print past Python into a file without a name, which cells read."""
+    name = _folder / f"{settings.value('MANYHANDS_RANK')}.printed"
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    name.unlink()
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    return file
 
 
 class _Exit(ExitAutocall):
@@ -272,28 +286,55 @@ class Text:
 
 
 class Recorder(io.TextIOBase):
-    """Stands in for stdout and stderr, and collects displays and the error of the cell beside the text."""
+    """Stands in for stdout and stderr, and collects displays and the error of the cell beside the text.
+
+    outside: the descriptor of a file where others print meanwhile, such as children; its text is read between writes.
+    """
 
     encoding = "utf-8"
 
-    def __init__(self, whole=False, cell=None):
+    def __init__(self, whole=False, cell=None, outside=None):
+        self.outside, self.seen = outside, os.fstat(outside).st_size if outside else 0
+        self.decoder, self.buffer = codecs.getincrementaldecoder("utf-8")("replace"), _Bytes(self)
         self.cell = cell  # its number
         self.items, self.error, self.lock = [], None, threading.Lock()
         self.kept = math.inf if whole else KEPT_CHARS
         self.deaf = False  # once a rank is being freed, what it says is about that and no longer the cell's
 
+    def fileno(self):
+        if self.outside is None:
+            return super().fileno()
+        return 1  # and 2 leads to the same file
+
     def write(self, text):
-        if self.deaf:
-            return len(text)
-        with self.lock:  # autograd's thread prints too
+        if self.outside and os.getpid() != _pid:  # a forked child
+            os.write(1, text.encode("utf-8", "replace"))
+        elif not self.deaf:
+            with self.lock:  # autograd's thread prints too
+                self._read_outside()
+                self._add(text)
+        return len(text)
+
+    def read_outside(self):
+        """Take in what was printed past Python so far."""
+        with self.lock:
+            self._read_outside()
+
+    def _read_outside(self):
+        while self.outside and not self.deaf and (printed := os.pread(self.outside, 65536, self.seen)):
+            self.seen += len(printed)
+            self._add(self.decoder.decode(printed))
+
+    def _add(self, text):
+        if text:
             if not self.items or self.items[-1][0] != "text":
                 self.items.append(("text", Text(self.kept)))
             self.items[-1][1].add(text)
-        return len(text)
 
     def tail(self):
         """The last SHOWN_LINES lines of what was printed last."""
         with self.lock:
+            self._read_outside()
             pieces = next((item[1].pieces[-1000:] for item in reversed(self.items) if item[0] == "text"), [])
         return "\n".join(_last_states("".join(pieces)[-5000:]).split("\n")[-SHOWN_LINES:])
 
@@ -302,6 +343,7 @@ class Recorder(io.TextIOBase):
 
     def display(self, data, metadata):
         with self.lock:
+            self._read_outside()
             self.items.append(("data", data, metadata))
 
     def fail(self, kind, value, traceback_lines):
@@ -320,6 +362,23 @@ class Recorder(io.TextIOBase):
         return {"items": [item for item in joined if item[1]], "error": self.error}
 
 
+class _Bytes(io.RawIOBase):
+    """`sys.stdout.buffer` of a Recorder."""
+
+    def __init__(self, recorder):
+        self.recorder = recorder
+
+    def writable(self):
+        return True
+
+    def fileno(self):
+        return self.recorder.fileno()
+
+    def write(self, data):
+        self.recorder.write(bytes(data).decode("utf-8", "replace"))
+        return len(data)
+
+
 class _Publisher(CapturingDisplayPublisher):
     def publish(self, data, metadata=None, *, transient=None, update=False, **_):
         self.recorder.display(data, metadata or {})
@@ -328,7 +387,7 @@ class _Publisher(CapturingDisplayPublisher):
 @contextlib.contextmanager
 def recording(shell, whole=False, cell=None):
     """Within the block everything that IPython's `shell` puts out goes into the Recorder that this yields."""
-    recorder = Recorder(whole, cell)
+    recorder = Recorder(whole, cell, _outside)
 
     def display_value(value):  # of a cell's last line
         if value is not None:
@@ -342,6 +401,9 @@ def recording(shell, whole=False, cell=None):
     sys.stdout = sys.stderr = recorder
     try:
         yield recorder
+        if _outside:
+            ctypes.CDLL(None).fflush(None)  # C's own buffers
+            recorder.read_outside()
         _flush_pyplot(recorder)
     finally:
         shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
