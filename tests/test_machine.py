@@ -31,6 +31,16 @@ def test_a_group_without_a_limit_leaves_the_one_above_to_decide(write):
     assert machine.cgroup_headroom("memory.max", "memory.current") == 5 * GIB and machine.quota_cores() == 1.5
 
 
+def test_version_1_of_control_groups_grants_cores_too(write, tmp_path):
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/user/job\n1:name=systemd:/user/job\n")
+    write("cpu,cpuacct/user/job", cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    assert machine.quota_cores() == math.inf
+    write("cpu,cpuacct/user", cpu__cfs_quota_us=200000, cpu__cfs_period_us=100000)
+    assert machine.quota_cores() == 2.0
+    write("cpu,cpuacct", cpu__cfs_quota_us=150000, cpu__cfs_period_us=100000)
+    assert machine.quota_cores() == 1.5
+
+
 def test_the_narrowest_group_counts_and_never_goes_below_zero(write):
     write("user", pids__max=1000, pids__current=900)
     write("user/job", pids__max=64, pids__current=70)

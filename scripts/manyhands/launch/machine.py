@@ -73,15 +73,17 @@ def cpus() -> list[int]:
 
 
 def quota_cores() -> float:
-    """Return the control groups' CPU quota in cores (cpu.max), or infinity without a limit.
+    """Return the control groups' CPU quota in cores (cpu.max, version 1's cpu.cfs_*_us), or infinity without a limit.
 
     Limits of parent groups hold too, so the smallest counts.
     """
     least = math.inf
     for folder in _cgroup_folders():
-        with suppress(OSError, ValueError):
-            granted, period = (folder / "cpu.max").read_text().split()
-            least = min(least, int(granted) / int(period))  # ValueError: "max"
+        for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):
+                granted, period = " ".join((folder / name).read_text() for name in files).split()
+                if int(granted) > 0:  # ValueError: "max"; version 1 has -1
+                    least = min(least, int(granted) / int(period))
     return least
 
 
