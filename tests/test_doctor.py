@@ -96,6 +96,7 @@ def unknown_host(name):
         (torch(4), "warning", ["4 GPUs here", "CPU build", "SITE_PYTHON"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 2 2\nhello 2 2\n")), "ok", ["2 ranks say hello"]),
         (case(doctor.mpi, MPIEXEC, None, answering("hello 1 1\nhello 1 1\n")), "error", ["than mpi4py", "use the"]),
+        (case(doctor.mpi, MPIEXEC, None, answering("-----\nNo slots for 2\n-----\n", 1)), "error", ["hello: No slots"]),
         (case(doctor.mpi, MPIEXEC, "login3", pytest.fail), "warning", ["login3", "not tried", "compute node"]),
         (case(doctor.kernel, {"manyhands": SPEC}), "ok", [sys.executable]),
         (case(doctor.kernel, {"python3": SPEC}), "warning", ["make kernel"]),

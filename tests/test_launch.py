@@ -285,6 +285,8 @@ ONE_OF_FOUR = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMP
         (["--device", "cuda"], {}, ["; start fewer ranks, ask for more GPUs, or use device=cpu"]),
         ([], {name: value for name, value in ONE_OF_FOUR.items() if name.startswith("OMPI_COMM_WORLD")},
          ["rank 0 of 4, but MPI says rank 0 of 1", "bin/mpiexec"]),
+        ([], {name: value for name, value in ONE_OF_FOUR.items() if name.startswith(("OMPI_COMM_WORLD", "PMIX_"))},
+         ["Open MPI's mpiexec started this process, and mpi4py here uses MPICH", "bin/mpiexec", "--starter torchrun"]),
         ([], NOWHERE, ["rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s"]),
     ],
 )  # fmt: skip

@@ -136,6 +136,12 @@ def import_mpi(info: RankInfo):
 
     Raise LaunchError if mpi4py or its MPI library is missing.
     """
+    of_open_mpi = info.launcher == "openmpi" and settings.value("PMIX_RANK") is not None
+    if of_open_mpi and loopback_mpi() and settings.value("MPI4PY_MPIABI") is None:  # the wheel's MPICH is what loads
+        raise LaunchError(  # MPICH would abort the process: "unsupported PMI version PMIx"
+            "Open MPI's mpiexec started this process, and mpi4py here uses MPICH, which cannot join it; use"
+            f" {Path(sys.prefix) / 'bin' / 'mpiexec'}, or `python scripts/launch.py --starter torchrun`"
+        )
     if info.single_node and launcher_named(info.launcher).mpi == "wheel":
         settings.set_default(**loopback_mpi())
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; we send only host memory over MPI.

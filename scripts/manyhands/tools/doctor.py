@@ -246,7 +246,8 @@ def mpi(launcher=None, login=None, run=ask):
         remedy = f"use the mpiexec beside {sys.executable}, or pip install --no-binary mpi4py mpi4py"
         raise error(f"{command}` started two worlds of one: it belongs to another MPI than mpi4py", remedy)
     if said != [("2", "2")] * 2:
-        raise error(f"two ranks did not say hello: {last_line(text)}", f"try {command} hostname`; {install}")
+        why = next((line.strip() for line in text.splitlines() if re.search("[A-Za-z]", line)), "no output")
+        raise error(f"two ranks did not say hello: {why}", f"try {command} hostname`; {install}")
     return f"2 ranks say hello: {launcher[0]}"
 
 
