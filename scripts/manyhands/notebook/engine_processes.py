@@ -60,6 +60,18 @@ SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a
 DIED = "died"  # a file in the folder: engines that failed, a line for each
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives an engine that failed,
 # and tells us of failures in the file that is its $0.
+LIMITS = (  # what a start says that meets a limit -> what to do
+    (
+        "status 135|Bus error|No space left on device",
+        "\n/dev/shm is full or small: remove old files there, in a container give --shm-size=1g, or set"
+        " MANYHANDS_MPI=off; make doctor says how much is free",
+    ),
+    (
+        "can't start new thread|Resource temporarily unavailable",
+        "\nulimit -u or the control group's pids.max allows too few processes: end others (ps ux), start fewer ranks,"
+        " or ask for a higher limit; make doctor says how many are left",
+    ),
+)
 KEEP_QUIET = """"$@"
 status=$?
 [ $status = 0 ] && exit
@@ -229,7 +241,8 @@ class Processes:
                     patience = TimeLimit(1)
                     while not self._printed(child) and not patience.over():
                         time.sleep(0.02)  # mpiexec tells of a rank's end before it hands on what that has printed
-                    raise RanksError(f"the ranks did not start; {why}: {self._printed(child) or 'no output'}")
+                    said = f"the ranks did not start; {why}: {self._printed(child) or 'no output'}"
+                    raise RanksError(said + next((cure for found, cure in LIMITS if re.search(found, said)), ""))
             if self.port_taken():
                 raise RanksError("the ranks did not start: another process took a port of their controller")
             if limit.over():
