@@ -58,8 +58,6 @@ PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a line for each
 DIED = "died"  # a file in the folder: engines that failed, a line for each
-# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives an engine that failed,
-# and tells us of failures in the file that is its $0.
 LIMITS = (  # what a start says that meets a limit -> what to do
     (
         "status 135|Bus error|No space left on device",
@@ -72,11 +70,13 @@ LIMITS = (  # what a start says that meets a limit -> what to do
         " or ask for a higher limit; make doctor says how many are left",
     ),
 )
+# A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
+# fails, and tells us of failures in the file that is its $0.
 KEEP_QUIET = """"$@"
 status=$?
 [ $status = 0 ] && exit
 echo "rank ${PMI_RANK-${OMPI_COMM_WORLD_RANK-$SLURM_PROCID}} ended with status $status" >> "$0"
-exec sleep 86400"""
+[ $status -lt 128 ] || exec sleep 86400"""
 
 
 @contextlib.contextmanager
