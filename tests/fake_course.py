@@ -86,6 +86,24 @@ write_metrics(42, 4.174)
 
 SLOW = "time.sleep(12 * (launcher == 'notebook'))\nwrite_metrics(42, 4.174)\n"
 
+# what a full disk, a crash, a merge and an old Jupyter leave of a notebook; {} is a whole one
+BROKEN = {
+    "0 bytes": "", "half": '{"cells": [', "conflict": "<<<<<<< HEAD\n{}\n=======\n{}\n>>>>>>> theirs\n",
+    "no JSON": "hello", "a list": "[]",
+    "no cells": '{"metadata": {}, "nbformat": 4, "nbformat_minor": 5, "cells": null}',
+    "a cell without keys": '{"metadata": {}, "nbformat": 4, "nbformat_minor": 5, "cells": [{}]}',
+    "nbformat 3": '{"metadata": {}, "nbformat": 3, "nbformat_minor": 0, "worksheets": [{"cells": [], "metadata": {}}]}',
+    "no UTF-8": "\udcff",
+}  # fmt: skip
+
+
+def break_notebook(lesson, how):
+    """Write one of BROKEN over the lesson's notebook; returns its text, where surrogates are bytes."""
+    text = BROKEN[how].replace("{}", lesson.notebook.read_text()) if how == "conflict" else BROKEN[how]
+    lesson.notebook.write_text(text, errors="surrogateescape")
+    return text
+
+
 # real ranks, which meet wherever they are; `hosts` says where that was
 NODES = """\
 # %% tags=["parameters"]

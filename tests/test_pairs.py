@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import fake_course
 import jupytext
 import nbformat
 import pytest
@@ -229,6 +230,31 @@ def test_stored_outputs_and_cell_names_repeat_exactly(lesson):
     again.cells[3].metadata.papermill = {"duration": 1.0}
     again.cells[3]["id"] = "random"
     assert pairs.as_notebook(again) == text
+
+
+@pytest.mark.parametrize("how", fake_course.BROKEN)
+def test_a_broken_notebook_stops_the_sync_of_no_other_lesson_and_is_named_with_a_cure_that_works(
+    lesson, monkeypatch, capsys, how
+):
+    name = "06_later"
+    later = Lesson(name, lesson.root)
+    for path in (lesson.script, lesson.notebook):
+        (path.parent / f"{name}{path.suffix}").write_bytes(path.read_bytes())
+    edit(later.script, "answer = 42", "answer = 43")
+    saved(later.notebook, 1_000_000)
+    whole = files(lesson.root)
+    fake_course.break_notebook(lesson, how)
+    broken = lesson.notebook.read_bytes()
+    monkeypatch.chdir(lesson.root)
+    assert pairs.main(["sync"]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("06_later: wrote 06_later.py into the notebook")
+    assert said.err.count("05_tiny.ipynb is neither a notebook nor a script of cells: ") == 1
+    assert "delete it, and `make sync LESSON=05` writes it; or `make reset LESSON=05` brings both forms" in said.err
+    assert lesson.notebook.read_bytes() == broken and stale_script(lesson.script) == ""
+    lesson.notebook.unlink()
+    assert pairs.main(["sync", "05"]) == 0 and pairs.difference(lesson) is None
+    assert files(lesson.root)["scripts/05_tiny.py"] == whole["scripts/05_tiny.py"]
 
 
 # ------------------------------------------------------------------ reset

@@ -246,6 +246,24 @@ def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
     assert short.parameters.keys() > {"submit_via", "steps"} and "--short" in short.again()
 
 
+@pytest.mark.parametrize("how", fake_course.BROKEN)
+def test_a_broken_notebook_stops_no_other_lesson_and_the_report_names_it_with_the_cure(fly, tmp_path, capsys, how):
+    fake_course.break_notebook(Lesson("01_good", tmp_path), how)
+    assert fly() == (1, ["01_good", "02_also"])
+    report, junit = ((tmp_path / "outputs" / "preflight" / name).read_text() for name in ("report.html", "junit.xml"))
+    for text in (capsys.readouterr().out, report, junit):
+        assert "01_good.ipynb is neither a notebook nor a script of cells" in text
+    assert "delete it, and `make sync LESSON=01` writes it" in report and "Not ready: 1 lesson" in report
+
+
+@pytest.mark.parametrize("broken", ["<<<<<<< HEAD\nn_ranks = 2\n", "steps = (\n", "steps = 1 + 1\n"])
+def test_a_broken_cell_of_parameters_stops_no_other_lesson(fly, tmp_path, broken):
+    script = tmp_path / "scripts" / "01_good.py"
+    script.write_text(script.read_text().replace("n_ranks = 2", f"{broken}n_ranks = 2"))
+    status, made = fly()
+    assert (status, made) == (1, ["01_good", "02_also"])
+
+
 # ------------------------------------------------------------------ what is refused
 
 

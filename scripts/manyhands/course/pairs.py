@@ -41,18 +41,27 @@ class PairError(RuntimeError):
 
 
 def read(path):
-    """The notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
+    """Return the notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
     grammars = "rfc3987_syntax"  # jsonschema would build 38 of them, for web addresses that no notebook has: 2 s
     kept = sys.modules.setdefault(grammars, None)  # type: ignore[arg-type]
     import jupytext  # takes half a second, and every script that starts asks for `stale_script`
 
     if kept is None:
         del sys.modules[grammars]
+    import nbformat
+
+    broken = ValueError, LookupError, AttributeError, TypeError, RecursionError, nbformat.ValidationError
     try:
-        return jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
-    except (ValueError, AttributeError) as error:  # half a JSON, one of other keys, a header that is no YAML
-        first_line = str(error).split("\n")[0][:120]
-        raise PairError(f"{path} is neither a notebook nor a script of cells: {first_line}") from None
+        notebook = jupytext.read(path, fmt="py:percent" if path.suffix == ".py" else "ipynb")
+        if notebook.nbformat != 4:
+            raise ValueError(f"its format is {notebook.nbformat}, where 4 is wanted")
+        [essence(cell) for cell in notebook.cells]
+        return notebook
+    except broken as error:  # empty, half a JSON, one of other keys, conflict markers, a header that is no YAML
+        why = (str(error).split("\n")[0] or type(error).__name__)[:120]
+        cure = "delete it, and `make sync LESSON={0}` writes it; or `make reset LESSON={0}` brings both forms back"
+        said = f"{path} is neither a notebook nor a script of cells: {why}"
+        raise PairError(f"{said}; {cure.format(path.stem[:2])}") from None
 
 
 def difference(lesson):
@@ -259,15 +268,23 @@ def store_outputs(lesson, timeout_s=600):
 
 
 def for_lessons(action, names) -> int:
-    """Print what `action(lesson)` returns for each lesson named, or for all: status 0, or 2 and what went wrong."""
+    """Print what `action(lesson)` returns for each lesson named, or for all: status 0, or 2 and what went wrong.
+
+    A lesson that goes wrong does not stop those that follow.
+    """
+    status = 0
     try:
         for lesson in find_lessons(course_here(), names):
-            if said := action(lesson):
-                print(said, flush=True)
-    except (PairError, ValueError, OSError) as error:
+            try:
+                if said := action(lesson):
+                    print(said, flush=True)
+            except (PairError, ValueError, OSError) as error:
+                print(error, file=sys.stderr)
+                status = 2
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
 def main(arguments=None):

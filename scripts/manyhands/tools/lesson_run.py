@@ -369,7 +369,7 @@ def _cells(path):
     """The cells of an executed notebook with their numbers in the notebook as written: papermill adds cells."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError):  # there is none, or half of one
+    except (OSError, ValueError, LookupError, TypeError):  # there is none, or half of one
         return []
     added = {"injected-parameters", "papermill-error-cell-tag"}
     own = [cell for cell in cells if not added & set(cell.get("metadata", {}).get("tags", []))]

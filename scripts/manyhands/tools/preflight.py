@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import relpath
 from pathlib import Path
+from tokenize import TokenError
 
 import jinja2
 import psutil
@@ -244,7 +246,9 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
     launchers = ["srun" if environment().get("STARTER") == "srun" else "torchrun", *["mpiexec"] * has_mpiexec()]
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
-        known = {parameter.name for parameter in read(lesson.script)} if lesson.script.exists() else set(parameters)
+        known = set(parameters)
+        with suppress(OSError, ValueError, SyntaxError, TokenError):  # a broken script says so in its own runs
+            known = {parameter.name for parameter in read(lesson.script)}
         if unknown := parameters.keys() - known:
             raise ValueError(f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have")
         most = max(ranks) if ranks else None
@@ -318,7 +322,10 @@ class LessonResult:
 
 @functools.cache
 def _stale(lesson):
-    return pairs.difference(lesson) or ""
+    try:
+        return pairs.difference(lesson) or ""
+    except (pairs.PairError, OSError) as error:
+        return str(error)
 
 
 def judge(outcomes) -> list[LessonResult]:
