@@ -10,6 +10,15 @@ import nbformat
 from manyhands.course import pairs
 from manyhands.course.lessons import find_lessons
 
+HEADER = """\
+# ---
+# jupyter:
+#   jupytext:
+#     formats: notebooks///ipynb,scripts///py:percent
+# ---
+
+"""
+
 LESSON = """\
 import json, os, pathlib, subprocess, sys, time
 
@@ -143,7 +152,7 @@ def write_lesson(root, name, body):
     source = LESSON.replace("NAME", repr(name)) + body
     for folder in ("scripts", "notebooks"):
         (root / folder).mkdir(exist_ok=True)
-    (root / "scripts" / f"{name}.py").write_text(source)
+    (root / "scripts" / f"{name}.py").write_text(HEADER + source)
     head, rest = source.split('# %% tags=["parameters"]\n')
     parameters, rest = rest.split("# %%\n")
     cells = [nbformat.v4.new_code_cell(text) for text in (head, parameters, rest)]
@@ -170,7 +179,7 @@ def take_the_place_of_the_lessons(course):
     for name, body in bodies.items():
         write_lesson(course, name, body)
     nodes = course / "scripts" / "05_nodes.py"
-    nodes.write_text(NODES)
+    nodes.write_text(HEADER + NODES)
     (lesson,) = find_lessons(course, only=["05"])
     pairs.sync(lesson)
     (course / "scripts" / "prepare_data.py").write_text("print('the corpus is made up, too')\n")

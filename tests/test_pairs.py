@@ -239,7 +239,7 @@ def test_a_broken_notebook_stops_the_sync_of_no_other_lesson_and_is_named_with_a
     name = "06_later"
     later = Lesson(name, lesson.root)
     for path in (lesson.script, lesson.notebook):
-        (path.parent / f"{name}{path.suffix}").write_bytes(path.read_bytes())
+        (path.parent / f"{name}{path.suffix}").write_bytes(path.read_bytes().replace(b"05_tiny", b"06_later"))
     edit(later.script, "answer = 42", "answer = 43")
     saved(later.notebook, 1_000_000)
     whole = files(lesson.root)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import setup_environment
 from manyhands.course import lesson_parameters
+from manyhands.course.lessons import PAIRED
 from manyhands.notebook import jupyter, start
 
 PINS = """torch==2.13.0  # the build is the index's
@@ -389,7 +390,7 @@ def test_lab_starts_on_loopback_with_the_first_lesson_and_asks_nothing(started, 
     assert jupyter.main(["lab"]) == 2
     assert "there are no notebooks below" in capsys.readouterr().err and started == ([], {})
     for name in ("03_b", "00_a"):
-        (tmp_path / "course" / "notebooks" / f"{name}.ipynb").touch()
+        (tmp_path / "course" / "notebooks" / f"{name}.ipynb").write_text(PAIRED)
     assert jupyter.main(["lab", "--open", flag]) == 0
     started, environ = started
     assert started[1:3] == ["-m", "jupyterlab"]

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import nbformat
 import pages
+from manyhands.course.lessons import Lesson, find_lessons, left_alone
+from manyhands.course.pairs import PairError, read
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -93,9 +95,23 @@ def event(path=HERE / "event.toml"):
 def rows():
     """Return the rows of README's table of lessons, in its order."""
     found = [Row(a, b, c, int(d), e) for a, b, c, d, e in ROW.findall((ROOT / "README.md").read_text("utf-8"))]
-    lessons = {path.stem for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")}
-    if {row.name for row in found} != lessons:
-        raise SystemExit(f"README.md's table of lessons differs from notebooks/: {lessons ^ {r.name for r in found}}")
+    lessons = {lesson.name for lesson in find_lessons(ROOT) if lesson.notebook.exists()}
+    if differ := {row.name for row in found} ^ lessons:
+        others = "".join(f"; {sentence}" for sentence in left_alone(ROOT))
+        raise SystemExit(f"README.md's table of lessons differs from notebooks/: {', '.join(sorted(differ))}{others}")
+    return found
+
+
+def stored(table):
+    """Return {lesson's name: its notebook}; ends the program with a sentence for each one that is broken."""
+    found, broken = {}, []
+    for row in table:
+        try:
+            found[row.name] = read(Lesson(row.name, ROOT).notebook)
+        except PairError as error:
+            broken.append(str(error))
+    if broken:
+        raise SystemExit("\n".join(broken))
     return found
 
 
@@ -232,10 +248,10 @@ def lay_out(target, decks=()):
         shutil.copy(figure, target / "assets")
     (target / "notebooks").mkdir()
     table, notebooks = rows(), {}
-    for row in table:
-        path = f"notebooks/{row.name}.ipynb"
-        notebooks[row.name] = for_the_site(nbformat.read(ROOT / path, 4), path)
-        nbformat.write(notebooks[row.name], target / path)
+    for name, notebook in stored(table).items():
+        path = f"notebooks/{name}.ipynb"
+        notebooks[name] = for_the_site(notebook, path)
+        nbformat.write(notebooks[name], target / path)
     lessons = pages_of_lessons(notebooks, table, decks)
     numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
     numbers |= {"check": check_that_answered(), "gantt": gantt_of(notebooks["08_pipeline_parallel"], target)}
@@ -265,7 +281,7 @@ def main():
         words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees"), *event().flags]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode
     if status == 0:
-        print(f"{output / 'index.html'}")
+        print("\n".join([*left_alone(ROOT), f"{output / 'index.html'}"]))
     return status
 
 

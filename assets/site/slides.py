@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
-import nbformat
-from build import HERE, ROOT, event, head, rows
+from build import HERE, ROOT, event, head, rows, stored
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
@@ -266,8 +265,10 @@ def write(output):
     held = event()
     if held.logo:
         shutil.copy(HERE / held.logo, output / "assets")
-    for row in rows():
-        slides = deck(row, nbformat.read(ROOT / "notebooks" / f"{row.name}.ipynb", 4))
+    table = rows()
+    notebooks = stored(table)
+    for row in table:
+        slides = deck(row, notebooks[row.name])
         for slide in slides:
             if slide.figure:
                 shutil.copy(ROOT / "assets" / slide.figure, output / "assets")

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,9 @@ import time
 from pathlib import Path
 
 from manyhands.course.folders import make_private, write_whole
-from manyhands.course.lessons import course_here, find_lessons
+from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
-ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
 MANIFEST = f"{ORIGINALS}/files.json"  # of a copy: the digest of each file but the lessons, as it was handed out
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
@@ -40,19 +40,27 @@ COURSE = (  # where there is no git, as in an unpacked zip: what the course cons
 
 
 def reset(lesson):
-    """Write the lesson as the course has it; what was there is kept. Returns the folder it is kept in.
+    """Write the lesson as the course has it; what was there is kept. Returns the folder it is kept in, if anything was.
 
     Raises PairError, and touches nothing, where there is no original.
     """
     originals = {path: _original(path, lesson.root) for path in (lesson.notebook, lesson.script)}
+    kept = keep(lesson)
+    for path, text in originals.items():
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, text)
+    return kept
+
+
+def keep(lesson):
+    """Copy what there is of a lesson into a new folder in outputs/kept. Returns it; None where there is nothing."""
+    if not (there := [path for path in (lesson.notebook, lesson.script) if path.exists()]):
+        return None
     parent = lesson.root / "outputs" / "kept"
     make_private(parent)
     kept = Path(tempfile.mkdtemp(prefix=f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}-", dir=parent))
-    for path, text in originals.items():
-        if path.exists():
-            shutil.copy2(path, kept)
-        path.parent.mkdir(exist_ok=True)
-        write_whole(path, text)
+    for path in there:
+        shutil.copy2(path, kept)
     return kept
 
 
@@ -93,8 +101,8 @@ def copy(target, root):
         for name in files_of_the_course(root):
             (course / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, course / name, follow_symlinks=False)
-        for lesson in find_lessons(course):
-            _hand_out(lesson)
+        for lesson in find_lessons(root):
+            _hand_out(Lesson(lesson.name, course))
         _write_manifest(course)
         _open_to_all(growing)
         if target.suffix == ".zip":
@@ -143,7 +151,7 @@ def _open_to_all(folder):
 def files_of_the_course(root):
     """Names, relative to `root`, of what attendees get: what git knows there, else COURSE, and the corpus.
 
-    What somebody laid beside them stays theirs: own texts, prepared data, job files of their own.
+    What somebody laid beside them stays theirs: own texts, prepared data, job files of their own, copies of lessons.
     """
     git = ["git", "ls-files", "-z"]
     try:
@@ -153,7 +161,9 @@ def files_of_the_course(root):
     if not any(names):
         found = (path for pattern in COURSE for path in root.glob(pattern))
         names = [path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts]
-    names = {name for name in [*names, CORPUS] if not name.startswith(NOT_HANDED_OUT)}
+    lessons = {lesson.name for lesson in find_lessons(root)}
+    own = {name for name in names if re.match(r"(notebooks|scripts)/\d\d_", name) and Path(name).stem not in lessons}
+    names = {name for name in [*names, CORPUS] if name not in own and not name.startswith(NOT_HANDED_OUT)}
     return sorted(name for name in names if (root / name).is_file())  # not what git knows and somebody has removed
 
 
@@ -169,6 +179,11 @@ def _hand_out(lesson):
         write_whole(original, text)
 
 
+def _reset(lesson):
+    kept = reset(lesson)
+    return f"{lesson.name} is as it was" + (f"; your work is in {kept}" if kept else "")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["copy", "reset"])
@@ -178,9 +193,9 @@ def main(arguments=None):
         print("say which: make copy TO=/path, or make reset LESSON=03", file=sys.stderr)
         return 2
     if options.action == "reset":
-        return for_lessons(lambda lesson: f"{lesson.name} is as it was; your work is in {reset(lesson)}", options.names)
+        return for_lessons(_reset, options.names)
     try:
-        print(f"copied to {copy(options.names[0], course_here())}")
+        print("\n".join([f"copied to {copy(options.names[0], course_here())}", *left_alone(course_here())]))
     except (PairError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

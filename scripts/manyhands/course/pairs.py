@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
-from manyhands.course.lessons import Lesson, course_here, find_lessons
+from manyhands.course.lessons import Lesson, course_here, find_lessons, left_alone
 
 KEPT_METADATA = ("jupytext", "kernelspec")
 # What the kernel "Many Hands" says of itself, and what JupyterLab therefore writes into a notebook: one that holds
@@ -68,7 +68,10 @@ def difference(lesson):
     """The first difference between the lesson's two forms as a sentence, or None if they hold the same cells.
 
     Compared are kind, source and tags of the cells: not outputs, not what is folded, and not the files' times.
+    Raises PairError where neither form is there, or one is broken.
     """
+    if not (lesson.notebook.exists() or lesson.script.exists()):
+        raise PairError(f"{lesson.name} is not here; `make reset LESSON={lesson.number}` brings it back")
     for path in (lesson.notebook, lesson.script):
         if not path.exists():
             return f"{path.relative_to(lesson.root)} is missing"
@@ -136,7 +139,10 @@ def stale_script(script: str | Path) -> str:
     with suppress(PairError):
         if found := difference(lesson):
             was = f"{script.name} runs as it was before {lesson.notebook.name} was saved"
-            return f"{was} ({found}). `make sync LESSON={lesson.number}` writes the notebook into the script"
+            cure = "Save the notebook in JupyterLab, which writes the script"  # somebody's own, which sync leaves alone
+            if lesson in find_lessons(lesson.root):
+                cure = f"`make sync LESSON={lesson.number}` writes the notebook into the script"
+            return f"{was} ({found}). {cure}"
     return ""
 
 
@@ -270,7 +276,7 @@ def store_outputs(lesson, timeout_s=600):
 def for_lessons(action, names) -> int:
     """Print what `action(lesson)` returns for each lesson named, or for all: status 0, or 2 and what went wrong.
 
-    A lesson that goes wrong does not stop those that follow.
+    A lesson that goes wrong does not stop those that follow. What is no lesson is named.
     """
     status = 0
     try:
@@ -284,6 +290,8 @@ def for_lessons(action, names) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    for sentence in left_alone(course_here(), names):
+        print(sentence, flush=True)
     return status
 
 

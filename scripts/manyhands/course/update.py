@@ -12,17 +12,15 @@ touched, and lessons are kept in outputs/kept before they are written.
 import argparse
 import difflib
 import re
-import shutil
 import sys
 import tempfile
-import time
 import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from manyhands.course.folders import make_private, write_whole
-from manyhands.course.handouts import MANIFEST, ORIGINALS, digest, manifest
-from manyhands.course.lessons import Lesson, course_here, find_lessons
+from manyhands.course.folders import write_whole
+from manyhands.course.handouts import MANIFEST, digest, keep, manifest
+from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
 from manyhands.course.pairs import PairError, as_notebook, as_script, essence, read, sync
 
 ALIKE = 0.5  # of two cells' text, from 0 to 1: from here on one is a new form of the other
@@ -40,7 +38,10 @@ def update(source, root):
         base, wanted = manifest(root), manifest(new)
         said = []
         for lesson in find_lessons(new):
-            said += _update_lesson(lesson, Lesson(lesson.name, root))
+            try:
+                said += _update_lesson(lesson, Lesson(lesson.name, root))
+            except PairError as error:  # a broken notebook
+                said.append(f"did not arrive: lesson {lesson.name}: {error}")
         said += _update_files(new, root, base, wanted)
     return said
 
@@ -106,12 +107,10 @@ def _update_lesson(new, mine):
     if [essence(cell) for cell in before] == [essence(cell) for cell in after.cells]:
         return []
     if not (mine.notebook.exists() or mine.script.exists()):
-        return [f"did not arrive: lesson {new.name}, which you removed"]
-    kept = _keep(mine)
-    try:
-        sync(mine)  # what the attendee saved last
-    except PairError as error:
-        return [f"did not arrive: lesson {new.name}: {error}"]
+        cure = f"`make reset LESSON={new.number}`, then `make update` again, brings it back"
+        return [f"did not arrive: lesson {new.name}, which you removed or renamed; {cure}"]
+    kept = keep(mine)
+    sync(mine)  # what the attendee saved last
     notebook = read(mine.notebook)
     notebook.cells, arrived, missed = merge(before, notebook.cells, after.cells)
     notebook.metadata = after.metadata  # another kernel chosen in the browser is no change of the lesson
@@ -128,16 +127,6 @@ def _new_originals(new, root):
         name = Path(ORIGINALS) / path.relative_to(new.root)
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(root / name, (new.root / name).read_bytes())
-
-
-def _keep(lesson):
-    parent = lesson.root / "outputs" / "kept"
-    make_private(parent)
-    kept = Path(tempfile.mkdtemp(prefix=f"{lesson.name}-{time.strftime('%Y%m%d-%H%M%S')}-", dir=parent))
-    for path in (lesson.notebook, lesson.script):
-        if path.exists():
-            shutil.copy2(path, kept)
-    return kept
 
 
 def merge(base, mine, theirs):
@@ -218,7 +207,8 @@ def main(arguments=None):
     except (PairError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(said or ["nothing to do: this copy has all of that already"]))
+    said = said or ["nothing to do: this copy has all of that already"]
+    print("\n".join([*said, *left_alone(course_here())]))
     return 0
 
 

@@ -30,7 +30,10 @@ def start_ranks(lesson, namespace, mpi=None):
     try:
         script = script_of(lesson)
     except FileNotFoundError as error:
-        raise RanksError(f"{error}; start_ranks takes the name of a lesson") from None
+        cure = "start_ranks takes the name of a lesson"
+        if str(lesson)[:2].isdecimal():
+            cure = f"renamed? `make reset LESSON={lesson[:2]}` brings {lesson} back, yours stays"
+        raise RanksError(f"{error}; {cure}") from None
     known = lesson_parameters.read(script)
     values = {p.name: namespace[p.name] for p in known if p.name in namespace}
     lesson_parameters.validate(known, values)

@@ -80,7 +80,10 @@ class Run:
     def missing(self) -> str:
         """Why this run cannot even start: a sentence, or ""."""
         if not self.source.exists():
-            return f"{self.source.relative_to(self.lesson.root)} is missing; `make sync` writes it from its pair"
+            cure = "`make sync` writes it from its pair"
+            if not (self.lesson.notebook.exists() or self.lesson.script.exists()):
+                cure = f"`make reset LESSON={self.lesson.number}` brings both forms back"
+            return f"{self.source.relative_to(self.lesson.root)} is missing; {cure}"
         if self.way == "mpiexec" and mpi_launcher(1) is None:
             return "no mpiexec here: `pip install mpich`, or load the site's MPI module"
         return ""

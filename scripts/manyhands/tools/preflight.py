@@ -29,7 +29,7 @@ from rich.text import Text
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT, make_private, write_whole
 from manyhands.course.lesson_parameters import read
-from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons
+from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons, left_alone
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher
 from manyhands.launch.commands import ranks_on_a_node
 from manyhands.launch.flags import Flags
@@ -122,6 +122,8 @@ class Preflight:
         self.console, self.started = Console(highlight=False, soft_wrap=True), time.monotonic()
         self.metadata = gather_metadata(root) | {"command": command}
         self.outcomes, self.queue_warnings = {}, []
+        if others := self.metadata.get("other files"):
+            self.console.print(others, markup=False)
         goes_on, self.last = flights.begin(output, resume)
         if goes_on:
             other = flights.changed(flights.read(output)["metadata"], self.metadata, flights.SAME_RUNS)
@@ -391,6 +393,7 @@ def gather_metadata(root) -> dict[str, str]:
         "packages": ", ".join(f"{name} {versions[name]}" for name in sorted(PACKAGES & versions.keys())),
         "MPI": " ".join(find_mpiexec() or ["none"]),
         "commit": commit(root),
+        "other files": "; ".join(left_alone(root)),
     }
     return {name: text for name, text in metadata.items() if text}
 
