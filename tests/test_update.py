@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+import zipfile
 
 import nbformat
 import pytest
@@ -136,6 +137,36 @@ def test_a_changed_check_arrives_and_a_changed_file_of_the_learner_stays_and_is_
     assert missed == [f"did not arrive: {job}, which you changed; yours stays"]
     assert any("make shared" in line for line in said)
     assert update(packed, mine) == []
+
+
+@pytest.mark.parametrize(("before", "name", "modes"), [("", "zz", True), ("", "AA", False), ("a/b/", "zz", False)])
+def test_a_zip_that_was_packed_again_on_another_system_is_taken(course, mine, tmp_path, before, name, modes):
+    (course / "README.md").write_text("fixed\n")
+    (course / "scripts" / "doctor.py").write_text("#!/usr/bin/env python3\n")
+    new, packed = handouts.copy(tmp_path / "new", course), tmp_path / "again.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr(f"{before}__MACOSX/{name}/.originals/._files.json", "a resource fork")
+        archive.writestr(".DS_Store", "x")
+        for path in sorted(path for path in new.rglob("*") if path.is_file()):
+            info = zipfile.ZipInfo(f"{before}{name}/{path.relative_to(new).as_posix()}")
+            info.external_attr = path.stat().st_mode << 16 if modes else 0x20  # as DOS has it
+            archive.writestr(info, path.read_bytes())
+    assert "replaced: README.md, scripts/doctor.py" in update(packed, mine)
+    assert (mine / "README.md").read_text() == "fixed\n"
+    modes = [(mine / file).stat().st_mode & 0o777 for file in ("README.md", "scripts/doctor.py")]
+    assert modes == [0o644, 0o755]
+
+
+@pytest.mark.parametrize("content", [b"no zip", None])
+def test_a_zip_without_a_copy_is_refused_by_its_name(mine, tmp_path, content):
+    packed = tmp_path / "x.zip"
+    if content is None:
+        with zipfile.ZipFile(packed, "w") as archive:
+            archive.writestr("course/README.md", "from somewhere else")
+    else:
+        packed.write_bytes(content)
+    with pytest.raises(pairs.PairError, match="x.zip (is no zip that can be read|holds no .originals/files.json, so)"):
+        update(packed, mine)
 
 
 def test_a_file_that_the_course_dropped_goes_unless_the_learner_changed_it(course, mine, tmp_path):

@@ -48,20 +48,28 @@ def update(source, root):
 
 @contextmanager
 def _unpacked(source):
-    """The folder of a copy, also where it is packed in a .zip."""
-    if source.suffix != ".zip":
+    """Yield the folder of a copy, also where it is packed in a .zip, at whatever depth and without modes.
+
+    Raises PairError where the zip cannot be read, or holds no copy.
+    """
+    if source.suffix.lower() != ".zip":
         yield source
         return
     with tempfile.TemporaryDirectory(prefix="manyhands-update-") as folder:
         try:
             with zipfile.ZipFile(source) as packed:
                 for one in packed.infolist():
-                    Path(packed.extract(one, folder)).chmod(
-                        one.external_attr >> 16 & 0o777 | (0o700 if one.is_dir() else 0o600)
-                    )
-        except (OSError, zipfile.BadZipFile) as error:
+                    path = Path(packed.extract(one, folder))
+                    mode = one.external_attr >> 16 & 0o777
+                    if not mode:  # packed by a system without modes
+                        mode = 0o755 if path.is_dir() or path.read_bytes().startswith(b"#!") else 0o644
+                    path.chmod(mode | (0o700 if path.is_dir() else 0o600))
+        except (OSError, zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: it wants a password
             raise PairError(f"{source} is no zip that can be read: {error}") from None
-        yield next((path for path in Path(folder).iterdir() if path.is_dir()), Path(folder))
+        found = sorted(Path(folder).rglob(MANIFEST), key=lambda path: len(path.parts))
+        if not found:
+            raise PairError(f"{source} holds no {MANIFEST}, so this version's `make copy` did not make what is in it")
+        yield found[0].parents[1]
 
 
 def _update_files(new, root, base, wanted):
