@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 from manyhands.course.folders import named
 from manyhands.launch.flags import Flags
+from manyhands.launch.run_folder import save_figure
 from manyhands.predict.layouts import LONG, SCHEDULES, Question
 from manyhands.predict.machines import MACHINES, machine_from_file, machine_named
 from manyhands.predict.models import MODELS, PlannedModel, preset_model
@@ -190,7 +191,7 @@ def _draw(answer, top, picture):
     rows = [(one.name, one.held.kinds_on_gpu(), one.time.by_part()) for one in answer.ranked[:top]]
     question = answer.question
     title = f"{question.model.name} on {question.gpus} {question.machine.name}"
-    plans(rows, question.machine.memory_bytes, title).savefig(picture)
+    save_figure(plans(rows, question.machine.memory_bytes, title), picture)
 
 
 def _show_machines():
@@ -216,7 +217,7 @@ def _show_published(picture):
         for run in RUNS:
             rows, label = (table, run.name) if run.source == NARAYANAN else (others, run.source.split(",")[0])
             rows.append((label, run.published, predicted_tflops(run), run.name in FITTED_ON))
-        table_and_others(table, others, NARAYANAN.split(",")[0]).savefig(picture)
+        save_figure(table_and_others(table, others, NARAYANAN.split(",")[0]), picture)
     return 0
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from manyhands.course.folders import ASSETS, ROOT
+from manyhands.launch.run_folder import save_figure
 from manyhands.plots import looks
+from matplotlib import rc_context
 
 SOURCES = [
     path for path in sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "assets" / "src").glob("*.py")])
@@ -48,6 +50,17 @@ def literals(text):
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_source_spells_a_colour_or_a_hatch(path):
     assert literals(path.read_text("utf-8")) == []
+
+
+def test_a_figure_is_written_where_a_matplotlibrc_wants_latex_and_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with rc_context({"text.usetex": True}):
+        figure, axes = looks.new_figure(3, 2)
+        axes.plot([1, 1000], [1, 10])
+        axes.set(title="50 % of a_b", xscale="log")
+        axes.annotate("made later", (1, 1))
+        save_figure(figure, tmp_path / "picture.svg")
+    assert "<svg" in (tmp_path / "picture.svg").read_text("utf-8")
 
 
 def table():

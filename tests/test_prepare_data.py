@@ -16,6 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from manyhands.course import folders
+from manyhands.data import preparation
 from manyhands.data.corpus import open_text, read_manifest, verify_text
 from manyhands.data.documents import (
     Quality,
@@ -88,6 +89,10 @@ BAD = {
     "blank": (b" \n\n\n", "a.txt", r"a.txt is empty; leave it out"),
     "cut gzip": (gzip.compress(os.urandom(500))[:-20], "a.txt.gz", r"a.txt.gz cannot be unpacked \(.*again"),
     "no JSON": (b'{"text": "x"}\nhello\n', "a.jsonl", r"a.jsonl line 2 is not JSON \(.*rename the file to .txt"),
+    "Windows-1252": (b"the \x93smart\x94 quotes\n", "a.txt", r"is 0x93; if it is Windows-1252, .*iconv -f cp1252"),
+    "both": (b"Gr\xfc\xdfe \x96 caf\xe9\n", "a.txt", r"byte 2 is 0xfc; if it is Windows-1252, .*iconv -f cp1252"),
+    "an array": (b'[{"text": "x"}]\n', "a.jsonl", r"line 1 is a JSON array, not a record; jq -c '.\[\]' .*a.jsonl >"),
+    "an array on lines": (b'[\n{"text": "x"}\n]\n', "a.jsonl", r"line 1 begins a JSON array; jq -c '\.\[\]'"),
     "no text": (b'{"body": "x", "id": 3}', "a.jsonl", r"line 1 has no text in its field 'text' \(it has: body, id\)"),
 }  # fmt: skip
 
@@ -377,6 +382,34 @@ def test_two_preparations_do_not_write_into_one_folder(files, prepared, tmp_path
                 f"{folder} cannot be written (another program writes there until it ends: process"
             )
     assert all_bytes(folder) == all_bytes(prepared[0])
+
+
+def prepared_without_a_picture(ranks, files, folder):
+    preparation._draw = lambda report, path: 1 / 0
+    return prepare(ranks, files, folder)
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_prepared_text(files, prepared, tmp_path):
+    run_on_ranks(1, prepared_without_a_picture, files, tmp_path / "mine")
+    assert all_bytes(tmp_path / "mine") == all_bytes(prepared[0]) and verify_text(tmp_path / "mine") > 0
+    assert not (tmp_path / "mine" / "report.png").exists()
+
+
+@pytest.mark.ranks
+def test_names_that_are_no_utf_8_and_a_matplotlibrc_that_wants_latex_cost_nothing(root, tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    texts, folder = tmp_path / os.fsdecode(b"t\xe9"), tmp_path / os.fsdecode(b"to\xe9")
+    texts.mkdir()
+    for i in range(3):
+        (texts / os.fsdecode(b"caf\xe9%d.txt" % i)).write_text(f"{essay(i)}\n\n\n\nshort\n")
+    environ = {**os.environ, "MATPLOTLIBRC": str(tmp_path), "PATH": str(Path(sys.executable).parent)}
+    words = [sys.executable, root / "scripts" / "prepare_data.py", texts, "--to", folder]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "6 documents, 3 of them kept" in done.stdout, done.stderr
+    assert "such as caf.0.txt line" in done.stdout and "cannot be drawn" not in done.stdout
+    assert verify_text(folder) > 0 and (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
+    report = json.loads((folder / "report.json").read_text("utf-8"))
+    assert [about["name"] for about in report["files"]] == sorted(path.name for path in texts.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def write_whole(path, content, mode=None):
     beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         beside.touch(0o666 if mode is None else mode)
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        # a name of a file that is no UTF-8 becomes \\udce9, which JSON reads as that name again
+        beside.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
         if mode is not None:
             beside.chmod(mode)
         elif path.exists():

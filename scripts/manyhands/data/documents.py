@@ -146,18 +146,25 @@ def text_of(raw: RawDocument) -> str:
         text = content.decode()
     except UnicodeDecodeError as error:
         why = f"{raw.path} is not UTF-8: byte {raw.begin + error.start:,} is 0x{content[error.start]:02x}"
-        raise DataError(f"{why}; if it is Latin-1, {convert.format('latin1')}") from None
+        windows = any(0x80 <= byte < 0xA0 for byte in content)  # quotes and dashes there, control characters in Latin-1
+        guess, name = ("Windows-1252", "cp1252") if windows else ("Latin-1", "latin1")
+        raise DataError(f"{why}; if it is {guess}, {convert.format(name)}") from None
     return (text if raw.field is None else _text_in(text, raw)).replace("\r\n", "\n")
 
 
 def _text_in(line, raw):
     """The field of a record that holds the text."""
     where = f"{raw.path} line {raw.line:,}"
+    unpack = f"jq -c '.[]' {raw.path} > new.jsonl makes a record of each element"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
+        if line.strip().startswith("["):
+            raise DataError(f"{where} begins a JSON array; {unpack}") from None
         why = f"{where} is not JSON ({error}); mend it, or rename the file to .txt if it is plain text"
         raise DataError(why) from None
+    if isinstance(record, list):
+        raise DataError(f"{where} is a JSON array, not a record; {unpack}")
     found = record.get(raw.field) if isinstance(record, dict) else None
     if not isinstance(found, str):
         fields = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__

@@ -33,6 +33,7 @@ from manyhands.data.token_files import write_tokens
 from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
 from manyhands.launch.program import explained
 from manyhands.launch.ranks import Agreement
+from manyhands.launch.run_folder import save_figure
 
 # what we write into the folder, also where writing it was interrupted: see `write_whole`
 OURS = r"\.?((manifest|tokenizer|report)\.json|report\.png|(train|validation)-\d{5,}\.bin(\.json)?)(\.\d+\.[0-9a-f]+)?"
@@ -141,7 +142,7 @@ def _decide(gathered, paths, config, say):
     seen = sorted((one for part in gathered for one in part), key=lambda one: one.number)
     fates, original = _fates(seen, config.near)
     kept = [one for one in seen if fates[one.number] == "kept"]
-    say(f"{len(seen):,} documents, {len(kept):,} of them kept")
+    say(f"{len(seen):,} document{'s' * (len(seen) != 1)}, {len(kept):,} of them kept")
     held_out = (
         {raw.number for raw in config.cut(paths) if raw.path.name in config.held_out} if config.held_out else None
     )
@@ -173,7 +174,7 @@ def _fates(seen, near):
     fates, original = [one.verdict or "kept" for one in seen], {}
     if not good:
         why = next(why for why in REASONS if why in fates)
-        why = f"none of the {len(seen)} documents is left ({fates.count(why)} are {why})"
+        why = f"none of {len(seen):,} document{'s' * (len(seen) != 1)} is left ({fates.count(why)} are {why})"
         raise DataError(f"{why}; give more text, or loosen a limit (--help lists them)")
     copies = copies_among([one.hash for one in good], np.stack([one.signature for one in good]), near)
     for place, (earlier, why) in copies.items():
@@ -246,11 +247,10 @@ def _write_shards(folder, paths, config, plan, content, ranks):
 
 
 def _finish(folder, shards, report, content):
-    """tokenizer.json, report.json and report.png, and last manifest.json: the report."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Write tokenizer.json, report.json, and last what makes them a prepared text, manifest.json. Returns the report.
 
-    from manyhands.plots.bars import kept_and_dropped
-
+    Its picture, report.png, comes after that: a text is not lost for a picture that cannot be drawn.
+    """
     text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
     tokenizer = tokenizer_from(content)
     about = {"symbols": len(tokenizer.vocab), "mark": tokenizer.separator}
@@ -262,13 +262,24 @@ def _finish(folder, shards, report, content):
         splits[split] = counts | {"shards": own}
     manifest = Manifest.signed(format="manyhands text 3", tokenizer=described.model_dump(), splits=splits)
     report["tokenizer"] = described.model_dump()
-    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
-    FigureCanvasAgg(figure)
     write_whole(folder / TOKENIZER, text)
     write_whole(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    figure.savefig(folder / "report.png", dpi=120)
     write_whole(folder / MANIFEST, manifest.content())
+    try:
+        _draw(report, folder / "report.png")
+    except Exception as error:
+        print(f"the text is prepared, but report.png cannot be drawn: {error}")
     return report
+
+
+def _draw(report, path):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from manyhands.plots.bars import kept_and_dropped
+
+    figure = kept_and_dropped(report["documents"], report["characters"], "What was kept, and what was dropped")
+    FigureCanvasAgg(figure)
+    save_figure(figure, path, dpi=120)
 
 
 def shown_report(report):

@@ -82,6 +82,20 @@ def can_be_written(folder: Path) -> bool:
         return False
 
 
+def save_figure(figure, file, **how) -> None:
+    """Write a matplotlib Figure as `Figure.savefig` does, without LaTeX.
+
+    A user's matplotlibrc may ask for LaTeX (`text.usetex: True`), which few machines have.
+    """
+    from matplotlib import rc_context
+    from matplotlib.text import Text
+
+    with rc_context({"text.usetex": False}):  # of texts that are made while it is drawn
+        for text in figure.findobj(Text):
+            text.set_usetex(False)
+        figure.savefig(file, **how)
+
+
 def show(figure, name: str, alt: str) -> None:
     """Show a matplotlib Figure: inline in a notebook, as `<run folder>/<name>.svg` in a script.
 
@@ -92,11 +106,11 @@ def show(figure, name: str, alt: str) -> None:
         from IPython.display import display
 
         picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=100)
+        save_figure(figure, picture, format="png", dpi=100)
         content = {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"}
         display(content, metadata={"image/png": {"alt": alt}}, raw=True)
         return
     assert ranks is not None, "call join() first: a figure is saved in the run's folder"
     path = run_folder(ranks) / f"{name}.svg"
-    figure.savefig(path)
+    save_figure(figure, path)
     say(f"figure {path}: {alt}")

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from manyhands.course.folders import write_whole
 from manyhands.launch.launchers import resolve
-from manyhands.launch.run_folder import outputs_folder
+from manyhands.launch.run_folder import outputs_folder, save_figure
 from manyhands.measure import wire
 from manyhands.measure.timeline import Timeline
 from manyhands.measure.timing import synchronise
@@ -213,7 +213,7 @@ def _join_parts(parts, world_size):
         path.unlink(missing_ok=True)
     from manyhands.plots.trace import chart
 
-    chart(timeline.spans, timeline.arrows, parts.name).savefig(parts / "trace.svg")
+    save_figure(chart(timeline.spans, timeline.arrows, parts.name), parts / "trace.svg")
     trace = timeline.write(parts / "trace.json")
     print("\n".join([*timeline.lines(), f"trace {trace}: open it in https://ui.perfetto.dev; chart {parts}/trace.svg"]))
 

@@ -28,7 +28,7 @@ from manyhands.course.folders import script_of
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
-from manyhands.launch.run_folder import outputs_folder
+from manyhands.launch.run_folder import outputs_folder, save_figure
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
@@ -97,7 +97,7 @@ def show_trace(result):
     folder.mkdir(exist_ok=True)
     path = timeline.write(folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-cell-{result.number}.json")
     picture = io.BytesIO()
-    chart(timeline.spans, timeline.arrows, "what each rank did").savefig(picture, format="png", dpi=100)
+    save_figure(chart(timeline.spans, timeline.arrows, "what each rank did"), picture, format="png", dpi=100)
     text = "\n".join(timeline.lines())
     bundle = {"image/png": picture.getvalue(), "text/plain": text}
     display(bundle, metadata={"image/png": {"alt": text}}, raw=True)

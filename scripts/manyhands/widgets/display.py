@@ -6,6 +6,7 @@ import io
 import sys
 from importlib.util import find_spec
 
+from manyhands.launch.run_folder import save_figure
 from manyhands.launch.settings import live
 
 
@@ -111,5 +112,5 @@ class Controls:
 
 def png(figure):
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
+    save_figure(figure, buffer, format="png", dpi=100)
     return buffer.getvalue()
