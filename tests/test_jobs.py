@@ -491,3 +491,20 @@ def test_a_cell_follows_a_job_of_slurm(in_the_course, monkeypatch, tmp_path, cas
     answers(monkeypatch, tmp_path, **programs)
     found = submit.submit("ddp_shakespeare", via="slurm").state()
     assert found[0] == state and remark in found[1]
+
+
+def test_job_files_have_the_line_ends_of_linux_in_a_clone_that_git_for_windows_made(root, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in (".gitattributes", "jobs", "Makefile"):
+        copy = shutil.copytree if (root / name).is_dir() else shutil.copy
+        copy(root / name, theirs / name)
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", *words], cwd=theirs, check=True, capture_output=True)
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "-c", "core.autocrlf=true", "clone", "-q", theirs, clone], check=True)
+    files = [clone / "Makefile", *clone.glob("jobs/*.slurm"), *clone.glob("jobs/*.pbs")]
+    assert len(files) > 9 and [path.name for path in files if b"\r" in path.read_bytes()] == []
+    for path in files[1:]:
+        subprocess.run(["bash", "-n", path], check=True)

@@ -301,6 +301,8 @@ def test_a_lesson_of_the_copy_can_be_reset_without_git(lesson, tmp_path):
 def test_a_copy_is_refused_where_it_would_overwrite_or_contain_itself_or_a_pair_differs(lesson, tmp_path):
     with pytest.raises(pairs.PairError, match="exists already"):
         handouts.copy(tmp_path, lesson.root)
+    with pytest.raises(pairs.PairError, match="x.tar.gz is no .zip, and nothing else is packed"):
+        handouts.copy(tmp_path / "x.tar.gz", lesson.root)
     with pytest.raises(pairs.PairError, match="lies inside the course"):
         handouts.copy(lesson.root / "deep" / "copy", lesson.root)
     edit(lesson.script, "answer = 42", "answer = 43")

@@ -29,9 +29,9 @@ NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
 CORPUS = "data/tinyshakespeare.txt"  # downloaded: with it the copy needs no network
 JOBS = "ddp_shakespeare", "doctor", "preflight", "sweep", "train"
 COURSE = (  # where there is no git, as in an unpacked zip: what the course consists of
-    ".devcontainer/*", ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml", "CHANGELOG.md",
-    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml", "postBuild",
-    "pyproject.toml", "requirements.txt",
+    ".devcontainer/*", ".gitattributes", ".gitignore", ".github/**/*", ".gitlab-ci.yml", ".pre-commit-config.yaml",
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "environment.yml",
+    "postBuild", "pyproject.toml", "requirements.txt",
     "assets/**/*", "data/README.md", "data/plays.txt", "jobs/README.md",
     "jobs/Dockerfile", "jobs/Dockerfile.dockerignore", "jobs/manyhands.def", "jobs/sweep.tsv", "jobs/sites/*.toml",
     *(f"jobs/{name}.{kind}" for kind in ("pbs", "slurm") for name in JOBS),
@@ -89,6 +89,8 @@ def copy(target, root):
     target, root = Path(target).expanduser().absolute(), Path(root).absolute()
     if target.exists():
         raise PairError(f"{target} exists already; name a folder that does not")
+    if re.search(r"[.](tar|tgz|gz|bz2|xz|zst|7z|rar)$", target.name):
+        raise PairError(f"{target.name} is no .zip, and nothing else is packed; `make bundle` writes a .tar")
     if target.resolve().is_relative_to(root.resolve()):
         raise PairError(f"{target} lies inside the course; name a folder outside it")
     for lesson in find_lessons(root):
