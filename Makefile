@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -68,8 +68,8 @@ shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole cla
 	@echo "each attendee, in a copy of the course: make kernel ENV=$$(cd "$(PREFIX)" && pwd), or make lab with the same ENV"
 
 jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... NODES=2 GPUS=4 MEM=64G: write these into the job files
-	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp --site "$(SITE)" --account "$(ACCOUNT)" \
-	  --queue "$(QUEUE)" --reservation "$(RESERVATION)" --walltime "$(WALLTIME)" --nodes "$(NODES)" --gpus "$(GPUS)" --mem "$(MEM)"
+	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp --site "$$SITE" --account "$$ACCOUNT" \
+	  --queue "$$QUEUE" --reservation "$$RESERVATION" --walltime "$$WALLTIME" --nodes "$$NODES" --gpus "$$GPUS" --mem "$$MEM"
 
 sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
 	@$(RUN) -m manyhands.course.pairs sync $(LESSON)
@@ -78,22 +78,22 @@ reset: environment  ## LESSON=03: the lesson as it was; your own work is kept in
 	@$(RUN) -m manyhands.course.handouts reset $(LESSON)
 
 update: environment  ## FROM=/path (or /path.zip): fixes of a newer copy come into this one; what you wrote stays
-	@$(RUN) -m manyhands.course.update "$(FROM)"
+	@$(RUN) -m manyhands.course.update "$$FROM"
 
 join: environment  ## BOARD=/shared/folder: your checks write to the class's progress board (NAME="Ana"; none: a number)
-	@$(RUN) -m manyhands.course.board join "$(BOARD)" --name "$(NAME)"
+	@$(RUN) -m manyhands.course.board join "$$BOARD" --name "$$NAME"
 
 leave: environment  ## your checks no longer write to the progress board
 	@$(RUN) -m manyhands.course.board leave
 
 board: environment  ## FOLDER=/shared/folder: who is at which build, what fails most; in outputs/board.html (EVERY=5: again and again)
-	@$(RUN) -m manyhands.course.board show "$(FOLDER)" --every $(or $(EVERY),0)
+	@$(RUN) -m manyhands.course.board show "$$FOLDER" --every $(or $(EVERY),0)
 
 copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs and notes
-	@$(RUN) -m manyhands.course.handouts copy "$(TO)"
+	@$(RUN) -m manyhands.course.handouts copy "$$TO"
 
 bundle: environment  ## TO=/path/many-hands.tar: course, packages and corpus in one file, for a place without internet
-	@$(RUN) -m manyhands.course.bundle "$(TO)"
+	@$(RUN) -m manyhands.course.bundle "$$TO"
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
 	@$(RUN) scripts/prepare_data.py
@@ -124,7 +124,7 @@ bench: environment  ## measure what the course promises about speed; table in ou
 	@$(RUN) scripts/bench.py $(ARGS)
 
 record: environment  ## LESSON=06 NAME=h200x4: keep the figures of its last run on GPUs in assets/recorded
-	@$(RUN) -m manyhands.launch.recorded_runs $(LESSON) $(if $(NAME),--name "$(NAME)")
+	@$(RUN) -m manyhands.launch.recorded_runs $(LESSON) $(if $(NAME),--name "$$NAME")
 
 smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under FSDP, then a sample
 	@$(RUN) scripts/prepare_data.py
@@ -135,7 +135,7 @@ smoke: environment  ## the trainer in a minute: 2 ranks, DDP, then resumed under
 	  $(RUN) scripts/sample.py "$$where" --length 200
 
 serve: environment  ## chat with a model of yours (MODEL=outputs/mine; none: lesson 13's, else assets/models/plays; ARGS="--port 8123")
-	@$(RUN) scripts/serve.py $(if $(MODEL),"$(MODEL)") $(ARGS)
+	@$(RUN) scripts/serve.py $(if $(MODEL),"$$MODEL") $(ARGS)
 
 lint: environment  ## format, habits, import rules, types: ruff, import-linter, mypy
 	@$(RUN) -m ruff check scripts tests assets
@@ -143,7 +143,7 @@ lint: environment  ## format, habits, import rules, types: ruff, import-linter, 
 	@PYTHONPATH=scripts "$(BIN)/lint-imports"
 	@$(RUN) -m mypy
 
-test test-full test-gpu check lint: | tests
+test test-full test-gpu check lint hub: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
 
@@ -152,14 +152,14 @@ test: environment  ## minutes: every lesson, program, strategy, check and messag
 
 # a JupyterHub and its proxy for tests/test_jupyterhub.py, in an environment of their own as on a site
 HUB = $(VENV)/hub
-$(HUB)/complete: tests/hub_requirements.txt
-	@command -v npm >/dev/null || { echo "npm is missing, and JupyterHub's proxy needs it: install Node.js" >&2; exit 2; }
-	@rm -rf $(HUB) && "$(BIN)/uv" venv -q -p "$(BIN)/python" $(HUB) && \
-	  "$(BIN)/uv" pip install -q --compile-bytecode -p $(HUB)/bin/python -c requirements.txt -r tests/hub_requirements.txt && \
-	  npm install --silent --no-fund --no-audit --prefix $(HUB) configurable-http-proxy@5.3.0 && touch $@
+hub: environment
+	@test "$(HUB)/complete" -nt tests/hub_requirements.txt || { \
+	  command -v npm >/dev/null || { echo "npm is missing, and JupyterHub's proxy needs it: install Node.js" >&2; exit 2; }; \
+	  rm -rf "$(HUB)" && "$(BIN)/uv" venv -q -p "$(BIN)/python" "$(HUB)" && \
+	  "$(BIN)/uv" pip install -q --compile-bytecode -p "$(HUB)/bin/python" -c requirements.txt -r tests/hub_requirements.txt && \
+	  npm install --silent --no-fund --no-audit --prefix "$(HUB)" configurable-http-proxy@5.3.0 && touch "$(HUB)/complete"; }
 
-test-full: environment  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
-	@$(MAKE) --no-print-directory $(HUB)/complete
+test-full: environment hub  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
 	@$(TESTS) $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none

@@ -70,6 +70,9 @@ def main():
     add("--use", action="store_true", help="build nothing: say whether this environment serves the course")
     options = parser.parse_args()
     venv, named, built = options.venv, options.site_python, read_stamp(options.venv)
+    for folder in (ROOT, venv.absolute()):
+        if os.pathsep in str(folder):
+            stop(f"{folder} has a colon in its path, which separates folders in PATH: move or rename it")
     shared = options.use or (built and built["course"] is None)  # somebody's, or a class's: it is used as it is
     if shared and options.rebuild:
         why = "may be in use by others, so REBUILD=yes leaves it as it is"
@@ -262,6 +265,9 @@ def install(venv, pins, compiled):
         words, environ = [*pip, "install", "-q", "--disable-pip-version-check"], {}
         if uv is None and install_locked([*words, "--only-binary=:all:"], {"uv"}, may_fail=True) == 0:
             uv = venv / "bin" / "uv"
+            if not uv.exists():
+                cure = "`pip config list` shows its target, prefix or root: `pip config unset` that for now"
+                stop(f"pip is configured to install elsewhere than in {venv}; {cure}")
         if uv is None:
             phase("uv cannot be installed: pip takes its place, which takes minutes more")
         else:
@@ -354,7 +360,8 @@ def run(*command, environ=(), may_fail=False, cure=None):
     `cure` is that sentence where one is known.
     """
     environ = dict(dict(environ, **os.environ), PYTHONNOUSERSITE="1", PIP_USER="0")
-    environ.pop("PYTHONPATH", None)
+    for name in ("PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):
+        environ.pop(name, None)
     words = [str(word) for word in command]
     status = subprocess.run(words, env=environ, stderr=subprocess.DEVNULL if may_fail else None).returncode
     if status and not may_fail:

@@ -362,6 +362,44 @@ def test_make_refuses_with_a_sentence_and_status_2(make, words, sentence):
     assert not make.venv.exists()
 
 
+@pytest.mark.parametrize(("sign", "status"), [(":", 2), (";", 0), ("'", 0)])
+def test_a_path_that_no_environment_can_have_is_a_sentence_and_make_alone_helps_there(make, sign, status):
+    make.course = make.course.rename(make.course.with_name(f"10{sign}30"))
+    words = ["make", "--no-print-directory", "PYTHON=" + sys.executable]
+    lists, needs = (
+        subprocess.run([*words, *more], cwd=make.course, capture_output=True, text=True, timeout=150)
+        for more in ([], ["environment"] if status else ["-n", "doctor"])
+    )
+    assert lists.returncode == 0 and "list the targets" in lists.stdout, lists.stderr
+    assert needs.returncode == status, needs.stderr
+    assert ("has a colon in its path, which separates folders in PATH: move or rename it" in needs.stderr) == bool(
+        status
+    )
+
+
+def test_what_a_user_types_reaches_the_program_as_it_is(make, tmp_path):
+    python = tmp_path / "own" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    given = [f"VENV={tmp_path / 'own'}", "PYTHON=true", 'NAME=6" `Zoe`', 'BOARD=/a b/"c']
+    for target, last in (("join", ["join", '/a b/"c', "--name", '6" `Zoe`']), ("update", ['/a b/"c'])):
+        done = make(target, *given, 'FROM=/a b/"c')
+        assert (done.returncode, done.stdout.splitlines()[-len(last) :]) == (0, last), done.stderr
+
+
+@pytest.mark.parametrize("name", ["PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PYTHONPATH"])
+def test_a_variable_that_leads_pip_elsewhere_does_not_reach_it(monkeypatch, tmp_path, name):
+    monkeypatch.setenv(name, str(tmp_path))
+    setup_environment.run(sys.executable, "-c", f"import os; assert {name!r} not in os.environ")
+
+
+def test_an_installer_that_went_elsewhere_is_named_with_the_cure(course, venv, commands, monkeypatch, capsys):
+    record = setup_environment.run
+    monkeypatch.setattr(setup_environment, "run", lambda *words, **how: 0 * (record(*words, **how) or 0))
+    assert "pip is configured to install elsewhere than in" in refusal(monkeypatch, capsys, venv)
+
+
 def test_parameters_that_do_not_count_are_named_when_the_ranks_start():
     known = lesson_parameters.read_cell("n_ranks = 4  # processes\nlength = 3  # numbers")
     said = start.parameters_do_not_count(known, {"length": 3}, 2, "05_b.py")
