@@ -324,3 +324,23 @@ def test_check_ends_with_status_2_and_a_sentence_with_the_cure(lesson):
         "cell 8 of 05_tiny differs: the notebook has 'answer = 43', the script 'answer = 42'; save the notebook, then "
         "`make sync LESSON=05` writes what was saved last into the other"
     ]
+
+
+def test_what_is_left_out_of_an_import_is_left_out_for_this_thread_alone():
+    import importlib
+    import threading
+
+    sys.modules.pop("wave", None)  # of the standard library, and imported by nobody here
+    others = []
+
+    def import_it():
+        others.append(importlib.import_module("wave").__name__)
+
+    with pairs.without("wave"):
+        with pytest.raises(ModuleNotFoundError, match="wave is left out"):
+            importlib.import_module("wave")
+        assert "wave" not in sys.modules, "no hole that others would see"
+        thread = threading.Thread(target=import_it)
+        thread.start()
+        thread.join()
+    assert others == ["wave"] and importlib.import_module("wave").__name__ == "wave"

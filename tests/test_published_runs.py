@@ -137,3 +137,23 @@ def test_of_llama_3_the_planner_recommends_the_very_layout():
     assert first.layout.stages_per_rank == 8 and 0.38 < first.mfu < 0.43
     assert choice(BY_NAME["Llama 3 405B, 131,072 positions"]).first.layout.context >= 16
     assert choice(BY_NAME["DeepSeek-V3"]).first.layout.expert >= 8
+
+
+def test_the_page_of_the_planner_says_what_the_rows_give():
+    page = (ROOT / "assets/site/planner.md").read_text("utf-8")
+    shown = re.findall(r"^\| `(.*?)`.*\| ([\d.]+) % \| ([\d.]+) % \|$", page, re.M)
+    planned = [run for run in RECORDED if not run.unplanned]
+    assert [(name, float(mfu), float(predicted)) for name, mfu, predicted in shown] == [
+        (run.options.preset, round(100 * run.mfu, 1), round(100 * run.predicted(), 1)) for run in planned
+    ]
+    far_off = {"shakespeare in bf16", "gpt2 compiled, micro-batches of 8"}
+    for run in (one for one in RECORDED if one.what in far_off):
+        said = f"{run.mfu:.0%} measured, {run.predicted():.0%} predicted".replace("%", " %")
+        assert said in " ".join(page.split()), said
+    for words, source in (
+        ("OLMo 2 7B and 13B, nanochat", ("OLMo-core", "nanochat")), ("torchtitan: FSDP", ("torchtitan/blob",)),
+        ("MosaicML", ("MosaicML",)), ("Llama 3 405B, up to", ("2407.21783",)),
+    ):  # fmt: skip
+        worst = max(summary(runs_of(one))[1] for one in source)
+        (said,) = re.findall(rf"^\| {words}.*within (\d+) % \|$", page, re.M)
+        assert worst <= int(said) / 100 < worst + 0.03, (words, worst)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import nbformat
@@ -114,6 +115,19 @@ def test_the_zoo_has_each_lessons_bug_by_symptom(build, lessons):
     notebooks, table = lessons
     found = re.findall(r"\| \[(\d\d)\]\(notebooks/\w+\.ipynb#\S*zoo\S*\) \|$", build.pages.zoo(notebooks, table), re.M)
     assert sorted(found) == [row.number for row in table]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("**50 minutes**", "`90 with those marked MORE`"),
+        ("9 with those marked MORE", "`**you can**`, with a list below"),
+    ],
+)
+def test_a_lesson_whose_head_lacks_something_is_named_with_what_it_lacks(build, text, wanted):
+    notebook = SimpleNamespace(cells=[SimpleNamespace(source=text)])
+    with pytest.raises(SystemExit, match=re.escape(f"notebooks/16_mine.ipynb: its first cell lacks {wanted}")):
+        build.head(notebook, "16_mine")
 
 
 def test_each_recorded_run_on_a_gpu_is_on_the_page_tested_on():

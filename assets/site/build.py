@@ -170,12 +170,18 @@ def for_the_site(notebook, path):
     return notebook
 
 
-def head(notebook):
-    """Return (minutes with the sections marked MORE, what you can do afterwards as a Markdown list) of a lesson."""
+def head(notebook, name):
+    """Return (minutes with the sections marked MORE, what you can do afterwards as a Markdown list) of a lesson.
+
+    Raise SystemExit with the file and the words that its first cell lacks.
+    """
     text = notebook.cells[0].source
-    everything = int(re.search(r"(\d+) with those marked MORE", text)[1])
+    everything = re.search(r"(\d+) with those marked MORE", text)
     can = re.search(r"\*\*you can\*\*\n+((?:- .*\n(?:  .*\n)*)+)", text + "\n")
-    return everything, can[1]
+    for found, wanted in ((everything, "`90 with those marked MORE`"), (can, "`**you can**`, with a list below")):
+        if not found:
+            raise SystemExit(f"notebooks/{name}.ipynb: its first cell lacks {wanted}")
+    return int(everything[1]), can[1]
 
 
 def counts(notebooks, table):
@@ -209,7 +215,7 @@ def pages_of_lessons(notebooks, table, decks=()):
         ]
         names = []
         for row in mine:
-            everything, can = head(notebooks[row.name])
+            everything, can = head(notebooks[row.name], row.name)
             file = f"notebooks/{row.name}.ipynb"
             slides = f'<a href="slides/{row.name}.html">Slides</a>' if row.name in decks else ""
             title = " · ".join(filter(None, (f"[{row.title}]({file})", slides)))

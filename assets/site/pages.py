@@ -185,7 +185,9 @@ def zoo(notebooks, table):
         for number, seen, shown in bugs:
             name = lessons[number].name
             cells = [cell.source for cell in notebooks[name].cells if cell.cell_type == "markdown"]
-            heading = next(found[1] for cell in cells if (found := re.match(r"## (.*\bzoo\b.*)", cell)))
+            heading = next((found[1] for cell in cells if (found := re.match(r"## (.*\bzoo\b.*)", cell))), None)
+            if heading is None:
+                raise SystemExit(f"notebooks/{name}.ipynb: no section is named `## A bug from the zoo`")
             anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
             lines.append(f"| {seen} | {shown} | [{number}](notebooks/{name}.ipynb#{anchor}) |")
         parts += [f"## {kind}", "\n".join(lines)]

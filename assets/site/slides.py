@@ -221,7 +221,12 @@ def deck(row, notebook):
     ranked = sorted(range(len(chosen)), key=lambda place: (chosen[place].rank, place))
     chosen = [chosen[place] for place in sorted(ranked[: MOST - 2])]
     slides = [
-        Slide("title", f"{row.number} {row.title}", 0, html(f"**After this lesson you can**\n\n{head(notebook)[1]}")),
+        Slide(
+            "title",
+            f"{row.number} {row.title}",
+            0,
+            html(f"**After this lesson you can**\n\n{head(notebook, row.name)[1]}"),
+        ),
         *chosen,
         Slide("card", "To take home", cells[-1][0] + 1, html(card(notebook.cells))),
     ]

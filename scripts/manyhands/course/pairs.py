@@ -13,8 +13,9 @@ import itertools
 import os
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
@@ -40,15 +41,30 @@ class PairError(RuntimeError):
     """Notebook and script do not hold the same cells; the message says where and what to do."""
 
 
+@contextmanager
+def without(module):
+    """Import what this thread imports here as if the optional `module` were not installed; others may import it."""
+
+    class Finder:
+        thread = threading.get_ident()
+
+        def find_spec(self, name, path=None, target=None):
+            if name == module and threading.get_ident() == self.thread:
+                raise ModuleNotFoundError(f"{name} is left out", name=name)
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def read(path):
     """Return the notebook in `path`, whichever of the two forms it is. Raises PairError if it is neither."""
-    grammars = "rfc3987_syntax"  # jsonschema would build 38 of them, for web addresses that no notebook has: 2 s
-    kept = sys.modules.setdefault(grammars, None)  # type: ignore[arg-type]
-    import jupytext  # takes half a second, and every script that starts asks for `stale_script`
-
-    if kept is None:
-        del sys.modules[grammars]
-    import nbformat
+    with without("rfc3987_syntax"):  # with it jsonschema builds 38 grammars of web addresses, which takes 2 s
+        import jupytext  # takes half a second, and every script that starts asks for `stale_script`
+        import nbformat
 
     broken = ValueError, LookupError, AttributeError, TypeError, RecursionError, nbformat.ValidationError
     try:

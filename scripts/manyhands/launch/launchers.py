@@ -1,6 +1,6 @@
 """Identify this process's rank from its environment, with a table of launchers: a RankInfo.
 
-A launcher is one row of LAUNCHERS and is named nowhere else. `resolve(environ)` is a pure function of a mapping, so
+A launcher is one row of LAUNCHERS. `resolve(environ)` is a pure function of a mapping, so
 that recorded environments can test it. The order of rows matters, because launchers nest: mpiexec may start torchrun,
 and srun mpiexec. The innermost one started *this* process, so its row comes first.
 """

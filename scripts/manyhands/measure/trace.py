@@ -16,8 +16,8 @@ without a trace. On a GPU each call waits for the device, before and after: what
 here. Clocks of several nodes are compared as they are.
 """
 
+import json
 import os
-import pickle
 import runpy
 import sys
 import time
@@ -196,7 +196,7 @@ def main(arguments):
         with record() as recorder:
             runpy.run_path(str(script), run_name="__main__")
     finally:
-        write_whole(parts / f"rank-{info.rank}.pickle", pickle.dumps(recorder.result()))
+        write_whole(parts / f"rank-{info.rank}.json", json.dumps(recorder.result()))
         if info.rank == 0:
             _join_parts(parts, info.world_size)
     return 0
@@ -204,11 +204,11 @@ def main(arguments):
 
 def _join_parts(parts, world_size):
     """Rank 0 waits a little for the others' records, and writes what there is."""
-    paths = [parts / f"rank-{rank}.pickle" for rank in range(world_size)]
+    paths = [parts / f"rank-{rank}.json" for rank in range(world_size)]
     deadline = time.monotonic() + LAST_PART_S
     while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.05)
-    timeline = Timeline({r: pickle.loads(path.read_bytes()) for r, path in enumerate(paths) if path.exists()})
+    timeline = Timeline({r: json.loads(path.read_text("utf-8")) for r, path in enumerate(paths) if path.exists()})
     for path in paths:
         path.unlink(missing_ok=True)
     from manyhands.plots.trace import chart
