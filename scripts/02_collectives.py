@@ -378,7 +378,7 @@ def ring_all_reduce(x_N):
     """Sum x_N over all ranks, in place. Sends 2(n-1)/n of its bytes, in 2(n-1) messages."""
     if x_N.numel() % world_size:
         raise ValueError(f"{x_N.numel()} numbers do not split over {world_size} ranks; use a multiple of it")
-    chunks = x_N.chunk(world_size)  # views
+    chunks = list(x_N.chunk(world_size))  # views
     ring_reduce_scatter(chunks)
     ring_all_gather(chunks)
     return x_N
@@ -940,8 +940,8 @@ if rank == 0 and theirs.transport_bytes is not None:  # with NCCL hardly a byte 
 #
 # <details><summary>Hint</summary>
 #
-# `torch.arange(5).chunk(4)` gives three pieces. Look for a method that always gives four. And what arrives has the size
-# of the chunk to which you add it, not of the one that you send.
+# `torch.arange(5).chunk(4)` gives three pieces. Look for a method that always gives four; `list(...)` makes a list of
+# them. And what arrives has the size of the chunk to which you add it, not of the one that you send.
 #
 # </details>
 
@@ -961,7 +961,7 @@ checks.all_reduce_any_length(all_reduce_any_length, ranks)
 # ```python
 # def all_reduce_any_length(x_N):
 #     """Sum x_N over all ranks, in place, and return it."""
-#     chunks = x_N.tensor_split(world_size)  # always n views, some of them perhaps empty
+#     chunks = list(x_N.tensor_split(world_size))  # always n views, some of them perhaps empty
 #     ring_reduce_scatter(chunks)
 #     ring_all_gather(chunks)
 #     return x_N
@@ -1605,7 +1605,7 @@ checks.mended_ring(mended_ring, ranks)
 # ```python
 # def mended_ring(x_N):
 #     """Sum x_N over all ranks, in place; as suspicious_ring, with a quarter of the bytes on 4 ranks."""
-#     chunks = x_N.chunk(world_size)  # only chunks travel, a different one at each hop
+#     chunks = list(x_N.chunk(world_size))  # only chunks travel, a different one at each hop
 #     for hop in range(world_size - 1):
 #         arrived = torch.empty_like(chunks[0])
 #         exchange(chunks[(rank - hop) % world_size], right, arrived, left)

@@ -6,7 +6,8 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
-from exercises import AnswersOfRanks
+from definitions import taken_from
+from exercises import AnswersOfRanks, edited, own_answers
 from manyhands.checks import collectives
 
 
@@ -179,7 +180,10 @@ REJECTED = {
     ],
 }  # fmt: skip
 RIGHT = {
-    "ring_reduce_scatter": [("mine += arrived", "mine[:] = mine + arrived")],
+    "ring_reduce_scatter": [
+        ("mine += arrived", "chunks[(rank - hop - 1) % world_size] += arrived"),  # as the lesson writes it in build B
+        ("mine += arrived", "mine[:] = mine + arrived"),
+    ],
     "ring_all_gather": [(*INTO_A_COPY, "arrived, left)", "arrived, left)\n        take[:] = arrived")],
     "ring_seconds": [
         lambda b, n, alpha, beta: 2 * (n - 1) * alpha + 2 * (n - 1) / n * b / beta,
@@ -201,6 +205,26 @@ RIGHT = {
 class TestAnswers(AnswersOfRanks):
     lesson, checks, world, worlds = "02_collectives", collectives, 4, (1, 3)
     rejected, right, solutions, around = REJECTED, RIGHT, {"speed_up": "scaling"}, ("exchange",)
+
+
+def _after_the_ring(ranks, edits):
+    """What the lesson's own cells make of a ring that build C has accepted: the sums, and the verdict of exercise 1."""
+    own = own_answers("02_collectives", {"ring_reduce_scatter": "ring_reduce_scatter"}, ("exchange",), ranks)
+    mine = edited(own["ring_reduce_scatter"], *edits)
+    build = collectives.ring_reduce_scatter(mine, ranks)
+    rank, n = ranks.rank, ranks.world_size
+    around = {"rank": rank, "world_size": n, "left": (rank - 1) % n, "right": (rank + 1) % n}
+    names = "ring_all_gather", "ring_all_reduce", "all_reduce_any_length"
+    lesson = taken_from("02_collectives", "exchange", *names, ring_reduce_scatter=mine, **around)
+    assert lesson.ring_all_reduce.__globals__["ring_reduce_scatter"] is mine
+    sums = lesson.ring_all_reduce(torch.arange(2.0 * n)).tolist()
+    return build, sums, collectives.all_reduce_any_length(lesson.all_reduce_any_length, ranks)
+
+
+@pytest.mark.parametrize("edits", RIGHT["ring_reduce_scatter"], ids=lambda edits: edits[1])
+def test_a_ring_that_build_c_accepts_carries_the_cells_below_it(pool, edits):
+    for build, sums, exercise in pool.run(3, _after_the_ring, edits):
+        assert (build, sums, exercise) == ("correct", [3.0 * i for i in range(6)], "correct")
 
 
 # ------------------------------------------------------------------ pictures: names, and what a wrong chunk looks like
