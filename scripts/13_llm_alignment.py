@@ -287,7 +287,7 @@ guess_count = ____  # your turn: type a number
 # %%ranks
 def loss_mask(ids_BT, assistant, end):
     """Whether target t, which is token t + 1, counts. `assistant` and `end` are the ids of the markers."""
-    return ____  # about five lines: a loop over the columns, or two cumulative sums
+    return ____  # about five lines: a loop over the columns, or two running maxima (`cummax`)
 
 
 checks.loss_mask(loss_mask, ranks)
@@ -976,6 +976,7 @@ before, optimizer, chat_steps = lines_of(speaker, words), adam(speaker), max(1, 
 for step in range(chat_steps):
     ids_BT = spoken_NT[np.random.default_rng([0, step]).integers(0, len(spoken_NT), 16)]
     mask_BT = loss_mask(ids_BT, words.index("<|assistant|>"), words.index(END))
+    assert mask_BT.any(), "your loss mask marks nothing in talks that begin with the system's message"
     loss = -(log_probs(speaker, own(ids_BT)) * own(mask_BT)).sum() / mask_BT.sum()
     update(speaker, optimizer, loss, falling(step, chat_steps, 2e-3))
 

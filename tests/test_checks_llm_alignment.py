@@ -1,5 +1,6 @@
 """Each check of lesson 13 accepts right answers in other styles and rejects plausible wrong ones by their fault."""
 
+import torch
 from exercises import AnswersOfRanks
 from manyhands.checks import llm_alignment as checks
 
@@ -7,6 +8,18 @@ MASK, LETTERS = "torch.stack(counts, dim=1)", "sum(a == b for a, b in zip(text, 
 OWN, GATHER = "padded[rank * each : (rank + 1) * each]", "dist.all_gather(parts, share)"
 SEND = "    dist.broadcast(row_P, src=0, group=group)\n"
 MINE = ".chunk(dist.get_world_size())[dist.get_rank()]"
+
+
+def counts_markers(ids_BT, assistant, end):  # right where user and assistant are alone
+    return (2 * (ids_BT == assistant).cumsum(1) > (ids_BT == end).cumsum(1))[:, :-1]
+
+
+def last_marker(ids_BT, assistant, end):
+    place_T = torch.arange(1, ids_BT.shape[1] + 1)
+    began_BT, ended_BT = ((place_T * (ids_BT == marker)).cummax(1).values for marker in (assistant, end))
+    return (began_BT > ended_BT)[:, :-1]
+
+
 WRONG = {
     "group_advantages": [
         ("view(-1, group)", "view(1, -1)", "that is over all answers: each question has its own"),
@@ -53,6 +66,7 @@ WRONG = {
         (SEND, SEND + SEND, "in 2 calls of broadcast, where 1 call and"),
     ],
     "loss_mask": [
+        (counts_markers, "the system's message has an end marker too, which closes no answer"),
         ("        speaks_B =", "        counts.append(speaks_B)\n        speaks_B =",
          "        counts.append(speaks_B)\n    return", "    return", "that is one position too late"),
         (MASK, f"{MASK} & (ids_BT[:, 1:] != end)", "without it the model never learns to stop"),
@@ -147,7 +161,7 @@ RIGHT = {
     "three_losses": [("sums_b.sum() / num_tokens", "(terms_bT * mask_bT / num_tokens).sum()")],
     "hand_over": [("    vector_to_parameters(row_P, model.parameters())",
     "    with torch.no_grad():\n        vector_to_parameters(row_P, model.parameters())")],
-    "loss_mask": [(MASK, f"{MASK}.long()"), ("(speaks_B | (token_B == assistant))",
+    "loss_mask": [last_marker, (MASK, f"{MASK}.long()"), ("(speaks_B | (token_B == assistant))",
     "torch.where(token_B == assistant, True, speaks_B)")],
     "dpo_loss": [("-F.logsigmoid(beta * margins_b)", "F.softplus(-beta * margins_b)"), (".sum() / num_pairs",
     ".mean() * len(margins_b) / num_pairs")],

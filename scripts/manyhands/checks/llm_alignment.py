@@ -16,12 +16,13 @@ from manyhands.measure import wire
 @exercise("A", "the loss mask")
 def loss_mask(answer, ranks=None):
     """`answer(ids_BT, assistant, end)` is a mask: for each token after the first, whether the assistant wrote it."""
-    for user, assistant, end in ((90, 91, 92), (300, 45, 44), luck(1).sample(range(10, 500), 3)):
+    for user, assistant, end, system in ((90, 91, 92, 93), (300, 45, 44, 9), luck(1).sample(range(10, 500), 4)):
         question, reply = (user, 1, 2, end), (assistant, 3, 4, end)
         for talks, what in (
             ([[*question, *reply]], "of one question with its answer"),
             ([[*question, assistant, 3, end, 0, 0], [user, 1, 2, 5, end, *reply]], "with padding"),
             ([[user, 1, end, assistant, 3, 4]], "of an answer that was cut off"),
+            ([[system, 1, end, *question, *reply]], "that begins with the system's message"),
             ([_some_talk(i, user, assistant, end) for i in range(2, 5)], "of turns, padded with the end marker"),
         ):
             ids_BT = torch.tensor(talks)
@@ -34,6 +35,9 @@ def loss_mask(answer, ranks=None):
                 "the end of an answer counts: without it the model never learns to stop": wanted_BT & ~ends_BT,
                 "an end marker that ends no answer does not count": wanted_BT | ends_BT,
                 "the user's text is not a target": torch.ones_like(wanted_BT),
+                "the system's message has an end marker too, which closes no answer": (
+                    (2 * (ids_BT == assistant).cumsum(1) > (ids_BT == end).cumsum(1))[:, :-1]
+                ),
                 "an answer ends at its end marker": ((ids_BT == assistant).cumsum(1) > 0)[:, :-1],
             }
             wanted_BT = wanted_BT.to(getattr(found_BT, "dtype", torch.bool))  # ones and zeros are accepted
