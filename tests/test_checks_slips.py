@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from exercises import heard_alike
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import Wrong, exercise, trial
 from torch import nn
 
 N = 4
@@ -289,6 +290,42 @@ def judge_right(ranks):
     """On three ranks rank 0 comes later than the others wait within a check, as if it drew a figure."""
     time.sleep(7 * (ranks.rank == 0 and ranks.world_size == 3))
     return [the_sum(told(answer), ranks) for answer in RIGHT]
+
+
+class _Lost:
+    """The handle of a barrier whose message was lost."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        raise AssertionError("this would wait for ever")
+
+
+def _judged_on_lost_connections(ranks):
+    """What a check says where the n-th barrier of the ranks' own group does not end."""
+    found, barrier = [], dist.barrier
+    for nth in range(3):
+        begun = []
+
+        def begin(*args, nth=nth, begun=begun, **kwargs):
+            begun.append(1)
+            return _Lost() if len(begun) == nth + 1 else barrier(*args, **kwargs)
+
+        with mock.patch.object(dist, "barrier", begin), mock.patch.object(trial, "STUCK_S", 0.3):
+            try:
+                found.append(str(twice(lambda x: 2 * x, ranks)))
+            except trial.Stuck as stuck:
+                found.append(str(stuck))
+    return found, str(twice(lambda x: 2 * x, ranks))
+
+
+def test_a_check_ends_with_a_sentence_where_the_ranks_own_barrier_does_not(pool):
+    for found, afterwards in pool.run(2, _judged_on_lost_connections):
+        assert afterwards == "correct"
+        assert len(found) == 3
+        for sentence in found:
+            assert sentence.startswith("all 2 ranks are in the check, and the barrier of their process group has not")
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -17,7 +17,7 @@ that every rank can compute without communication).
 
 An answer can leave unread messages behind, which would corrupt later communication on the same connections. So each
 answer runs in a temporary process group, and mismatched calls are reported before gloo aborts the process (`trial`).
-The verdict is exchanged over the ranks' main group. Process-wide settings are restored afterwards (`unspoilt`).
+The verdict is exchanged through the main group's store. Process-wide settings are restored afterwards (`unspoilt`).
 An answer that changes its input tensors is rejected. An error that the check's own code raises over an unusable
 result is not blamed on the learner's code (`witness`). An answer that never ends is stopped, together with the
 threads that it started (`stop`).
@@ -26,6 +26,7 @@ Each answer is judged twice, with different numbers of the same sizes. This find
 """
 
 import functools
+import json
 import re
 from contextvars import ContextVar
 
@@ -35,7 +36,7 @@ import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 
 from manyhands.checks.stop import LeftRunning, NeverEnds, stopped_after
-from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, trial_group
+from manyhands.checks.trial import CallsDiffer, Matching, NobodyCalls, meet, trial_group
 from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Changed, Witness, said, unfinished
 from manyhands.course import board
@@ -190,8 +191,10 @@ def _agree(verdict, ranks):
     """Return the heaviest verdict of all ranks, from the lowest rank that has it."""
     if ranks is None:
         return verdict[1]
-    verdicts = [None] * ranks.world_size
-    dist.all_gather_object(verdicts, verdict)
+    store = dist.PrefixStore("verdict", dist.distributed_c10d._get_default_store())
+    store.set(str(ranks.rank), json.dumps(verdict))
+    meet()
+    verdicts = [json.loads(store.get(str(rank))) for rank in range(ranks.world_size)]
     heaviest = max(range(ranks.world_size), key=lambda rank: (verdicts[rank][0], -rank))
     weight, text = verdicts[heaviest]
     return f"Rank {heaviest}: {text}" if weight in (_RAISED, _WRONG) and ranks.world_size > 1 else text

@@ -27,6 +27,7 @@ from manyhands.launch.ranks import name_ranks
 
 _NAMES_OF_ONE_TRIAL = 1000  # limit of groups that one answer may create; a name must not repeat in a store
 _LOOK_EVERY_S = 0.002
+STUCK_S = 30.0  # all ranks are in the barrier, and it does not end
 _ANY_SIZE = 2**62  # bytes: no receive from any source is waiting
 _WAYS_TO_WAIT = ("wait", "synchronize", "is_completed", "get_future")
 # the dispatcher's names that differ from torch.distributed's
@@ -39,6 +40,34 @@ _NAMES = {
 }  # fmt: skip
 
 
+class Stuck(Exception):
+    """All ranks have come, and the barrier of their main group does not end."""
+
+
+def meet():
+    """Wait for all ranks, in a barrier of the main group: without a limit for one that works, but not for a broken one.
+
+    Each rank notes in the store that it has come. Raise Stuck if all have and the barrier has not ended STUCK_S later.
+    """
+    store = dist.PrefixStore("meet", c10d._get_default_store())
+    keys, began = [str(rank) for rank in range(dist.get_world_size())], None
+    work = dist.barrier(async_op=True)
+    store.set(str(dist.get_rank()), "here")
+    try:
+        while not work.is_completed():
+            if began is None and store.check(keys):
+                began = time.monotonic()
+            if began is not None and time.monotonic() - began > STUCK_S:
+                raise Stuck(
+                    f"all {len(keys)} ranks are in the check, and the barrier of their process group has not ended "
+                    f"after {STUCK_S:g} s, as after a message that was lost: restart the ranks"
+                )
+            time.sleep(_LOOK_EVERY_S)
+        work.wait()
+    finally:
+        store.delete_key(str(dist.get_rank()))
+
+
 @contextmanager
 def trial_group(ranks, timeout_s):
     """Replace the default process group by a fresh one (gloo, short time-out), so that plain dist calls use it.
@@ -48,7 +77,7 @@ def trial_group(ranks, timeout_s):
     if ranks is None or not dist.is_initialized():
         yield None
         return
-    dist.barrier()  # with the main group's time-out: waiting for a rank that draws a figure must not use up the trial's
+    meet()  # not in the trial's group: waiting for a rank that draws a figure must not use up its time-out
     registry = _Registry()
     trial = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     c10d._update_default_pg(trial)
@@ -59,7 +88,7 @@ def trial_group(ranks, timeout_s):
             yield trial
         finally:
             made = registry.put_back()
-        dist.barrier()  # no rank closes its connections while another waits for its message
+        meet()  # no rank closes its connections while another waits for its message
     finally:  # also after an interrupt, when the others cannot be waited for
         for group in {trial, *made}:
             group.abort()
