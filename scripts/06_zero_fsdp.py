@@ -667,8 +667,8 @@ compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all
 #
 # tokens per GPU ≥ (FLOP/s of the GPU) / (bytes/s of the network).
 #
-# **Predict.** A GPU reaches 400 TFLOP/s, and the network between nodes carries 50 GB/s per GPU. How many tokens does
-# each GPU need per micro-batch?
+# **Predict.** A GPU reaches 400 TFLOP/s. A node has 8 GPUs, each with a network card of 50 GB/s. A gather over many nodes
+# enters each node once, over all 8 cards. How many tokens does each GPU need per micro-batch?
 
 # %%
 # %%ranks
@@ -676,14 +676,19 @@ guess_tokens = ____  # your turn: type a number
 
 # %%
 # %%ranks
-compare("tokens per GPU that hide a gather", guess_tokens, 400e12 / 50e9, "tokens")
+compare("tokens per GPU that hide a gather", guess_tokens, 400e12 / (8 * 50e9), "tokens")
 
 # %% [markdown]
+# Backward needs more, so it sets the limit: 4w FLOPs per token, 2w bytes to gather, and 4w bytes of fp32 gradients to
+# reduce, which makes 1,500 tokens per GPU. Llama 3 405B had 1,024 tokens per GPU ([16 M per step on 16,384
+# GPUs](https://arxiv.org/abs/2407.21783)). So FSDP alone could not hide its messages: it took tensor and pipeline ranks
+# as well.
+#
 # Below are your rungs, and FSDP on up to 512 H100s, as others published it ([MPT
 # 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
 # [Llama 3.1
 # 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
-# Each GPU of the MPT run had 12,288 tokens, more than 8,000. So expect its line to be nearly flat:
+# Each GPU of the MPT run had 12,288 tokens, far more than 1,500. So expect its line to be nearly flat:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1776,7 +1781,7 @@ card(
     "Each number needs one owner. Only weights are needed by all ranks, and only while their layer computes.",
     "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and everything shrinks with n.",
     "Per unit: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update your share.",
-    "Gathers hide if tokens per GPU exceed FLOP/s divided by bytes/s: 8,000 at 50 GB/s.",
+    "Messages hide behind enough tokens per GPU: FLOP/s divided by bytes/s into a node, in backward 1.5 times that.",
     "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",
     figure="one unit, two ranks, one step",
     command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run",

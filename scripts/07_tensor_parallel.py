@@ -109,7 +109,7 @@ config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=HEADS)
 B, T, D, V = sequences, config.block_size, config.n_embd, config.vocab_size
 metrics = Metrics(ranks, corpus, {"layers": layers, "sequences": sequences, "steps": steps})
 # a layer of a 7 B model, D = 4096, with 2,048 tokens in bf16 at 400 TFLOP/s; links as of an H100 in a node of 8
-INSIDE, BETWEEN = Link(2e-6, 450e9), Link(5e-6, 50e9)
+INSIDE, BETWEEN = Link(2e-6, 450e9), Link(4e-6, 50e9)
 stream = torch.zeros(2048 * 4096, dtype=torch.bfloat16)  # B·T·D numbers, on the CPU
 layer_s = 72 * 2048 * 4096**2 / 400e12  # 24 D² FLOPs per token forward, twice that backward
 PARTS = (1 / 9, 2 / 9, 4 / 9, 2 / 9)  # of it: attention and MLP forward, MLP and attention backward
@@ -710,8 +710,8 @@ metrics.close(float64_loss=loss_1.detach())
 # as NVLink joins are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks
 # 72.
 #
-# One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model. Four GPUs share this layer. Each sends
-# 450 GB/s in the fast domain, and 50 GB/s between nodes.
+# One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model (D = 4,096, bf16). Four GPUs share this
+# layer. Each sends 450 GB/s in the fast domain. Each has a network card, which sends 50 GB/s between nodes.
 #
 # **Predict.** All four are in one fast domain. How many times as fast as one GPU are they?
 
@@ -733,9 +733,9 @@ def layer_on(per_node):
 
 
 def by_formula(per_node, t=t):
-    """The ring's 2 (t-1) messages of a t-th each, four times; its slowest link sets the pace."""
-    link = INSIDE if per_node == t else BETWEEN
-    return layer_s / t + 4 * 2 * (t - 1) * link.cost_s(stream.nbytes / t)
+    """A ring's 2 (t-1) messages, four times; between nodes a ring for each card of a node, with its part of the sum."""
+    link, rings = (INSIDE, 1) if per_node == t else (BETWEEN, per_node)
+    return layer_s / t + 4 * 2 * (t - 1) * link.cost_s(stream.nbytes / t / rings)
 
 
 times = {}
@@ -763,19 +763,19 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# In two domains the layer takes as long as in four, because a ring is as slow as its slowest link. On the right is a 3
-# B model on nodes of 8 GPUs ([Ultra-Scale
+# In two domains the ranks of a node send over two cards, in four over one. Both are slower than one fast domain. On the
+# right is a 3 B model on nodes of 8 GPUs ([Ultra-Scale
 # Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
-# From 2 to 8 ranks the speed per GPU falls by a fifth. From 8 to 16, on two nodes, it falls by almost half.
+# The batch is the largest that fits. From 2 to 8 ranks the speed per GPU falls by a fifth. From 8 to 16, on two nodes, it
+# falls by almost half.
 #
 # **So a tensor-parallel group stays within a fast domain.**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the fast domain</summary>
 #
-# Two domains of two cost as much as four of one: let the room say why (a ring is as fast as its slowest link). *Ask:*
-# "what would you change to make the hatched part smaller, without another network?" (Fewer tensor ranks; larger D: compute
-# grows with D², the messages with D.) The batch of the published runs grows with the group: it is the largest that fits.
+# *Ask:* "what would you change to make the hatched part smaller, without another network?" (Fewer tensor ranks; larger D:
+# compute grows with D², the messages with D.)
 #
 # </details>
 
@@ -1045,9 +1045,9 @@ def chunked_layer(chunks, per_node):
 
 def chunked_by_formula(chunks, per_node, t=t):
     """Of each part: the slower of computing and sending in every chunk, and once the faster."""
-    link, seconds = INSIDE if per_node == t else BETWEEN, 0
+    (link, rings), seconds = (INSIDE, 1) if per_node == t else (BETWEEN, per_node), 0
     for part in PARTS:
-        both = part * layer_s / t / chunks, 2 * (t - 1) * link.cost_s(stream.nbytes / t / chunks)
+        both = part * layer_s / t / chunks, 2 * (t - 1) * link.cost_s(stream.nbytes / t / rings / chunks)
         seconds += chunks * max(both) + min(both)
     return seconds
 
@@ -1058,8 +1058,8 @@ def chunked_by_formula(chunks, per_node, t=t):
 # <details><summary>Answer</summary>
 #
 # No. In one domain it shrinks up to 8 chunks, and grows with 16. Each message pays its latency, and in the smallest
-# product a chunk's sum then takes longer than its compute. In two domains 4 chunks are best, and they hide a third. There
-# the sum of a product takes longer than most of the products, so compute cannot hide it.
+# product a chunk's sum then takes longer than its compute. In two domains 4 chunks are best, and they hide more than half.
+# With more chunks the sums take longer than most of the products, so compute cannot hide them.
 #
 # </details>
 

@@ -18,7 +18,7 @@
 #
 # **45 minutes** for the sections marked CORE, 81 with those marked MORE.
 #
-# A job on two nodes waits two seconds per step for messages. You change only the order of its ranks, and most of the
+# A job on two nodes waits one second per step for messages. You change only the order of its ranks, and most of the
 # waiting disappears. Then you ask a planner which layout to use, and see how far to trust it.
 #
 # After this lesson **you can**
@@ -39,7 +39,7 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, two seconds of waiting 3, grids 11, bytes between nodes 8, exposed seconds 8, all axes
+# Minutes of the CORE: start 1, one second of waiting 3, grids 11, bytes between nodes 8, exposed seconds 8, all axes
 # at once 3, planner 9, zoo 2, card 1. Builds A to E take four minutes each and are in these numbers.
 #
 # *Say:* a layout is two decisions. How many ranks has each axis? Which axis lies inside the node? The first decides
@@ -135,7 +135,7 @@ def draw_waits(rows, title, name):
 
 
 # %% [markdown]
-# ## Two seconds of waiting (CORE, 3 min)
+# ## One second of waiting (CORE, 3 min)
 #
 # A 7B model trains on 16 H100s, two nodes of 8. There are 2 **data** replicas of the model. Each is split over 2
 # **pipeline** stages of half the layers, and each stage over 4 **tensor** ranks. The loss is right. The ranks are
@@ -143,12 +143,13 @@ def draw_waits(rows, title, name):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-first = {"data": 0.0, "pipeline": 1e3 * SENT["pipeline"] / FAST, "tensor": 1e3 * SENT["tensor"] / SLOW}
+first = {"data": 0.0, "pipeline": 1e3 * SENT["pipeline"] / FAST, "tensor": 1e3 * SENT["tensor"] / (2 * SLOW)}
 draw_waits({"tensor x pipeline x data": first}, f"computing {8e3 * MICRO_S:,.0f} ms, and waiting", "waiting")
 
 # %% [markdown]
-# It waits longer than it computes. Tensor ranks all-reduce four times per layer and micro-batch. In this order each
-# tensor group has ranks on both nodes. Between nodes a GPU sends 50 GB/s, inside a node 450 GB/s (NVLink 4).
+# It waits nearly as long as it computes. Tensor ranks all-reduce four times per layer and micro-batch. In this order each
+# tensor group has two ranks on each node. Each GPU has a network card of 50 GB/s, so the two send 100 GB/s to the other
+# node. Inside a node a GPU sends 450 GB/s (NVLink 4).
 #
 # **Predict.** In another order, the four ranks of a tensor group are on one node. How many ms does a step now wait for
 # tensor messages?
@@ -162,7 +163,7 @@ guess_inside = ____  # your turn: type ms
 compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * SENT["tensor"] / FAST), "ms")
 
 # %% [markdown]
-# Nine times less, by another order of the ranks. So this lesson asks: **which kind of parallelism goes inside a node,
+# 4.5 times less, by another order of the ranks. So this lesson asks: **which kind of parallelism goes inside a node,
 # and which goes between nodes?**
 
 # %% [markdown]
@@ -436,12 +437,13 @@ checks.exposed_s(exposed_s, ranks)
 # %% [markdown]
 # ### Round 2: the fewest seconds
 #
-# A group on both nodes has the speed of the slow link. `SENT` has the bytes that a GPU sends, `BEHIND_S` the seconds
-# that it computes meanwhile (0.11 s for data). Set `fastest` to the order with the least waiting.
+# A group on both nodes sends 50 GB/s for each rank that it has on a node: each has a card. `SENT` has the bytes that a
+# GPU sends, `BEHIND_S` the seconds that it computes meanwhile (0.11 s for data). Set `fastest` to the order with the
+# least waiting.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "coordinates", "groups_of", "slow_bytes", "exposed_s")
+catch_up(globals(), "coordinates", "groups_of", "exposed_s")
 
 
 # %%
@@ -450,9 +452,9 @@ def waited_ms(order):
     """{axis: ms that a GPU waits for messages in a step}, with the axes in this order, the outermost first."""
     found = {}
     for number, axis in enumerate(order):
-        groups = groups_of([SIZES[name] for name in order], number)
-        crosses = any(slow_bytes(group, 1, PER_NODE) for group in groups)
-        found[axis] = 1e3 * exposed_s(SENT[axis], SLOW if crosses else FAST, BEHIND_S[axis])
+        group = groups_of([SIZES[name] for name in order], number)[0]
+        cards = sum(rank < PER_NODE for rank in group)  # its ranks on node 0, each with a network card
+        found[axis] = 1e3 * exposed_s(SENT[axis], FAST if cards == len(group) else cards * SLOW, BEHIND_S[axis])
     return found
 
 

@@ -108,7 +108,7 @@ def test_data_outermost_sends_three_times_the_bytes_of_pipeline_outermost_and_wa
     pipeline, data, tensor = ORDERS
     assert between[data] == pytest.approx(3.12 * between[pipeline], rel=0.01)
     assert round(waited[pipeline]) == 251 and round(waited[data]) == 231
-    assert waited[tensor] > 8 * waited[data], "tensor ranks on two nodes"
+    assert waited[tensor] > 4 * waited[data], "tensor ranks on two nodes"
 
 
 def third_phase(ranks):

@@ -12,7 +12,8 @@ The algorithm is real: it runs on real ranks, moves real tensors, and hangs or g
 
 and the sender is busy for as long (one message out and one in at a time: the alpha-beta or Hockney 1994 model with one
 port per direction; logical clocks: Lamport 1978). Nothing reads a real clock, so a loaded machine changes nothing.
-Every rank has a link of its own to every other: a node's ranks do not share a network card, and switches never fill up.
+Every rank has a network card of its own, and an all-reduce between nodes uses all cards of a node, as NCCL does: with k
+ranks on a node it runs k rings, each of which leaves the node from another rank. Switches never fill up.
 
 Asynchronous messages run on a second clock, so that they can overlap with compute:
 
@@ -159,13 +160,7 @@ class VirtualNetwork:
 
     def exchange(self, send_tensor: torch.Tensor, dst: int, recv_tensor: torch.Tensor, src: int) -> None:
         """Send and receive at once, as on a link with two directions: ends when both have ended."""
-        start = self._now
-        sending = _post(send_tensor, dst, start, self.group)
-        out_s, in_s = self._cost_s(send_tensor, dst), self._cost_s(recv_tensor, src)
-        ready = max(start, _take(recv_tensor, src, self.group))
-        end, on_time = max(start + out_s, ready + in_s), start + max(out_s, in_s)
-        self._communicate(f"to {dst}, from {src}", start, end, late_s=end - on_time)
-        sending.wait()
+        self._exchange({dst: send_tensor}, {src: recv_tensor})
 
     @contextmanager
     def asynchronous(self, name):
@@ -199,17 +194,31 @@ class VirtualNetwork:
         end = max([self.clock_s, *(work.end_s for work in works)])
         self._move("waiting", "wait", self.clock_s, end)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a contiguous `tensor` over all ranks, in place, by the ring of lesson 02; any length."""
-        n = self.world_size
-        length = -(-tensor.numel() // n)
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a contiguous `tensor` over all ranks, in place, by rings as in lesson 02; any length.
+
+        Within a node one ring. Between nodes one for each of a node's ranks, with its part of the tensor: they leave
+        the node from different ranks, so that each network card carries one of them.
+        """
+        n, on_a_node = self.world_size, self.ranks_per_node
+        rings = [
+            [node + (i + first) % on_a_node for node in range(0, n, on_a_node) for i in range(on_a_node)]
+            for first in range(on_a_node if on_a_node < n else 1)
+        ]
+        length = -(-tensor.numel() // (n * len(rings)))
         # the last ones may be short or empty
-        parts = [tensor.view(-1)[i * length : (i + 1) * length] for i in range(n)]
+        parts = [tensor.view(-1)[i * length : (i + 1) * length] for i in range(n * len(rings))]
         for hop in range(2 * (n - 1)):
-            give, take = parts[(self.rank - hop) % n], parts[(self.rank - hop - 1) % n]
-            incoming = torch.empty_like(take)
-            self.exchange(give, (self.rank + 1) % n, incoming, (self.rank - 1) % n)
-            take.copy_(take + incoming if hop < n - 1 else incoming)
+            give, take = {}, {}  # {other rank: parts}
+            for i, ring in enumerate(rings):
+                at = ring.index(self.rank)
+                give.setdefault(ring[(at + 1) % n], []).append(parts[i * n + (at - hop) % n])
+                take.setdefault(ring[(at - 1) % n], []).append(parts[i * n + (at - hop - 1) % n])
+            incoming = {src: torch.cat(to) for src, to in take.items()}
+            self._exchange({dst: torch.cat(of) for dst, of in give.items()}, incoming)
+            for src, to in take.items():
+                for part, came in zip(to, incoming[src].split([part.numel() for part in to]), strict=True):
+                    part.copy_(part + came if hop < n - 1 else came)
         return tensor
 
     def gather_spans(self):
@@ -240,6 +249,19 @@ class VirtualNetwork:
 
     def _cost_s(self, tensor, other):
         return self.link(other).cost_s(tensor.nbytes)
+
+    def _exchange(self, give, take):
+        """{rank: tensor} to send and to receive into, all at once, each on a link of its own."""
+        start = self._now
+        sending = [_post(tensor, dst, start, self.group) for dst, tensor in give.items()]
+        ends = [start + self._cost_s(tensor, dst) for dst, tensor in give.items()]
+        on_time = max(ends + [start + self._cost_s(tensor, src) for src, tensor in take.items()])
+        for src, tensor in take.items():
+            ends.append(max(start, _take(tensor, src, self.group)) + self._cost_s(tensor, src))
+        name = f"to {', '.join(map(str, give))}, from {', '.join(map(str, take))}"
+        self._communicate(name, start, max(ends), late_s=max(ends) - on_time)
+        for work in sending:
+            work.wait()
 
     def _communicate(self, name, start, end, late_s=0.0):
         """A message from start to end, of which the first `late_s` went by because the other rank was not ready."""
