@@ -45,7 +45,7 @@ def lesson(*names, **given):
             "flat",
             "uneven_batch",
             "loss_sum",
-            "gradient_and_loss",
+            "descend",
             "summed",
             "gradients",
             "validation",
@@ -60,9 +60,10 @@ def lesson(*names, **given):
 
 def trajectories(ranks):
     """Losses by n, for every n up to the number of ranks: of the lesson, in float32, and of the mean of means."""
-    ours = lesson("trajectory")
+    ours = lesson("remaining", "token_mean", "trajectory")
     n = ranks.world_size
-    kinds = {"float64": {}, "float32": {"dtype": torch.float32}, "mean of means": {"weigh": False}}
+    own_mean = {"loss_of": lambda total, y_bT: total / (y_bT != -100).sum()}
+    kinds = {"float64": {}, "float32": {"dtype": torch.float32}, "mean of means": own_mean}
     return {kind: ours.trajectory(n, **how) for kind, how in kinds.items()}
 
 
