@@ -73,6 +73,7 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
+# from manyhands.course.folders import ROOT
 # from manyhands.notebook.start import start_ranks
 #
 # hands = start_ranks("04_first_job", globals())
@@ -127,7 +128,7 @@ guess_share = ____  # your turn: type a number
 compare("sequences of each rank", guess_share, 12 // (2 * 2))
 
 # %% [markdown]
-# The number that the cell printed is your job's name from now on:
+# The number that the cell printed is the *job ID*. You use it in every later command:
 #
 # ![A job waits (PD or Q), runs (R), tidies up (CG or E), and ends as completed, failed or over time; scancel or qdel cancels it
 # while it waits or runs](../assets/04_life_of_a_job.svg)
@@ -226,7 +227,7 @@ if rank == 0:
 # shell runs, so **a directive cannot contain a variable**:
 
 # %% tags=["active-ipynb"]
-# !grep -h -e "^#PBS" -e "^#SBATCH" ../jobs/ddp_shakespeare.*
+# !grep -h -e "^#PBS" -e "^#SBATCH" "{ROOT}"/jobs/ddp_shakespeare.*
 
 # %% [markdown]
 # | PBS | Slurm | what you ask for |
@@ -246,9 +247,12 @@ if rank == 0:
 #
 # ```bash
 # HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# srun --ntasks-per-node 1 python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
+# srun --ntasks-per-node 1 --cpus-per-task 2 python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
 #   --rdzv-backend c10d --rdzv-endpoint "$HOST:29500" --rdzv-id "$SLURM_JOB_ID" scripts/03_data_parallel.py
 # ```
+#
+# Since Slurm 22.05 [srun does not inherit `--cpus-per-task`](https://slurm.schedmd.com/srun.html) from the directive.
+# Without it on this line, both ranks of a node may share one core.
 #
 # ### Build B: twice the nodes, the same global batch
 #
@@ -374,13 +378,17 @@ if rank == 0:
 # | while it runs | PBS | Slurm |
 # |---|---|---|
 # | look into it | `ssh` to a node that `qstat -f` names, then `nvidia-smi` or `top` | `srun --jobid 4711 --overlap nvidia-smi` |
-# | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `salloc --nodes 1 --time 00:30:00` |
+# | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `srun --nodes 1 --time 00:30:00 --pty bash` |
+#
+# Then type `hostname`: it must not name the login node. (`salloc` opens its shell there, unless the site [set
+# it otherwise](https://slurm.schedmd.com/slurm.conf.html#OPT_use_interactive_step).)
 #
 # **After the end** the job soon vanishes from `squeue` and `qstat`. Ask the history, `sacct -j 4711 -o
 # State,ExitCode,Elapsed` or `qstat -xf 4711`, or read `outputs/jobs/ddp_shakespeare.4711.status`, which our job file
-# writes: 0 is success, and above 128 it is 128 plus a signal.
+# writes. In this file 0 is success, and above 128 it is 128 plus a signal. (`sacct` writes `status:signal`, PBS adds
+# 128 or 256: [the handbook](../assets/handbook/04_first_job.md#how-did-it-end).)
 #
-# **Predict.** A job that used too much memory was killed by SIGKILL, which is signal 9. What is its exit status?
+# **Predict.** A run that used too much memory was killed by SIGKILL, which is signal 9. What stands in the file?
 
 # %%
 # %%ranks
@@ -409,7 +417,7 @@ compare("the exit status after SIGKILL", guess_status, 128 + 9)
 # nodes with two ranks each. There are three logs: the job's own, and one per node. Everybody looks at the end of one:
 
 # %% tags=["active-ipynb"]
-# !tail -n 1 ../assets/recorded/04_failed.node1.out
+# !tail -n 1 "{ROOT}"/assets/recorded/04_failed.node1.out
 
 # %% [markdown]
 # *Cancelled*? Nobody cancelled anything. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
@@ -421,7 +429,7 @@ compare("the exit status after SIGKILL", guess_status, 128 + 9)
 # error about a *connection* or a *peer* is an echo of the first.
 
 # %% tags=["active-ipynb"]
-# !grep -hi "____" ../assets/recorded/04_failed*.out
+# !grep -hi "____" "{ROOT}"/assets/recorded/04_failed*.out
 
 # %%
 # %%ranks
@@ -457,8 +465,8 @@ if rank == 0:
     say("\n".join([*(line for line in node2 if line.startswith("[rank3]")), log[-1]]))
 
 # %% [markdown]
-# The launcher's last line agrees. With NCCL there may be no echo: the other ranks wait until a
-# time-out ends them, after ten minutes by [default](https://docs.pytorch.org/docs/stable/distributed.html).
+# The launcher's last line agrees. With NCCL there may be no echo: ranks that no launcher ends wait until a
+# time-out does, after ten minutes by [default](https://docs.pytorch.org/docs/stable/distributed.html).
 
 # %% [markdown]
 # ## A terminal (MORE, 1 min)
@@ -477,10 +485,10 @@ if rank == 0:
 # | the Tab key, the up arrow | complete a name; bring the last command back |
 #
 # A cell can do the same after a `!`, if the command ends by itself. `!cd` is forgotten at once, and `!tail -f` blocks your
-# notebook: use the terminal. A cell starts in the folder `notebooks`, so the course is one up:
+# notebook: use the terminal. A cell starts in its notebook's folder. In this notebook `{ROOT}` is the course's folder:
 
 # %% tags=["active-ipynb"]
-# !ls ../jobs
+# !ls "{ROOT}"/jobs
 
 # %% [markdown]
 # ## A queue by hand (MORE, 8 min)

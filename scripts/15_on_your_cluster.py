@@ -818,7 +818,9 @@ checks.to_exclude(to_exclude, ranks)
 # Work in pairs, in the course's folder on the login node. You edit this block of the job file:
 
 # %% tags=["active-ipynb"]
-# !sed -n "/edit here/,/end of what/p" ../jobs/train.slurm
+# from manyhands.course.folders import ROOT
+#
+# !sed -n "/edit here/,/end of what/p" "{ROOT}"/jobs/train.slurm
 
 # %% [markdown]
 # Submit, follow the log, and try one option at a time:

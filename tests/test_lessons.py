@@ -7,6 +7,7 @@ preflight` runs every lesson every way.
 
 import ast
 import html
+import json
 import os
 import re
 import subprocess
@@ -126,6 +127,39 @@ def speaks(source):
         if isinstance(node, ast.Call):
             found.append(ast.unparse(node.func))
     return any(re.fullmatch(r"print|say|show|compare|card|checks\.\w+", name) for name in found)
+
+
+SHELL_LINES = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+shell, said = InteractiveShell.instance(), []
+shell.colors = "nocolor"
+for cell in json.load(sys.stdin):
+    with capture_output() as seen:
+        shell.run_cell(cell)
+    said.append(seen.stdout)
+print(json.dumps(said))
+"""
+
+
+def test_the_shell_lines_of_notebooks_show_from_the_repositorys_root_what_is_stored(tmp_path):
+    """As papermill runs them by default; `!` raises nothing where a file is not found."""
+    code = [cell for lesson in LESSONS for cell in nbformat.read(lesson.notebook, 4).cells if cell.cell_type == "code"]
+    shown = [cell for cell in code if re.search(r"^!", cell.source, re.M)]
+    assert len(shown) >= 5
+    sources = ["from manyhands.course.folders import ROOT", *(cell.source for cell in shown)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "scripts"), "IPYTHONDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHELL_LINES], input=json.dumps(sources), env=environ, cwd=ROOT, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, *said = json.loads(done.stdout.splitlines()[-1])
+    for cell, found in zip(shown, said, strict=True):
+        stored = "".join(output.text for output in cell.outputs)
+        missing = set(stored.split()) - set(found.split())  # `ls` may have found more since
+        assert not missing and bool(found) == bool(stored), (cell.source, found)
 
 
 @named
