@@ -1169,8 +1169,9 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
 # <details><summary>Answer</summary>
 #
 # With the sync after each micro-batch up to 3m = 6 P, without it up to 2m + 1 = 5 P. Both are a little less, because
-# the root is gathered once per micro-batch. Keeping the last block saves one gather per micro-batch. It costs the
-# memory of one block while the loss is computed.
+# the root is gathered once per micro-batch. But without the sync every rank keeps whole gradients until the last
+# micro-batch: 4 bytes per parameter in fp32, on any number of ranks. Keeping the last block saves one gather per
+# micro-batch. It costs the memory of one block while the loss is computed.
 #
 # </details>
 
@@ -1779,7 +1780,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # %%ranks
 card(
     "Each number needs one owner. Only weights are needed by all ranks, and only while their layer computes.",
-    "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and everything shrinks with n.",
+    "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and all that lasts between steps shrinks with n.",
     "Per unit: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update your share.",
     "Messages hide behind enough tokens per GPU: FLOP/s divided by bytes/s into a node, in backward 1.5 times that.",
     "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",

@@ -1012,7 +1012,8 @@ if rank == 0:
 # %% [markdown]
 # `zero3` shards more than `zero2`, so **why does its row hold more bytes?** `zero2` keeps the weights whole ("gathered")
 # for the whole step. That leaves room for smaller micro-batches only. `zero3` gathers block by block, and its fastest
-# variant uses the room for a larger micro-batch. With the same micro-batch it holds less:
+# variant uses the room for a larger micro-batch. With the same micro-batch it holds less. Both stages shard gradients only
+# after the last micro-batch. Until then **every rank keeps the whole sum, 4 bytes per parameter** ("accumulated"):
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -1029,8 +1030,9 @@ for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1)
         held = bytes_per_rank(olmo, one.layout, one.options)
         if one.options.parallel.activation_checkpointing == "none" and held.on_gpu < 120e9:
             parts = (
-                f"activations {held.activations / 1e9:5.1f}, gathered weights {held.unsharded_parameters / 1e9:4.1f}"
+                f"activations {held.activations / 1e9:4.1f}, gathered weights {held.unsharded_parameters / 1e9:4.1f}"
             )
+            parts += f", accumulated gradients {held.accumulated_gradients / 1e9:4.1f}"
             say(f"{family.name}, {one.micro_batch} per micro-batch: {held.on_gpu / 1e9:5.1f} GB, of which {parts}")
 
 # %% [markdown]

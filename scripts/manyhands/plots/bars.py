@@ -337,7 +337,8 @@ def layouts(published, predicted, title):
 PANEL_BYTES = {  # key of the planner's left panel: (what it adds up, in which look)
     "weights": (("parameters", "unsharded_parameters", "copies"), "parameters"),
     "optimizer": (("optimizer",), "optimizer"),
-    "gradients": (("gradients", "accumulated_gradients"), "gradients"),
+    "gradients": (("gradients",), "gradients"),
+    "whole gradients until the last micro-batch": (("accumulated_gradients",), "accumulated_gradients"),
     "activations": (("activations", "workspace"), "activations"),
 }
 PANEL_TIME = {"computing": COMPUTE, "messages": MESSAGES, "bubble": ("bubble",), "launching": ("launch",)}
@@ -346,8 +347,8 @@ PANEL_TIME = {"computing": COMPUTE, "messages": MESSAGES, "bubble": ("bubble",),
 def plans(rows, memory_bytes, title):
     """Left each plan's bytes with the end of the GPU's memory, right the seconds of a step by what the GPU does.
 
-    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first. Each panel has four keys at
-    most: PANEL_BYTES and PANEL_TIME say what they add up.
+    rows: [(name, {kind: bytes on the GPU}, {part: seconds})], the recommended plan first. What a
+    panel's keys add up is in PANEL_BYTES and PANEL_TIME.
     """
     from matplotlib.patches import Patch
 
@@ -373,7 +374,7 @@ def plans(rows, memory_bytes, title):
             looks.stacked(axes, place, [(value / unit, *keys[key][1]) for key, value in sums.items()], 0.62, lw=0.6)
         drawn = [Patch(fc=there[key][0], ec=looks.INK, hatch=there[key][1], label=key) for key in keys if key in there]
         side = "left" if axes is left else "right"
-        figure.legend(handles=drawn, loc=f"outside lower {side}", frameon=False, ncols=4, fontsize=9)
+        figure.legend(handles=drawn, loc=f"outside lower {side}", frameon=False, ncols=3, fontsize=9)
     end = memory_bytes / GB
     left.axvline(end, **looks.LIMIT)
     left.set_yticks(range(len(rows)), [name for name, _, _ in rows])

@@ -42,6 +42,7 @@ BYTES = {  # kind: (colour, hatch), bottom to top, what lasts first
     "parameters": ("#4d4d4d", ""),
     "optimizer": ("#8c8c8c", "...."),
     "gradients": ("#a6761d", "\\\\\\\\"),
+    "accumulated_gradients": ("#dbc8a5", "++"),
     "activations": ("#c7e0b4", "oo"),
     "unsharded_parameters": ("#b3a2d0", "xxxx"),
     "copies": ("#e6d5ef", "||||"),
