@@ -460,7 +460,8 @@ metrics.measured(startup_s=start_s, median_step_s=median(rest), samples_per_s=wo
 
 # %% [markdown]
 # The first step allocates buffers and opens connections: the **warm-up**. Leave it out, report the median and the
-# spread. (The spread is large where ranks share cores: a collective is as slow as its slowest rank.)
+# spread. (The spread is large where ranks share cores: a collective is as slow as its slowest rank. It may even hide
+# the warm-up.)
 
 # %% [markdown]
 # ### What the step sends, and plots for a log file (MORE, 3 min)
@@ -768,8 +769,8 @@ if rank == 0:
 #
 # **On GPUs**, `join()` puts each rank on its GPU, and the group becomes `cpu:gloo,cuda:nccl`. Scripts in bare PyTorch
 # do this themselves: `torch.cuda.set_device(local_rank)` before `init_process_group`. (With its argument `device_id`
-# NCCL connects at once. `join()` leaves `device_id` out: with it, a later group of gloo alone may
-# [hang](https://github.com/pytorch/pytorch/issues/145376).)
+# NCCL connects at once, and makes later groups by splitting. `join()` leaves it out: after
+# [`split_group`](https://github.com/pytorch/pytorch/issues/145376) a new group of gloo alone may hang.)
 #
 # **What to look for:** the first lines, with ranks, hosts, devices and launcher. "1 rank" four times is the mistake of
 # this lesson. "on cpu because ..." on a GPU node means fewer GPUs than ranks, or a module that is not loaded.

@@ -629,8 +629,8 @@ if rank == 0:
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
 #
-# This is a workshop's trainer, in our words. It is started with `dtype="bf16"`. Its batch of 2 million tokens is read
-# in 4,096 pieces of 512 tokens, so each loss is divided by 4,096. The loss falls. **What is wrong?**
+# One line of this trainer is from a published one. It is started with `dtype="bf16"`. We give it a batch of 2 million
+# tokens, which it reads in 4,096 pieces of 512, so each loss is divided by 4,096. The loss falls. **What is wrong?**
 
 # %%
 # %%ranks
@@ -638,7 +638,7 @@ PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.float1
 
 
 def train(dtype, num_steps=8, pieces=4096):
-    """Print the losses under autocast, as this trainer has them."""
+    """Print the losses under autocast."""
     model, used, losses = new_model(), PRECISIONS[dtype], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     say(f"precision: {dtype}; autocast to {used}")
@@ -662,9 +662,9 @@ logits_BTV = train("bf16")
 # <details><summary>Answer</summary>
 #
 # *precision: bf16; autocast to torch.float16*: one entry of the table maps to the wrong type. Gradients below 3·10⁻⁸
-# become 0 in fp16, and nobody [scales the loss](../assets/glossary.md#loss-scaling), because bf16 does not need that.
-# [The transcript with that
-# line](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md).
+# become 0 in fp16, and here nobody [scales the loss](../assets/glossary.md#loss-scaling), because bf16 does not need
+# that. [A workshop's log](https://github.com/saforem2/personal_site/blob/82205852654c9b504ce732a0aae2e358e9b0bf2d/docs/talks/alcf-hpc-workshop-2024/alcf-hpc-workshop-2024.md)
+# has that entry. There the batch was one piece, and the loss fell as it should: with one piece nothing is lost.
 #
 # </details>
 #
@@ -678,8 +678,8 @@ PRECISIONS["bf16"] = torch.bfloat16  # mended
 mended_BTV = train("bf16")
 
 # %% [markdown]
-# Almost all gradients were lost, but the loss still fell a little. So nobody noticed. **Print the precision that is
-# used, not the one that was asked for.**
+# Almost all gradients were lost, but the loss still fell a little. With one piece the same entry does no harm that you
+# could see: such a bug sleeps until you scale. **Print the precision that is used, not the one that was asked for.**
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>

@@ -468,12 +468,22 @@ catch_up(globals(), "ring_seconds")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
+from manyhands.measure.timing import take_turns
+
 forty_s = 40 * ring_seconds(100e3, 4, *hops.fitted)
 one_s = ring_seconds(4e6, 4, *hops.fitted)
 compare("forty small all-reduces against one large", guess, round(forty_s / one_s, 1), "times as long")
+small_N, large_N = torch.zeros(25_000), torch.zeros(1_000_000)
+calls = {"forty": lambda: [dist.all_reduce(small_N) for _ in range(40)], "one": lambda: dist.all_reduce(large_N)}
+took_s = take_turns(calls, repeats, ranks)
+if rank == 0:
+    times = sorted(forty / one for forty, one in zip(took_s["forty"], took_s["one"], strict=True))
+    measured = f"{times[len(times) // 2]:.1f} times as long ({times[0]:.1f} to {times[-1]:.1f})"
+    say(f"measured, the library's all-reduce on {world_size} ranks: {measured}")
 
 # %% [markdown]
-# Forty small messages pay α forty times. That is why DDP collects gradients in *buckets*
+# An all-reduce on 4 ranks pays α six times, once per hop: one of them 6 times, forty 240 times. (Where ranks
+# share cores, each hop may also wait for a core.) That is why DDP collects gradients in *buckets*
 # ([lesson 03](03_data_parallel.ipynb)).
 #
 # For real machines the next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves are
@@ -1125,7 +1135,8 @@ for n_bytes in sizes_b:
 
 # %% [markdown]
 # The fit is a least-squares line through (bytes, seconds). Each row is divided by its own time, so that all *relative*
-# errors count alike: bytes span five orders of magnitude, and plain least squares cares only about the largest.
+# errors count alike: bytes span five orders of magnitude, and plain least squares cares only about the largest. (All
+# ranks take part here, in CORE no more than there are cores. Where that differs, so does α.)
 
 # %%
 # %%ranks

@@ -67,7 +67,7 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The failures below are real, on real processes. Each takes seconds.
+# The first cell starts four ranks. The failures below are real, on real processes. Most take seconds; the one in which a rank is killed takes a minute.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -133,7 +133,7 @@ def calls_in(group, records):
 
 def usual(made):
     """Return the call that most of these ranks made; None stands for a rank that made none."""
-    return max(set(made) - {None}, key=made.count)
+    return max(sorted(set(made) - {None}), key=made.count)  # sorted: in a tie the same on every rank
 
 
 # %% [markdown]
@@ -191,8 +191,8 @@ if rank == 0:
         say(f"rank {r} called: {' '.join(f'{call} {number}' for _, number, call, _ in record[-3:])}")
 
 # %% [markdown]
-# ![Four ranks and the calls that each has made: three have called the sixth all-reduce and wait in it, rank 2 has
-# called five](../assets/11_missing_call.svg)
+# ![Four ranks and the calls that each has made in this group: three have called the sixth all-reduce and wait in it,
+# rank 2 has called five](../assets/11_missing_call.svg)
 #
 # ### Build A: the call that was not made
 #
@@ -1094,8 +1094,9 @@ if rank == 0:
     say(f"replayed alone: {by_replay}")
 
 # %% [markdown]
-# Under FSDP there is no such hook, and a bad weight reaches all ranks when its shard is gathered. So look at the own
-# loss and at each rank's shards, and replay from the last checkpoint. A replay finds a fault that repeats. A bit that
+# FSDP's place for such a look is `set_custom_reduce_scatter`: what you give it gets each rank's own gradients before
+# they are summed. But a bad weight reaches all ranks when its shard is gathered. So look at each rank's shards, too,
+# and replay from the last checkpoint. A replay finds a fault that repeats. A bit that
 # flipped once does not repeat; then compare replicas (exercise 4).
 #
 # Never skip NaN on one rank alone: without its all-reduce the others hang, without its update the replicas diverge. Skip
@@ -1465,7 +1466,8 @@ import safetensors.torch
 # `members`, the ranks of each group. Write `culprit(records, members)`, which returns `(rank, group, number)`: who did not
 # make which call.
 #
-# **The culprit is missing somewhere and waits nowhere.** It may be missing in two groups, x and y. Then return its
+# **In these hangs the culprit is missing somewhere and waits nowhere.** (In CORE's hang it does wait, in the group
+# `valid`: there this rule names nobody.) It may be missing in two groups, x and y. Then return its
 # *first* fault. How to tell: if a rank that waits for it in x is therefore missing in y too, then y hangs because of
 # x, and x came first. (In each of these hangs exactly one rank is at fault.)
 #

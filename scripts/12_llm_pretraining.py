@@ -382,7 +382,9 @@ if rank == 0:
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
-# Any number of ranks finds the same copies. (The bands miss some of the less similar ones.) With more ranks, each
+# Any number of ranks finds the same copies, since the same records meet. (The bands miss some of the less similar ones.
+# The 56 that one rank found at the start are another search: other hash functions, and a limit of 0.5, not 0.6.) And our
+# speeches are shorter than a signature: all texts are fewer bytes than an all-gather of signatures. Web pages are longer. With more ranks, each
 # rank receives less, but only with your all-to-all.
 
 # %% [markdown] tags=["notes"]
@@ -398,8 +400,8 @@ metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 # ## Tokens: byte-pair encoding (CORE, 7 min)
 #
 # If tokens are characters, sequences are long. If they are words, the vocabulary has no end. Byte-pair encoding
-# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. It begins with the 256 bytes, so it
-# can encode any text. Then it makes the *most frequent pair of neighbours* a new token, and repeats this.
+# ([**BPE**](../assets/glossary.md#bpe), Sennrich et al. 2016) is between the two. As in GPT-2, ours begins with the 256
+# bytes, so it can encode any text. Then it makes the *most frequent pair of neighbours* a new token, and repeats this.
 #
 # ![The words banana and bandana; the pair a n occurs four times and becomes one token](../assets/12_bpe.svg)
 #
@@ -527,7 +529,7 @@ metrics.exact(merges=[list(pair) for pair in table], tokens=total.tolist())
 # allowed](../assets/12_packing.svg)
 #
 # A [**document mask**](../assets/glossary.md#document-mask) prevents that. `documents_BT` (B sequences) has the
-# number of each position's document, in the figure 1 1 1 2 2 2 2 3 3 3.
+# number of each position's document, in the figure 1 for A, 2 for B and 3 for C: 1 1 1 2 2 2 2 3 3 3.
 #
 # ### Build E: the mask
 #
@@ -846,7 +848,7 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
 # </details>
 #
 # The rule: **score the model against targets moved by one in both directions.** The true targets must have the lowest
-# loss. And read a sample before you trust a curve.
+# loss. And read a sample before you trust a curve. (These two models trained too briefly: neither writes English.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>

@@ -1436,7 +1436,7 @@ checks.may_serve(may_serve, ranks)
 card(
     "Keys and values never change in a causal model: store them, and compute each position once.",
     "A call has a price of its own. For a large model it is reading the weights.",
-    "A cache takes 2 · layers · KV heads · numbers per head · positions. A full server reads mostly caches.",
+    "A cache holds 2 · layers · KV heads · numbers per head · positions numbers. A full server reads mostly caches.",
     "A long prefill stops all other users: cut it into chunks, or give it to another GPU and send the cache.",
     "Watch two times: to the first token, and per token. A full server shows in the first.",
     figure="two ranks: one prefills, the cache travels, one decodes",

@@ -153,7 +153,7 @@ guess_slower = ____  # your turn: times as long
 shared = one_core.time_on_one_core(ranks, repeats)
 one_core.draw(shared, ranks)
 metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.samples[one_core.ALL])
-compare("one core instead of all: times as long", guess_slower, shared.predicted)
+compare("one core instead of all: times as long, measured", guess_slower, round(shared.ratio, 1))
 
 # %% [markdown]
 # n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer, but
@@ -337,8 +337,9 @@ checks.network(network, ranks)
 # "only as workaround", and remove them "as soon as the issue is resolved". The handbook lists some.
 #
 # The right network may still be slow. Before a long run, time an all-reduce on the nodes that you *got*, with
-# [nccl-tests](https://github.com/NVIDIA/nccl-tests): `srun all_reduce_perf -b 32K -e 4G -f 2`. If one node is slow, exclude
-# it (`sbatch --exclude`). The curves are published; your nodes should show the same shape.
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests), built with `make MPI=1`: `srun all_reduce_perf -b 32K -e 4G -f 2`.
+# (Built by plain `make`, each task is [a world of one](https://github.com/NVIDIA/nccl-tests/issues/27), and its bandwidth
+# means nothing: the header must list all ranks.) If one node is slow, exclude it (`sbatch --exclude`). The curves are published; your nodes should show the same shape.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -398,7 +399,7 @@ if rank == 0:
 
 # %% [markdown]
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
-# file: it removes almost all of that traffic.
+# file: once a node has opened it, most of these calls stay on the node.
 #
 # Compute nodes often have **no internet**. A library that tries to use it waits for a time-out, and so do all your
 # GPUs:

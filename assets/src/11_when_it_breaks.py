@@ -28,7 +28,7 @@ def missing_call():
             x = 17 + 10 * i
             if rank == 2 and number == 6:
                 box(axes, x, y, 9, 4, "?", edge=EDGE, dotted=True, size=12)
-                write(axes, 58, y + 2, "does something else", ha="left", weight="bold")
+                write(axes, 58, y + 2, "did not call it", ha="left", weight="bold")
             else:
                 cell(axes, x, y, str(number), rank, width=9, height=4, hatch=None)
         if rank != 2:

@@ -159,8 +159,8 @@ def _enter(name, wanted, timeout_s, quiet):
     # A notebook's cell has its own time-out, names the silent ranks and frees the others: there the group waits
     # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
     patience = timedelta(seconds=NOTEBOOK_S if info.launcher == "notebook" else timeout_s)
-    # No device_id: with one, NCCL makes each later group by splitting the world's communicator. That hangs for a group
-    # of gloo alone (pytorch#145376), and crashes after a second join in one process (pytorch#192106).
+    # No device_id: with one, NCCL makes each later group by splitting the world's communicator. After a split a group
+    # of gloo alone may hang (pytorch#145376), and a split after a second join in one process crashes (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}
     dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
     dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect raises here

@@ -24,6 +24,11 @@ class Shared:
     n_ranks: int
     predicted: int
 
+    @property
+    def ratio(self) -> float:
+        """How many times as long one core took, by the medians."""
+        return median(self.samples[ONE]) / median(self.samples[ALL])
+
 
 def time_on_one_core(ranks, repeats):
     """Time a product of one thread, first on the cores that there are, then with all ranks on one. All ranks call it.
@@ -66,12 +71,11 @@ def draw(shared, ranks):
     title = f"{shared.n_ranks} ranks of a node, each multiplies {PRODUCTS} times"
     figure = compared(shared.samples, title, "ms, slowest rank")
     (axes,) = figure.axes
-    all_s, one_s = (median(shared.samples[name]) for name in (ALL, ONE))
-    x = 1e3 * shared.predicted * all_s
+    x = 1e3 * shared.predicted * median(shared.samples[ALL])
     axes.axvline(x, **PREDICTED)
     axes.set_xlim(0, 1.15 * max([x, *(1e3 * s for times in shared.samples.values() for s in times)]))
     note(axes, f"predicted: {shared.predicted} times as long", (x, 0), (-4, 0), ha="right")
     show(figure, "one_core", "times of the same products on all cores and on one, and the predicted line for one")
-    ratio = one_s / all_s
+    ratio = shared.ratio
     off = "" if 0.8 < ratio / shared.predicted < 1.25 else ": other programs use these cores too, look at the whiskers"
     say(f"measured {ratio:.1f} times as long, predicted {shared.predicted}{off}")
