@@ -83,7 +83,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, say_once, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -120,7 +120,7 @@ guess_ranks = ____  # your turn: type a number
 
 # %%
 # %%ranks
-compare("different ranks under mpiexec", guess_ranks, 1)
+compare("different ranks under mpiexec", "guess_ranks", 1)
 
 # %% [markdown]
 # ![One world of four ranks, and beside it four processes that are each rank 0 of a world of one](../assets/00_worlds.svg)
@@ -183,7 +183,7 @@ checks.sum_over_ranks(sum_over_ranks, ranks)
 # %%ranks
 total = sum_over_ranks(x)
 say(f"the sum is {total.item():g}")
-compare("the sum on rank 0", guess_sum, world_size * (world_size + 1) // 2)
+compare("the sum on rank 0", "guess_sum", world_size * (world_size + 1) // 2)
 metrics.exact(sum=total.item())
 
 # %% [markdown]
@@ -351,7 +351,7 @@ guess_local = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-compare("the local rank of rank 6", guess_local, 6 % 4)
+compare("the local rank of rank 6", "guess_local", 6 % 4)
 
 # %% [markdown]
 # On a laptop rank and local rank are equal, so code that mixes them up fails only on the cluster.
@@ -415,8 +415,7 @@ def table(losses, dt, dtf, dtb):
     for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 5)), iterations - 1}):
         ms = "".join(f"{1e3 * times[i]:9.1f}" for times in (dt, dtf, dtb))
         lines.append(f"{i:4d} {losses[i]:8.0f}{ms} {world_size * batch / dt[i]:10.0f}")
-    if rank == 0:
-        say("\n".join(lines))
+    say_once("\n".join(lines))
 
 
 # %%
@@ -500,8 +499,7 @@ metrics.exact(all_reduce_bytes=payload)
 # %%ranks
 from manyhands.plots.terminal import text_plot
 
-if rank == 0:
-    say(text_plot(losses, "loss", height=13))
+say_once(text_plot(losses, "loss", height=13))
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)
@@ -813,8 +811,7 @@ card(
 # %%
 # %%ranks
 path = metrics.write()
-if rank == 0:
-    say(f"metrics: {'/'.join(path.parts[-3:])}")
+say_once(f"metrics: {'/'.join(path.parts[-3:])}")
 leave()
 
 # %% tags=["active-ipynb"]

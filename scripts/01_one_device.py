@@ -78,7 +78,7 @@ peak_s = 0.2  # seconds for each measurement of the fastest matrix product, > 0
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import one_device as checks
 
 ranks = join(globals())
@@ -164,7 +164,7 @@ def watch_step(run_block):
 # %%ranks
 seen = watch_step(keep_all)
 weights = 4 * shakespeare.num_params()
-compare("peak of the step", guess_peak, round(seen.peak.total / 1e6, 1), "MB")
+compare("peak of the step", "guess_peak", round(seen.peak.total / 1e6, 1), "MB")
 say(f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weights:.1f} times that")
 
 # %% [markdown]
@@ -247,11 +247,6 @@ for name, c in large_models.items():
 #
 # Fill in the bytes of each kind, with AdamW. All numbers are float32: 4 bytes each. `layer` counts numbers per token,
 # and there are N layers and `tokens` tokens.
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "keep_all", "forward_with", "watch_step")
 
 
 # %%
@@ -337,7 +332,7 @@ guess_bytes = ____  # your turn: type a number
 from manyhands.predict.memory import RECIPES
 
 mixed = RECIPES["bf16 + fp32 master"]
-compare("bytes per parameter with bf16 weights", guess_bytes, mixed.total)
+compare("bytes per parameter with bf16 weights", "guess_bytes", mixed.total)
 for name, config in large_models.items():
     say(
         f"{name:9} {2 * config.num_params() / 1e9:6,.1f} GB of weights, {mixed.total * config.num_params() / 1e9:7,.1f} GB of state"
@@ -419,11 +414,9 @@ for name, config in large_models.items():
 #
 # `Recompute` (folded) tells autograd to keep only the input x. In backward it calls the function that you write now.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "keep_all", "forward_with", "watch_step")
-
-
 class Recompute(torch.autograd.Function):
     """y = block(x) that keeps x alone. (Without dropout: the second forward would draw other numbers.)"""
 
@@ -508,7 +501,7 @@ ways = {
 found = {name: gradient_and_flops(run_block) for name, run_block in ways.items()}
 gradient_P, num_flops = found["keep everything"]
 more = {name: 100 * (done / num_flops - 1) for name, (_, done) in found.items()}
-compare("more FLOPs with recomputation", guess_more, round(more["ours"]), "%")
+compare("more FLOPs with recomputation", "guess_more", round(more["ours"]), "%")
 for name, (other_P, _) in found.items():
     say(f"{name:16} {more[name]:2.0f} % more FLOPs, gradients {(other_P - gradient_P).abs().max():.1g} apart")
 
@@ -599,7 +592,7 @@ for turn in range(-2, repeats if rank == 0 else -2):  # rank 0 alone; the first 
         peaks.append(timing.gemm_peak(device, torch.float32, peak_s))  # FLOP/s
 dist.barrier()  # here the others wait
 ((data_sheet, reached),) = recorded_runs.published("01_peak")[-1]["points"]
-compare("MFU of a 7B model on 8 H100", guess_mfu, round(100 * reached / data_sheet), "%")
+compare("MFU of a 7B model on 8 H100", "guess_mfu", round(100 * reached / data_sheet), "%")
 if rank == 0:
     speed, fastest = step_flops / statistics.median(step_s), statistics.median(peaks)
     say(f"a step does {speed / 1e9:,.1f} GFLOP/s, the fastest product here {fastest / 1e9:,.1f}")
@@ -1093,8 +1086,6 @@ say("bytes: " + ", ".join(f"{name} {100 * part / moved:.0f} %" for name, part in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-catch_up(globals(), "Counter")
-
 # %%
 # %%ranks --timeout 120
 from torch.profiler import ProfilerActivity, profile
@@ -1198,8 +1189,6 @@ say(f"one sequence of the 70B class: 34TD is {vectors / 1e9:.0f} GB, 5HT^2 is {s
 from manyhands.measure.tensor_bytes import count_saved
 from torch.utils.flop_counter import FlopCounterMode
 
-catch_up(globals(), "forward_with", "recompute_backward", "Recompute")
-
 
 # %%
 # %%ranks
@@ -1274,10 +1263,6 @@ checks.accumulation(accumulate, ranks)
 #
 # Compare three steps: a plain one, one of four micro-batches (exercise 2), and one with checkpointing (build D).
 # Predictions come from the formulas alone.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "recompute_backward", "Recompute", "forward_with", "accumulate")
 
 
 # %%
@@ -1475,8 +1460,6 @@ say(f"largest error against float32: {100 * error:.1f} %")
 # %%ranks
 from torch.autograd.graph import saved_tensors_hooks
 
-catch_up(globals(), "kept_for_backward")
-
 # %%
 # %%ranks
 model, (x_BT, y_BT) = new_model(), batch()
@@ -1669,8 +1652,6 @@ import math
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-catch_up(globals(), "kept_for_backward", "Counter", "choose")
 
 # %%
 # %%ranks

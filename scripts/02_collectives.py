@@ -82,7 +82,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, mpi_world, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, mpi_world, say, say_once, show
 from manyhands.checks import collectives as checks
 from manyhands.measure import messages, wire
 
@@ -128,7 +128,7 @@ guess = ____  # your turn: MB that rank 0 sends with 100 ranks
 
 # %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
-compare("rank 0 with 100 ranks", guess, 99 * 40, "MB")
+compare("rank 0 with 100 ranks", "guess", 99 * 40, "MB")
 
 # %% [markdown]
 # **The goal of this lesson:** the same sum, and no rank ever sends more than 80 MB, with any number of ranks.
@@ -227,7 +227,7 @@ guess = ____  # your turn: MB that each rank of a ring sends with 100 ranks
 
 # %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks
-compare("each rank of a ring of 100", guess, 2 * 99 * 40 / 100, "MB")
+compare("each rank of a ring of 100", "guess", 2 * 99 * 40 / 100, "MB")
 
 # %% [markdown]
 # 2(n-1) hops of 40/n MB each make 60 MB on 4 ranks, 79.2 MB on 100.
@@ -367,10 +367,6 @@ checks.ring_all_gather(ring_all_gather, ranks)
 # %% [markdown]
 # ### The same bars, with your ring
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather")
-
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -408,10 +404,6 @@ messages.agree(ring_all_reduce, ranks)
 # 1/beta.](../assets/02_alpha_beta.svg)
 #
 # One call times a hop for many sizes. No more ranks take part than there are cores.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange")
 
 # %%
 # %%ranks --timeout 300
@@ -464,15 +456,11 @@ guess = ____  # your turn: times as long
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "ring_seconds")
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
 from manyhands.measure.timing import take_turns
 
 forty_s = 40 * ring_seconds(100e3, 4, *hops.fitted)
 one_s = ring_seconds(4e6, 4, *hops.fitted)
-compare("forty small all-reduces against one large", guess, round(forty_s / one_s, 1), "times as long")
+compare("forty small all-reduces against one large", "guess", round(forty_s / one_s, 1), "times as long")
 small_N, large_N = torch.zeros(25_000), torch.zeros(1_000_000)
 calls = {"forty": lambda: [dist.all_reduce(small_N) for _ in range(40)], "one": lambda: dist.all_reduce(large_N)}
 took_s = take_turns(calls, repeats, ranks)
@@ -554,10 +542,6 @@ dist.destroy_process_group(polite)
 #
 # Mend this with a call that you have seen.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange")
-
 
 # %%
 # %%ranks
@@ -598,10 +582,6 @@ checks.pass_right(pass_right, ranks)
 #
 # This ring was the *reference solution* of a well-known course (rewritten here). Its sums are right, and so is the number
 # of its messages. **Measure before you read it.**
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
 
 
 # %% tags=["nbval-check-output"]
@@ -730,8 +710,7 @@ everything = [torch.empty_like(number) for _ in range(world_size)] if rank == 0 
 dist.gather(number, everything, dst=0)
 total = number.clone()
 dist.reduce(total, dst=0)  # on the other ranks `total` is scratch space afterwards: do not read it
-if rank == 0:
-    say(f"gather: {torch.cat(everything).tolist()}, reduce: {total.tolist()}")
+say_once(f"gather: {torch.cat(everything).tolist()}, reduce: {total.tolist()}")
 
 # %% [markdown]
 # ### From all ranks to all
@@ -869,8 +848,7 @@ if comm is not None:
     comm.Reduce(mine, total if rank == 0 else None, root=0)
     comm.Alltoall(my_parts, transposed := np.empty_like(my_parts))
     say(f"Bcast {one}, Scatter {part}, Alltoall {transposed}")
-    if rank == 0:
-        say(f"Gather {whole}, Reduce {total}")
+    say_once(f"Gather {whole}, Reduce {total}")
 
 # %% [markdown]
 # ## Lab: is the ring right? (MORE, 10 min)
@@ -879,10 +857,6 @@ if comm is not None:
 # all-reduce then adds up these sums, once with your ring and once with the library. The third way is one process that
 # adds up all twelve. Throughout this course a technique has to pass this test: **from scratch = library = one
 # process**.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce")
 
 # %%
 # %%ranks
@@ -1046,8 +1020,7 @@ for n_bytes in (400, 4_000, 40_000, 400_000) if comm is not None else ():
     while not done and time.monotonic() < asked_until:
         done = sending.Test()
     comm.Barrier()  # until here nobody has received anything
-    if rank == 0:
-        say(f"{n_bytes:7,} bytes: a send before any receive {'passes' if done else 'would hang'}")
+    say_once(f"{n_bytes:7,} bytes: a send before any receive {'passes' if done else 'would hang'}")
     comm.Recv(theirs, left)
     sending.Wait()
 
@@ -1102,10 +1075,6 @@ checks.pass_in_rounds(pass_in_rounds, ranks)
 # share cores. The measurements take turns, so a slow moment hits all of them alike, and the slowest rank counts.
 #
 # On GPUs the cell's MPI calls send from the *host's* memory, and NCCL sends from GPU to GPU: do not compare the two.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange", "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce", "ring_seconds")
 
 # %%
 # %%ranks --timeout 300
@@ -1542,8 +1511,7 @@ checks.estimate_pi(estimate_pi, ranks)
 # %%
 # %%ranks
 estimate = estimate_pi(points, count_hits)
-if rank == 0:
-    say(f"pi is about {estimate:.5f}, from {points:,} points on {world_size} ranks")
+say_once(f"pi is about {estimate:.5f}, from {points:,} points on {world_size} ranks")
 metrics.exact(pi=estimate)
 
 # %% [markdown]
@@ -1594,11 +1562,6 @@ checks.speed_up(scaling, ranks)
 # ### Exercise 4: mend the suspicious ring
 #
 # Change as few lines as you can. (The number of ranks divides the length.)
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "exchange")
 
 
 # %%

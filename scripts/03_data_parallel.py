@@ -84,7 +84,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
 from manyhands.checks import data_parallel as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
@@ -231,10 +231,6 @@ say(f"averaged gradient {w.grad.item():.0f}; w is now {w.item():.2f}; the replic
 # %%ranks
 guess_gap = ____  # your turn: type "smaller", "the same" or "larger"
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "average_gradients")
-
 
 # %%
 # %%ranks
@@ -253,7 +249,7 @@ model = new_model(seed=rank)  # the mistake
 before = spread(model.parameters())
 averaged_steps(model, 2 * repeats)
 say(f"apart before: {before:.4f}, after {2 * repeats} averaged steps: {spread(model.parameters()):.4f}")
-compare("the gap after averaged steps", guess_gap, "the same")
+compare("the gap after averaged steps", "guess_gap", "the same")
 
 # %% [markdown]
 # ![Two paths in the plane of two weights: from different starts the same steps lead to different ends, the gap stays; from
@@ -305,10 +301,6 @@ say(f"after a broadcast and more averaged steps the replicas are {spread(model.p
 # ## Fifty calls (CORE, 2 min)
 #
 # You have a correct data parallel step. What does its averaging send?
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "average_gradients")
 
 # %%
 # %%ranks
@@ -409,11 +401,9 @@ checks.bucket_hook(bucket_hook, ranks)
 # The folded cell puts your pieces together: `BucketedDDP(model)` broadcasts at construction (build B), puts your hook (D) on
 # every parameter, and `model.finish()` starts what is left and waits for all. A step is `loss.backward(); model.finish()`.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook")
-
-
 def pack(module, bucket_mib):
     """The trainable parameters in the order of backward, in lists of at most bucket_mib MiB (or one parameter)."""
     buckets, room = [], 0
@@ -503,10 +493,6 @@ class BucketedDDP(torch.nn.Module):
 # nearly everything.) `few_steps`, folded, trains three steps and returns the last gradients, the weights and the
 # losses.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP")
-
 # %% tags=["nbval-check-output"]
 # %%ranks
 double, few = functools.partial(new_model, torch.float64), min(3, repeats)
@@ -554,8 +540,6 @@ import time
 
 from manyhands.measure.timing import synchronise, tok_per_s
 
-catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP")
-
 
 def validation_loss(model, num_batches, part=rank, parts=world_size):
     """Mean loss over one part of each of the first validation batches, this rank's unless told otherwise."""
@@ -590,8 +574,7 @@ def look(step):
     begin = time.perf_counter()
     val_loss = evaluate(model.module, num_batches=max(1, steps // 20))
     looks.append((step, val_loss, sample(model.module, seed=0, num=min(90, steps)) if rank == 0 else None))
-    if rank == 0:
-        say(f"step {step:3d}: validation loss {val_loss:.3f}")
+    say_once(f"step {step:3d}: validation loss {val_loss:.3f}")
     looking_s.append((begin, time.perf_counter()))
 
 
@@ -697,7 +680,7 @@ def virtual_step(k):
 # %%
 # %%ranks --timeout 120
 took_s = {k: virtual_step(k) for k in (1, 8, 32)}
-compare("the fastest number of buckets", guess_buckets, min(took_s, key=took_s.get))
+compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s.get))
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
@@ -721,7 +704,7 @@ from manyhands.launch import recorded_runs
 
 published = recorded_runs.published("03_weak_scaling")
 (_, on_8), *_, (_, on_512) = published[0]["points"]  # tokens per second and GPU
-compare("speed per GPU that is left on 512", guess_kept, round(100 * on_512 / on_8), "%")
+compare("speed per GPU that is left on 512", "guess_kept", round(100 * on_512 / on_8), "%")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -750,10 +733,6 @@ if rank == 0:
 #
 # A teaching library for distributed training has a naive data parallel class next to its bucketed one. Its main lines
 # are below, in our words. **What is wrong, and which of this lesson's instruments shows it?**
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "average_gradients")
 
 
 # %%
@@ -869,10 +848,6 @@ card(
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP")
-
 # %%
 # %%ranks
 on_ring = wire.ring_all_reduce_bytes(gradient_bytes, world_size)
@@ -884,10 +859,9 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
                 model.finish()
     payload = seen.payload_bytes("all_reduce")
     sent = "unknown here" if seen.transport_bytes is None else f"{seen.transport_bytes / 1e6:.2f} MB"
-    if rank == 0:
-        say(f"{name}: {seen.count('all_reduce')} all-reduces")
-        say(f"  {payload / 1e6:.2f} MB communicated, predicted {gradient_bytes / 1e6:.2f} MB")
-        say(f"  {sent} sent, predicted {on_ring / 1e6:.2f} MB")
+    say_once(f"{name}: {seen.count('all_reduce')} all-reduces")
+    say_once(f"  {payload / 1e6:.2f} MB communicated, predicted {gradient_bytes / 1e6:.2f} MB")
+    say_once(f"  {sent} sent, predicted {on_ring / 1e6:.2f} MB")
     metrics.exact(**{f"{name}_bytes": payload})
 
 # %% [markdown]
@@ -896,14 +870,6 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
 # The cells time all versions of the lesson in turns, so that a busy moment of the machine hits all of them. On GPUs
 # expect overlap to save most of the averaging. Where ranks share cores, as on a laptop, sending is work for the same
 # cores: fewer calls help more than overlap does.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(
-    globals(),
-    *("average_gradients", "average_by_hooks"),
-    *("broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP"),
-)
 
 # %%
 # %%ranks
@@ -1048,9 +1014,8 @@ samples = take_turns(calls, repeats, ranks)
 ratios = [b / a for a, b in zip(samples["ours"], samples["library"], strict=True)]
 ratio = statistics.median(ratios)
 rate = {name: tok_per_s(global_batch, 64, statistics.median(times)) for name, times in samples.items()}
-if rank == 0:
-    say(f"tokens per second: ours {rate['ours']:,.0f}, library {rate['library']:,.0f}")
-    say(f"ours / library in each round: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+say_once(f"tokens per second: ours {rate['ours']:,.0f}, library {rate['library']:,.0f}")
+say_once(f"ours / library in each round: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 
 # %% [markdown]
@@ -1064,11 +1029,6 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(
-    globals(),
-    *("broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP"),
-    *("step_of", "in_ms", "virtual_step"),
-)
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 link = Link(latency_s=0.1e-3, bytes_per_s=0.4e9)
@@ -1151,10 +1111,6 @@ if rank == 0:
 #
 # Now measure both ways on your ranks, in turns, with the same batches and the same function.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "validation_loss", "evaluate")
-
 # %%
 # %%ranks
 import statistics
@@ -1194,10 +1150,6 @@ metrics.measured(evaluation_s=eval_s)
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "average_gradients")
-
 
 # %%
 # %%ranks
@@ -1233,11 +1185,6 @@ if rank == 0:
 #
 # Our class has the switch already: `self.sync`. The library's DDP has `with model.no_sync():`.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "broadcast_state", "start_all_reduce", "bucket_hook", "pack", "Bucket", "BucketedDDP")
-
-
 # %%
 # %%ranks
 import contextlib
@@ -1261,9 +1208,8 @@ with wire.watch() as seen:
     (model(*batch(2))[1] / 3).backward()  # this one averages, with what the others have left in p.grad
     model.finish()
 apart = spread(p.grad for p in model.parameters())
-if rank == 0:
-    say(f"3 passes communicated {seen.payload_bytes() / gradient_bytes:.2f} times the gradient's bytes")
-    say(f"the gradients are {apart} apart")
+say_once(f"3 passes communicated {seen.payload_bytes() / gradient_bytes:.2f} times the gradient's bytes")
+say_once(f"the gradients are {apart} apart")
 
 # %% [markdown]
 # **A trap.** The library's DDP decides in *forward* whether the next backward will average. In a well-known training
@@ -1280,8 +1226,7 @@ for step in range(3):
     (loss / 3).backward()
 apart = spread(p.grad for p in model.parameters())
 largest = flat(p.grad for p in model.parameters()).abs().max().item()
-if rank == 0:
-    say(f"gradients are {apart:.1e} apart, the largest is {largest:.1e}")
+say_once(f"gradients are {apart:.1e} apart, the largest is {largest:.1e}")
 
 # %% [markdown]
 # On several ranks the gradients differ, so the replicas diverge at the first update. Every rank now trains its own model on a part of
@@ -1479,8 +1424,7 @@ for step in range(3):
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-if rank == 0:
-    say(f"after 3 steps the weights have changed: {fingerprint(model.parameters()) != first_weights}")
+say_once(f"after 3 steps the weights have changed: {fingerprint(model.parameters()) != first_weights}")
 
 # %% [markdown]
 # Without a scaler nothing trains, and no message says so. One more line would: assert that the first step changes the

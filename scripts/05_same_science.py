@@ -72,7 +72,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
 from manyhands.checks import same_science as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
@@ -178,7 +178,7 @@ guess_different = ____  # your turn: type a number
 # %% tags=["nbval-check-output"]
 # %%ranks
 rows = [tuple(row) for part in everyone(loader(0)[0].tolist()) for row in part]
-compare("different sequences in an update of 4 ranks", guess_different, len(set(rows)))
+compare("different sequences in an update of 4 ranks", "guess_different", len(set(rows)))
 
 # %% [markdown]
 # Every rank runs the same file with the same seed, so every rank reads the same data. The average of equal gradients
@@ -205,7 +205,7 @@ guess_updates = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-compare("updates per epoch on 1,024 ranks", guess_updates, 1_003_854 // 64 // (12 * 1024))
+compare("updates per epoch on 1,024 ranks", "guess_updates", 1_003_854 // 64 // (12 * 1024))
 
 # %% [markdown]
 # With one update per epoch the model learns almost nothing. There are two ways out: keep the global batch and
@@ -271,9 +271,8 @@ def dealt(update, n=world_size):
 # %%ranks --timeout 120
 read = [tuple(row) for part in everyone(dealt(0)[0].tolist()) for row in part]
 last = curve(1, lambda update: dealt(update, 1)), curve(world_size, dealt)
-if rank == 0:
-    say(f"an update reads {len(read)} sequences, {len(set(read))} different ones")
-    say(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
+say_once(f"an update reads {len(read)} sequences, {len(set(read))} different ones")
+say_once(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
 
 # %% [markdown]
 # PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on
@@ -300,7 +299,7 @@ guess_mean = ____  # your turn: type a number
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-compare("the mean loss of the four tokens", guess_mean, (1 + 2 + 3 + 6) / 4)
+compare("the mean loss of the four tokens", "guess_mean", (1 + 2 + 3 + 6) / 4)
 
 # %% [markdown]
 # ![Rank 0 holds the losses 1, 2 and 3, rank 1 holds 6: the mean of the two means is 4, the mean of the four numbers is
@@ -381,10 +380,9 @@ with wire.watch() as seen:  # counts what this rank communicates
 yours_P, naive_P, single_P = (flat(p.grad for p in model.parameters()) for model in (yours, naive, single))
 assert (yours_P - single_P).abs().max() < 1e-10
 off = ((naive_P - single_P).norm() / single_P.norm()).item()
-if rank == 0:
-    say("your loss: the gradient of one process, to 1e-10")
-    say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
-    say(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
+say_once("your loss: the gradient of one process, to 1e-10")
+say_once(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
+say_once(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
 metrics.exact(weighted_gradient=fingerprint([yours_P]))
 metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)
@@ -413,8 +411,6 @@ metrics.measured(mean_of_means_off=off)
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from torch.nn.utils import vector_to_parameters
-
-catch_up(globals(), "uneven_batch", "loss_sum", "remaining", "token_mean")
 
 
 def descend(model, total, y_bT):
@@ -595,7 +591,7 @@ guess_gain = ____  # your turn: type a number
 # %%
 # %%ranks
 typical = float(np.median(list(scales.values())))
-compare("how much the rate may grow for 8 times the batch", guess_gain, round(gain(8, 4, typical), 1))
+compare("how much the rate may grow for 8 times the batch", "guess_gain", round(gain(8, 4, typical), 1))
 
 # %% [markdown]
 # Try all of them. Every run reads the same number of characters. The rate 0.16 was tuned for batch 4.
@@ -745,10 +741,6 @@ card(
 # - **Partition:** all ranks shuffle one deck *in the same way* and each takes its own cards. Seeds must be *equal*.
 # - **Draw:** each rank draws at random from the whole data. Seeds must *differ*.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "remaining")
-
 # %% [markdown]
 # A [**sampler**](../assets/glossary.md#sampler) decides what a rank reads. PyTorch's `DistributedSampler` shuffles by
 # seed and epoch, and deals, as you do. With 13 cards for 4 ranks your function gives one rank four and the others
@@ -768,8 +760,7 @@ readers = {
 for name, mine in readers.items():
     counts = Counter(i for part in everyone(mine) for i in part)
     lost, repeated = 13 - len(counts), sum(times - 1 for times in counts.values())
-    if rank == 0:
-        say(f"{name}: {lost} lost, {repeated} read twice")
+    say_once(f"{name}: {lost} lost, {repeated} read twice")
 
 # %% [markdown]
 # A doubled sequence hardly matters in training. In *evaluation* it does: there, deal unequal shares, and add up sums and counts.
@@ -838,8 +829,7 @@ from manyhands.data.samplers import DrawnSampler
 length = len(corpus.train_ids) // 64
 mine = list(DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
 drawn = [i for part in everyone(mine) for i in part]
-if rank == 0:
-    say(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
+say_once(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
 
 # %% [markdown]
 # And the cure: streams of different keys or seeds have nothing in common.
@@ -853,8 +843,7 @@ def stream(rank, epoch=0, seed=1):
 
 first_draws = [tuple(stream(r).integers(0, 2**62, 2)) for r in range(4096)]
 first_draws += [tuple(stream(r, seed=2).integers(0, 2**62, 2)) for r in range(4096)]
-if rank == 0:
-    say(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
+say_once(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
 
 # %% [markdown]
 # ## Two rules of thumb, on a grid of rates (MORE, 9 min)
@@ -900,10 +889,6 @@ checks.rate_rule(learning_rate, ranks)
 # ```
 #
 # </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "train", "learning_rate")
 
 # %% [markdown]
 # Now test the rules on our model, at batch 4 and at batch 32 (k = 8), with rates a factor √8 apart and three seeds
@@ -968,10 +953,6 @@ metrics.close(tolerance=0.1, sweep=[np.mean(losses[kind, batch, best[kind, batch
 # all? The prediction has no free number: the variance of one sequence, times 1/B - 1/256. (The 1/256 is there because
 # the mean of all contains the group.)
 
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "gradients", "summed")
 
 # %%
 # %%ranks

@@ -83,7 +83,7 @@ steps = 3  # steps of SGD that are compared, at least 1
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
 from manyhands.checks import zero_fsdp as checks
 from manyhands.measure import wire
 from manyhands.measure.tensor_bytes import tensor_bytes
@@ -169,9 +169,8 @@ def weigh(name, model, optimizer):
             optimizer.step()
     metrics.exact(**{f"held_bytes_{name}": held.total})
     fits = "fits" if held.total <= 1e6 * memory_mb else "does NOT fit"
-    if rank == 0:
-        say(f"{name}: a rank holds {held.total / 1e6:.2f} MB and has {memory_mb:g} MB: it {fits}")
-        say(f"{name}: a step communicates {in_P(seen)}")
+    say_once(f"{name}: a rank holds {held.total / 1e6:.2f} MB and has {memory_mb:g} MB: it {fits}")
+    say_once(f"{name}: a step communicates {in_P(seen)}")
 
 
 def off_one_process(model, optimizer, weights):
@@ -230,7 +229,7 @@ guess_64 = ____  # your turn: type MB
 
 # %%
 # %%ranks
-compare("MB per rank under DDP on 64 ranks", guess_64, round(16 * P / 1e6, 1), "MB")
+compare("MB per rank under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1), "MB")
 
 # %% [markdown]
 # More ranks save no memory. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's
@@ -320,11 +319,9 @@ checks.my_share(my_share, ranks)
 #
 # After the update, `all_gather` calls the other half: it fills `pieces` with the shares of all ranks.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "my_share")
-
-
 class Unit:
     """Some parameters in one row `whole_P`, which n divides, and this rank's `share_p` of it.
 
@@ -454,10 +451,6 @@ climb("ZeRO-1", zero_1)
 # parameters. When it has all parameters of the unit, reduce the unit with build B. (`then()` is for rung 3. Backward
 # has the same order on all ranks, so their collectives match.)
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather")
-
 
 # %%
 # %%ranks
@@ -528,11 +521,9 @@ climb("ZeRO-2", zero_2)
 # Two functions are given (folded). `gather(unit)` fills the row if it is empty. `free(unit)` empties the row's memory,
 # so that only the share stays; the library calls this [reshard](../assets/glossary.md#reshard).
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather", "reduce_in_backward")
-
-
 def gather(unit):
     """Make the row whole, if it is not. All ranks call it."""
     storage = unit.whole_P.untyped_storage()
@@ -640,9 +631,8 @@ optimizer = ShardedOptimizer(zero_3(model), adamw)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
     optimizer.step()
-if rank == 0:
-    say(f"in thousands of numbers: {in_words(seen)}")
-compare("all-gathers of two blocks and the root", guess_gathers, seen.count("all_gather"))
+say_once(f"in thousands of numbers: {in_words(seen)}")
+compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"))
 
 # %% [markdown]
 # From left to right: forward gathers the root, block 0 and block 1. Backward gathers and reduces block 1, then block 0,
@@ -676,7 +666,7 @@ guess_tokens = ____  # your turn: type a number
 
 # %%
 # %%ranks
-compare("tokens per GPU that hide a gather", guess_tokens, 400e12 / (8 * 50e9), "tokens")
+compare("tokens per GPU that hide a gather", "guess_tokens", 400e12 / (8 * 50e9), "tokens")
 
 # %% [markdown]
 # Backward needs more, so it sets the limit: 4w FLOPs per token, 2w bytes to gather, and 4w bytes of fp32 gradients to
@@ -725,16 +715,14 @@ model = by_library(new_model(n_layer=2))
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
 weight = model.head.weight
-if rank == 0:
-    say(f"in thousands of numbers: {in_words(seen) or 'nothing, as there is one rank'}")
-    say(f"head.weight is a {type(weight).__name__} {list(weight.shape)}; here {list(weight.to_local().shape)}")
+say_once(f"in thousands of numbers: {in_words(seen) or 'nothing, as there is one rank'}")
+say_once(f"head.weight is a {type(weight).__name__} {list(weight.shape)}; here {list(weight.to_local().shape)}")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 model = by_library(new_model(torch.float64))
 apart = off_one_process(model, adamw(model.parameters()), lambda: flat(p.full_tensor() for p in model.parameters()))
-if rank == 0:
-    say(f"fully_shard: after two steps the weights are those of one process, to 1e-10: {apart < 1e-10}")
+say_once(f"fully_shard: after two steps the weights are those of one process, to 1e-10: {apart < 1e-10}")
 metrics.exact(library_all_gathers=seen.count("all_gather"))
 
 # %% [markdown]
@@ -762,11 +750,9 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 # **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cells. ("Off by 0.004 of
 # 0.008": the weights moved by up to 0.008, and are wrong by up to 0.004.)
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "my_share", "Unit", "ShardedOptimizer", "reduce_scatter", "all_gather")
-
-
 def two_matrices():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False)).double()
@@ -869,10 +855,6 @@ for name, make in optimizers.items():
 #
 # The cell computes forward with gathered weights. Then it frees them, gathers them again, and computes backward:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "my_share", "Unit", "all_gather", "gather", "free")
-
 # %% tags=["nbval-check-output"]
 # %%ranks
 torch.manual_seed(0)
@@ -886,9 +868,8 @@ free(unit)
 held = unit.whole_P.untyped_storage().size()
 gather(unit)
 (ours,) = torch.autograd.grad(loss, x)
-if rank == 0:
-    say(f"while freed the row holds {held} bytes, and the weight's shape still is {list(layer.weight.shape)}")
-    say(f"the gradient after gathering again is right: {torch.equal(ours, expected)}")
+say_once(f"while freed the row holds {held} bytes, and the weight's shape still is {list(layer.weight.shape)}")
+say_once(f"the gradient after gathering again is right: {torch.equal(ours, expected)}")
 
 # %% [markdown]
 # ## Bytes and volumes of every stage (MORE, 3 min)
@@ -945,8 +926,7 @@ for _ in range(3):  # DDP sorts its buckets anew in the second step: watch the t
     with wire.watch() as seen:
         model(*batch(0))[1].backward()
         library_optimizer.step()
-if rank == 0:
-    say(f"{in_P(seen)}: together {sum(volumes(seen).values()):.2f} P")
+say_once(f"{in_P(seen)}: together {sum(volumes(seen).values()):.2f} P")
 
 # %% [markdown]
 # ## Clip by the global norm (MORE, 6 min)
@@ -999,11 +979,6 @@ checks.clip_by_global_norm(clip_by_global_norm, ranks)
 # We train the same model with our ZeRO-3, with `fully_shard`, and in one process that reads the whole global batch: in
 # float64, and with plain SGD, so that a wrong norm would show. (Adam divides by the gradient's size, which hides a
 # wrong factor.)
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward")
-catch_up(globals(), "gather", "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "by_library")
 
 # %%
 # %%ranks
@@ -1065,10 +1040,8 @@ for way, (losses, norms) in found.items():
     }
     for name, difference in differences.items():
         assert difference.abs().max() < 1e-10, f"{way}: {name} differ by {difference.abs().max():.1e}"
-    if rank == 0:
-        say(f"{way} and one process: losses, norms and weights equal to 1e-10")
-if rank == 0:
-    say(f"every step was clipped: {bool((norms_1 > 0.3).all())}")
+    say_once(f"{way} and one process: losses, norms and weights equal to 1e-10")
+say_once(f"every step was clipped: {bool((norms_1 > 0.3).all())}")
 metrics.exact(float64_weights=fingerprint([weights["ours"]]))
 metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 
@@ -1108,8 +1081,7 @@ library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
 mended = library_clip(model, max_norm=float("inf")).item()
 part = (theirs / right) ** 2
 say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; my share of its square is {part:.0%}")
-if rank == 0:
-    say(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
+say_once(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -1175,10 +1147,6 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "by_library")
-
 # %%
 # %%ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -1195,8 +1163,7 @@ for title, sync, keep in (
         for i in range(2):
             model.set_requires_gradient_sync(sync or i == 1)
             (model(*batch(i))[1] / 2).backward()
-    if rank == 0:
-        say(f"{title:24}{sum(volumes(seen).values()):5.2f} P in {len(seen.calls)} calls")
+    say_once(f"{title:24}{sum(volumes(seen).values()):5.2f} P in {len(seen.calls)} calls")
 
 # %% [markdown]
 # ## Wrapping: what is gathered at once (MORE, 4 min)
@@ -1409,10 +1376,6 @@ if rank == 0:
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "unit_sizes")
-
 # %%
 # %%ranks
 from manyhands.measure.virtual_network import Link, VirtualNetwork
@@ -1489,10 +1452,6 @@ for prefetch in (False, True):
 #
 # **Predict.** bf16 for parameters, fp32 for the sums of gradients. Which of the two volumes halves?
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "by_library", "volumes", "in_P", "adamw")
-
 # %%
 # %%ranks
 import warnings
@@ -1506,9 +1465,8 @@ with wire.watch() as seen:
     logits, loss = model(*batch(0))
     loss.backward()
 share = model.head.weight.to_local()
-if rank == 0:
-    say(f"in P of 4 bytes: {in_P(seen)}")
-    say(f"shards in {share.dtype}, logits in {logits.dtype}, loss {loss.item():.3f} in {loss.dtype}")
+say_once(f"in P of 4 bytes: {in_P(seen)}")
+say_once(f"shards in {share.dtype}, logits in {logits.dtype}, loss {loss.item():.3f} in {loss.dtype}")
 
 # %% [markdown]
 # The gathers' bytes halve, the reduce-scatter's stay. There is no autocast, and no copy of all weights in bf16: what
@@ -1527,8 +1485,7 @@ optimizer = adamw(model.parameters())
 model(*batch(0))[1].backward()
 optimizer.step()
 on = {tensor.device.type for p in model.parameters() for tensor in (p.to_local(), p.grad.to_local())}
-if rank == 0:
-    say(f"ranks compute on {device.type}; shards and gradients rest on {', '.join(on)}")
+say_once(f"ranks compute on {device.type}; shards and gradients rest on {', '.join(on)}")
 
 # %% [markdown]
 # **HSDP**, hybrid sharding: the network between nodes is slow, and FSDP gathers each layer over it twice per step. So
@@ -1555,9 +1512,8 @@ two_levels = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "
 model = by_library(new_model(), two_levels)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
-if rank == 0:
-    say(f"{nodes} x {world_size // nodes} ranks: {in_P(seen)}")
-    say(f"a rank keeps {sum(p.to_local().numel() for p in model.parameters()) / P:.3f} of the parameters")
+say_once(f"{nodes} x {world_size // nodes} ranks: {in_P(seen)}")
+say_once(f"a rank keeps {sum(p.to_local().numel() for p in model.parameters()) / P:.3f} of the parameters")
 
 # %% [markdown]
 # A reduce-scatter within the node, then an all-reduce *of the share* between nodes. Each rank hands only 1/(ranks per
@@ -1631,11 +1587,9 @@ try:
     for stage in (1, 2, 3):
         difference = (deepspeed_losses(stage) - torch.stack(expected)).abs().max().item()
         assert difference < 1e-4, f"stage {stage} differs by {difference:.1e}"
-        if rank == 0:
-            say(f"DeepSpeed ZeRO-{stage}: losses of 3 steps equal to one process's, within {difference:.0e}")
+        say_once(f"DeepSpeed ZeRO-{stage}: losses of 3 steps equal to one process's, within {difference:.0e}")
 except OptionError as error:
-    if rank == 0:
-        say(f"not here: {error}")
+    say_once(f"not here: {error}")
 
 # %% [markdown]
 # ## Exercises (MORE, 12 min)
@@ -1676,10 +1630,6 @@ checks.predict(predict, ranks)
 # %% [markdown]
 # Compare your prediction with a measured step. (`wrapping` is set at the top of the lesson.)
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "build", "measure", "unit_sizes")
-
 # %%
 # %%ranks
 from manyhands.parallel.fsdp import parameters_by_unit
@@ -1687,10 +1637,9 @@ from manyhands.train.dry_run import model_from_flags
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
 held_bytes, whole_bytes, gathers, communicated = predict(unit_sizes(config, wrapping), world_size)
-if rank == 0:
-    say(f"{wrapping}: held {held.total / held_bytes:.3f} of the prediction, which knows no padding")
-    say(f"{seen.count('all_gather')} all-gathers, predicted {gathers}")
-    say(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:,}")
+say_once(f"{wrapping}: held {held.total / held_bytes:.3f} of the prediction, which knows no padding")
+say_once(f"{seen.count('all_gather')} all-gathers, predicted {gathers}")
+say_once(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:,}")
 
 # %% [markdown]
 # (On one rank nothing is sent.)

@@ -84,7 +84,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
 from manyhands.checks import tensor_parallel as checks
 from manyhands.measure import wire
 from torch import nn
@@ -224,7 +224,7 @@ guess_slope = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-compare("dy/dx at rank 0 in the first try", guess_slope, 4 * 3)
+compare("dy/dx at rank 0 in the first try", "guess_slope", 4 * 3)
 
 # %% [markdown]
 # The gradient of y is 1 on each rank. The all-reduce in backward sums these to 4, and rank 0 multiplies by its factor,
@@ -278,10 +278,6 @@ checks.f_and_g((f, g), ranks)
 # %% [markdown]
 # The MLP with your f and g:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g")
-
 
 # %%
 # %%ranks
@@ -315,10 +311,6 @@ held_against_one_process(mended)
 #
 # `enter` and `leave` are functions of one tensor; here they are f and g for our group. The result must contain each
 # bias exactly once.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g")
 
 
 # %%
@@ -356,11 +348,9 @@ checks.linears((column_linear, row_linear), ranks)
 # ![Ranks 0 and 1 hold two heads each of the qkv weight; the output projection is split along its inputs; g adds
 # up](../assets/07_heads.svg)
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear")
-
-
 def share(whole, dim, group):
     """This rank's part of a tensor, cut along `dim`, in memory of its own."""
     part = whole.detach().chunk(group.size(), dim)[group.rank()]
@@ -415,13 +405,12 @@ guess_calls = ____  # your turn: type a number
 model = split_blocks(new_model(), group, f, g)
 with wire.watch() as seen:
     model(*batch())[1].backward()
-compare("all-reduces of a layer in a step", guess_calls, len(seen.calls) / layers)
+compare("all-reduces of a layer in a step", "guess_calls", len(seen.calls) / layers)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 numbers = [call.bytes // 4 for call in seen.calls]
-if rank == 0:
-    say(f"each of {numbers[0]:,} numbers; B·T·D is {B:,} · {T} · {D} = {B * T * D:,}")
+say_once(f"each of {numbers[0]:,} numbers; B·T·D is {B:,} · {T} · {D} = {B * T * D:,}")
 assert numbers == [B * T * D] * 4 * layers
 
 # %% [markdown]
@@ -442,12 +431,9 @@ assert numbers == [B * T * D] * 4 * layers
 # `all_gathered(x, group)` makes [B, T, D] from [B, s, D], and `reduce_scattered(x, group)` makes [B, s, D] from
 # partial sums [B, T, D].
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks")
-
-
 def all_gathered(x_BsD, group):
     """All positions, from everybody's. All ranks of the group call it."""
     mine = x_BsD.contiguous()
@@ -557,11 +543,9 @@ checks.add_up(add_up, ranks)
 #
 # </details>
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "gathered", "scattered", "add_up")
-
-
 def of_own_positions(model):
     """The parameters that are whole on each rank and have worked on its positions only."""
     ends = "norm.weight", "norm.bias", "out.bias", "down.bias"
@@ -600,12 +584,6 @@ assert found == [4 * layers + 2, 4 * layers, 0]
 # In PyTorch a *plan* names modules and says how each is split. A **placement** says what ranks hold: `Shard(1)` (own
 # positions), `Replicate()` (the same on all ranks) or `Partial()` (partial sums). From these torch chooses the
 # collectives. Seven lines split a layer:
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks", "all_gathered", "reduce_scattered", "own_part", "split", "joined")
-catch_up(globals(), "gathered", "scattered", "split_stream", "add_up", "of_own_positions")
 
 # %%
 # %%ranks
@@ -682,8 +660,7 @@ for name, model in ways.items():
         add_up(of_own_positions(model), group)
     apart = max((loss - loss_1).abs().item(), furthest(model, single, group))
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    if rank == 0:
-        say(f"{name:19} {len(seen.calls)} calls; loss and all gradients equal to one process's, to 1e-10")
+    say_once(f"{name:19} {len(seen.calls)} calls; loss and all gradients equal to one process's, to 1e-10")
 if rank == 0:
     p = model.blocks[0].norm_1.weight
     placement, of_gradient = (type(tensor.placements[0]).__name__ for tensor in (p, p.grad))
@@ -719,10 +696,9 @@ metrics.close(float64_loss=loss_1.detach())
 # %%ranks
 guess_faster = ____  # your turn: type a number, such as 2.5
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
-
-
 def layer_on(per_node):
     """Virtual seconds of a layer with `per_node` ranks of the group on each node: (total, communication)."""
     net = VirtualNetwork(ranks, INSIDE, BETWEEN, ranks_per_node=per_node, group=group)
@@ -743,7 +719,7 @@ for per_node in (4, 2, 1):
     if t % per_node == 0:
         name = "in one domain" if per_node == t else f"in {t // per_node} domains"
         times[name] = (*layer_on(per_node), by_formula(per_node))
-compare("speed-up of four GPUs in a fast domain", guess_faster, round(layer_s / by_formula(4, 4), 1))
+compare("speed-up of four GPUs in a fast domain", "guess_faster", round(layer_s / by_formula(4, 4), 1))
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -798,13 +774,9 @@ def partial_sums(model, sequence_parallel=False):
 # The model trains, and the loss falls. **Which parameter is wrong, and which measurement shows it?** The cell compares
 # the parameters that every rank holds whole: they must be *the same* on every rank.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks", "all_gathered", "reduce_scattered", "own_part", "split", "joined")
-catch_up(globals(), "gathered", "scattered", "split_stream", "add_up", "of_own_positions")
-
-
 def with_head_norm(model):
     """Normalize each head's output before the output projection, in place. Returns the model."""
     size = D // HEADS
@@ -855,8 +827,7 @@ def say_drift(title, model, one):
 # %%ranks
 model = with_head_norm(split_blocks(new_model(), group, f, g))
 losses = train(model, partial_sums)
-if rank == 0:
-    say(f"losses: {' '.join(losses)}")
+say_once(f"losses: {' '.join(losses)}")
 say_drift("theirs", model, with_head_norm(new_model()))
 
 # %% [markdown]
@@ -904,10 +875,6 @@ say_drift("mended", model, with_head_norm(new_model()))
 # [[1, 2], [4, 8]], [[6, 8], [15, 20]] and [[15, 18], [30, 36]]. An all-reduce adds them up to [[22, 28], [49, 64]].
 #
 # </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -976,12 +943,6 @@ if rank == 0:
 # Korthikanti et al. keep only a share of these as well, and gather them again in backward.
 #
 # </details>
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks", "all_gathered", "reduce_scattered", "own_part", "split", "joined")
-catch_up(globals(), "gathered", "scattered", "split_stream")
 
 # %%
 # %%ranks
@@ -1124,11 +1085,6 @@ if rank == 0:
 # **Embedding**: a rank looks up the tokens whose rows it has, and zeros for the others. That is a partial sum, so g
 # adds it up. **Head**: it is split by columns, and the logits stay split.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks", "furthest")
-
 
 # %%
 # %%ranks
@@ -1215,8 +1171,7 @@ with sharded_loss(True):
 for name, model, found in (("ours", ours, loss), ("loss_parallel", library, loss_library)):
     apart = max((found - loss_1).abs().item(), furthest(model, single, group))
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    if rank == 0:
-        say(f"{name} and one process: loss and all gradients equal to 1e-10")
+    say_once(f"{name} and one process: loss and all gradients equal to 1e-10")
 rows = len(ours.tokens.weight)
 say(f"{rows} of {V} tokens; the loss communicated {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
 
@@ -1305,13 +1260,6 @@ checks.my_heads(my_heads, ranks)
 #
 # Another trainer uses sequence parallelism. Its author knew that the norms' gradients need a sum, and listed the norms.
 # **Which parameters are missing from the list?**
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "Move", "all_reduced", "f", "g", "column_linear", "row_linear", "share", "Column", "Row")
-catch_up(globals(), "split_blocks", "all_gathered", "reduce_scattered", "own_part", "split", "joined")
-catch_up(globals(), "gathered", "scattered", "split_stream", "add_up", "of_own_positions", "train", "drifted")
-catch_up(globals(), "say_drift")
 
 
 # %%

@@ -79,7 +79,7 @@ rows = 2  # sequences in a micro-batch, at least 1
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
 from manyhands.checks import pipeline_parallel as checks
 from manyhands.measure import wire
 from manyhands.measure.sleeping_stages import run_asleep
@@ -168,7 +168,7 @@ guess_idle = ____  # your turn: type %
 
 # %%
 # %%ranks
-compare("idle on eight ranks, one batch in one piece", guess_idle, 100 * 7 / 8, "%")
+compare("idle on eight ranks, one batch in one piece", "guess_idle", 100 * 7 / 8, "%")
 
 # %% [markdown]
 # More ranks make it worse: (p - 1)/p of the machine waits. The cure is to cut the batch into m **micro-batches**. As
@@ -266,16 +266,11 @@ checks.gpipe(gpipe, ranks)
 # waits p - 1, where a unit is a forward and a backward: the bubble is **(p - 1)/(m + p - 1)** of the time. `simulate`
 # runs your orders by your rules:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "needs", "gpipe")
-
 # %%
 # %%ranks
 for n in (1, 2, 4, 8, 16, 58):
     run = simulate([gpipe(stage, 4, n) for stage in range(4)], needs=needs)
-    if rank == 0:
-        say(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
+    say_once(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
 
 # %% [markdown]
 # A bubble below 5 % takes 58 micro-batches. The price: at the end of the forwards each rank **holds** the activations of
@@ -364,9 +359,8 @@ checks.one_f_one_b(one_f_one_b, ranks)
 # %%
 # %%ranks
 run = simulate([one_f_one_b(stage, 4, 8) for stage in range(4)])
-compare("idle under 1F1B, 4 stages, 8 micro-batches", guess_1f1b, round(100 * float(run.bubble)), "%")
-if rank == 0:
-    say(f"in flight at most: GPipe [8, 8, 8, 8], 1F1B {run.in_flight}")
+compare("idle under 1F1B, 4 stages, 8 micro-batches", "guess_1f1b", round(100 * float(run.bubble)), "%")
+say_once(f"in flight at most: GPipe [8, 8, 8, 8], 1F1B {run.in_flight}")
 
 # %% [markdown]
 # **The same bubble**, with less memory. 1F1B holds min(m, p - s) micro-batches on stage s: that depends on the number
@@ -387,10 +381,6 @@ if rank == 0:
 # The formula ignores messages, and ranks that share cores. So cut one batch into more and more micro-batches, and run
 # both schedules on sleeping ranks again. The dashed line is the formula. On the right are 32 A100s and the memory of
 # each GPU ([Qi et al. 2024](https://openreview.net/forum?id=tuzTN0eIO5), table 4).
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "gpipe", "ahead", "one_f_one_b")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -496,11 +486,9 @@ checks.forward_of(forward_of, ranks)
 # keeps `(x, y)` from forward to backward. `library_step` does the same with torch's `Schedule1F1B` and `ScheduleGPipe`.
 # Each rank compares its gradients with those of one process:
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "gpipe", "ahead", "one_f_one_b", "backward_of", "forward_of")
-
-
 def neighbours(action, stages=p):
     """(stage that this action's input comes from, stage that its result goes to), None where there is none."""
     kind, s, _ = action
@@ -689,7 +677,7 @@ def gathers(stays):
 found = {"freed after each forward": gathers(stays=False), "held from first to last": gathers(stays=True)}
 if rank == 0 and p > 1:
     say(", ".join(f"{name}: {count}" for name, count in found.items()))
-compare("gathers of a block, 1F1B with 8 micro-batches", guess_gathers, 9)
+compare("gathers of a block, 1F1B with 8 micro-batches", "guess_gathers", 9)
 
 # %% [markdown]
 # Every action that finds the weights freed gathers them: m + 1 times in all. The other choice is to hold the stage
@@ -701,10 +689,6 @@ compare("gathers of a block, 1F1B with 8 micro-batches", guess_gathers, 9)
 # A trainer runs a pipeline. Its memory allows one batch at a time, so it *accumulates*: two calls of `step`, then one
 # update. The lines below do that with torch's schedule and its defaults, and the loss falls. **What is wrong, and which
 # measurement shows it?** Write down your suspicion before you open the answer.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "my_stage", "mean_loss", "by_library", "library_step")
 
 # %%
 # %%ranks
@@ -721,8 +705,7 @@ for step in range(6):
     optimizer.zero_grad()
     dist.broadcast(loss, src=p - 1)
     seen_losses.append(f"{loss.item():.3f}")
-if rank == 0:
-    say(f"loss: {' '.join(seen_losses)}")
+say_once(f"loss: {' '.join(seen_losses)}")
 
 # %% [markdown]
 # Now measure. The folded cell compares the gradients of each batch alone with those of both accumulated; each rank
@@ -840,10 +823,6 @@ say(f"got x = {x.item():g}, made y = {y.item():g}, got dy = {dy.item():g}; my gr
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "gpipe", "ahead", "one_f_one_b", "backward_of", "forward_of", "neighbours", "swap", "train_step")
-
 # %%
 # %%ranks
 with wire.watch() as seen:
@@ -879,8 +858,7 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
 # %%
 # %%ranks --trace
 slots, took_s = on_the_clock(one_f_one_b, m)
-if rank == 0:
-    say(f"bubble by the formula: {100 * (p - 1) / (m + p - 1):.0f} %")
+say_once(f"bubble by the formula: {100 * (p - 1) / (m + p - 1):.0f} %")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -1007,11 +985,6 @@ metrics.exact(idle=idles)
 # needs no message at all, that pairing does not work. So a send starts at once and is waited for at the end of the
 # step, and a message carries a number, its *tag*, that says which micro-batch it is. NCCL has no tags, so these
 # messages go through the CPU's backend, on GPUs too.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "backward_of", "forward_of")
-
 
 # %%
 # %%ranks

@@ -87,7 +87,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
 from manyhands.checks import context_and_experts as checks
 from manyhands.measure import wire
 
@@ -195,7 +195,7 @@ first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.0])
 sum_2 = (first - 2).exp().sum() * math.exp(2 - 3) + (second - 3).exp().sum()
 at_once = (torch.cat([first, second]) - 3).exp().sum()
 assert torch.isclose(sum_2, at_once)
-compare("the sum after two blocks", guess_sum, round(sum_2.item(), 2))
+compare("the sum after two blocks", "guess_sum", round(sum_2.item(), 2))
 
 # %% [markdown]
 # The old sum becomes e⁻¹ · 1.37 = 0.50, and the new terms add e⁰ + e⁻³ = 1.05.
@@ -260,11 +260,9 @@ checks.absorb(absorb, ranks)
 # block. `post(x, group)` *begins* to send x to the next rank. It returns a function; call it to wait for the tensor
 # from the rank before, and to get it.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "in_order", "mine_of", "absorb")
-
-
 def scores(q_BHsK, k_BHuK, q_at, k_at):
     """Scaled products [B, H, s, u]; -inf where the key lies in the query's future."""
     raw = q_BHsK @ k_BHuK.mT / math.sqrt(q_BHsK.shape[-1])
@@ -374,7 +372,7 @@ with wire.watch() as seen, torch.no_grad():
     out = ring_forward(*(mine_of(x, at) for x in (q_16, *kv_1)), at, group)[0]
 apart = out - F.scaled_dot_product_attention(q_16, *kv_1, is_causal=True, enable_gqa=True)[:, :, at[me]]
 assert apart.abs().max() < 1e-10 and seen.sent_bytes / (q_16.nbytes / c) == 2 * (c - 1) / 16
-compare("what a rank sends, in units of its queries", guess_gqa, 2 * (4 - 1) / 16)
+compare("what a rank sends, in units of its queries", "guess_gqa", 2 * (4 - 1) / 16)
 
 # %% [markdown]
 # 6 / 16 = 0.375. Does the next block arrive before the rank is done with this one? The virtual network simulates
@@ -442,11 +440,6 @@ metrics.exact(ring_virtual_s=ring_times)
 # s, 1]; they come from all keys.
 
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "in_order", "mine_of", "absorb", "scores", "start", "post", "ring_forward")
-
-
 # %%
 # %%ranks
 def block_gradients(q, k, v, s_BHsu, log_sums, d_out, delta):
@@ -475,11 +468,9 @@ checks.block_gradients(block_gradients, ranks)
 # **they are sent on with it**. One more move brings them back to the block's own rank. The folded cell has the loop,
 # and compares with full attention.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "block_gradients")
-
-
 def ring_backward(q, k, v, out, log_sums, d_out, at, group):
     """(d_q, d_k, d_v) of this rank's positions. All ranks of the group call it."""
     n, i = group.size(), group.rank()
@@ -531,9 +522,8 @@ at = [in_order(T, c, r).to(device) for r in range(c)]
 apart, seen = far_from_full(at)
 assert apart < 1e-10, f"{apart:.1e} away"
 assert seen.sent_bytes == (2 * c - 1 if c > 1 else 0) * unit
-if rank == 0:
-    say("output, d_q, d_k and d_v: equal to full attention to 1e-10")
-    say(f"backward sent {seen.sent_bytes / unit:g} blocks of keys and values, forward {c - 1}")
+say_once("output, d_q, d_k and d_v: equal to full attention to 1e-10")
+say_once(f"backward sent {seen.sent_bytes / unit:g} blocks of keys and values, forward {c - 1}")
 metrics.exact(ring_backward_bytes=seen.sent_bytes)
 
 # %% [markdown]
@@ -566,7 +556,7 @@ guess_wait = ____  # your turn: type a number, such as 1.5
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-compare("the ring in order, times perfect balance", guess_wait, 2 - 1 / 4)
+compare("the ring in order, times perfect balance", "guess_wait", 2 - 1 / 4)
 
 # %% [markdown]
 # Step 0 is half a block on all ranks. In each of the three later steps some rank has a full one: together 3.5. All
@@ -583,12 +573,6 @@ compare("the ring in order, times perfect balance", guess_wait, 2 - 1 / 4)
 # ### Build D: zig-zag positions
 #
 # Return the positions of a rank in ascending order, a tensor [T/n].
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "in_order", "mine_of", "absorb", "scores", "start", "post", "ring_forward")
-catch_up(globals(), "block_gradients", "ring_backward", "RingAttention", "far_from_full")
 
 
 # %%
@@ -715,7 +699,7 @@ guess_skew = ____  # your turn: type a number, such as 1.5
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-compare("rows of rank 0, times the mean", guess_skew, round(4 * (1 / 2 + 1 / 14), 2))
+compare("rows of rank 0, times the mean", "guess_skew", round(4 * (1 / 2 + 1 / 14), 2))
 
 # %% [markdown]
 # Rank 0 gets a half, and a seventh of the other half: 4/7 of all rows. The mean is 1/4. The layer takes 2.29 times as
@@ -739,11 +723,6 @@ compare("rows of rank 0, times the mean", guess_skew, round(4 * (1 / 2 + 1 / 14)
 # has experts r·e to (r + 1)·e - 1. `.view(n, -1)` turns the E counts into one row for each rank, [n, e]. Exchange them
 # with `dist.all_to_all_single(arriving_ne, leaving_ne, group=group)`. Return two lists of n numbers, the rows to and
 # from each rank, and `arriving_ne`.
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "route")
 
 
 # %%
@@ -821,9 +800,6 @@ say(f"sends {leaving} rows, receives {arriving}, so works on {list(rows.shape)}"
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "route", "split_sizes", "Exchange")
-
-
 def run_experts(rows_RD, arriving_ne, up_eDM, down_eMD):
     """Each row through its expert, in the order in which they came."""
     n, e = arriving_ne.shape
@@ -886,7 +862,6 @@ guess_rows = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "expert_parallel", "combine")
 mine = [w.clone().requires_grad_() for w in (x_ND, router_ED, up_EDM[held], down_EMD[held])]
 with wire.watch() as seen:
     y_ND, _, experts_Nk = expert_parallel(*mine, k_experts, group)
@@ -896,7 +871,7 @@ arriving = split_sizes(experts_Nk, E, group)[1]
 assert found == [8 * E, 8 * D * sum(arriving), 8 * D * N * k_experts]  # a row has D numbers of 8 bytes
 travelled = torch.tensor((seen.payload_bytes("all_to_all") - 8 * E) / (8 * D * N), device=device)
 dist.all_reduce(travelled, group=group)
-compare("rows per token and layer", guess_rows, round(travelled.item() / c, 9))
+compare("rows per token and layer", "guess_rows", round(travelled.item() / c, 9))
 metrics.exact(expert_bytes=found)
 
 # %% [markdown]
@@ -939,8 +914,7 @@ def far_from_dense(exchange):
 for way, exchange in {"ours": Exchange.apply, "the library's exchange": by_library}.items():
     apart = far_from_dense(exchange)
     assert apart < 1e-10, f"{way} is {apart:.1e} away"
-    if rank == 0:
-        say(f"{way} and one process: the mixture and all gradients are equal to 1e-10")
+    say_once(f"{way} and one process: the mixture and all gradients are equal to 1e-10")
 
 # %% [markdown]
 # ## A bug from the zoo: whose gradient is it? (CORE, 8 min)
@@ -966,11 +940,9 @@ def theirs(copies, experts, group):
 # %%ranks
 guess_factor = ____  # your turn: type a number
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "route", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel", "dense_mixture")
-
-
 def gradients(finish):
     """Gradients of router, up and down of this rank after `finish(copies, experts, group)` has had them."""
     router, *experts = (w.clone().requires_grad_() for w in (router_ED, up_EDM[held], down_EMD[held]))
@@ -993,9 +965,8 @@ def ratios(found):
 
 found = ratios(gradients(theirs))
 assert all(math.isclose(ratio, c) for ratio in found[1:])
-compare("experts' gradients on four ranks, times what they should be", guess_factor, 4)
-if rank == 0:
-    say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
+compare("experts' gradients on four ranks, times what they should be", "guess_factor", 4)
+say_once("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
 
 # %% [markdown]
 # An expert's rows come from *all* ranks, and backward brings the gradients of all n losses. So its gradient is already
@@ -1036,9 +1007,6 @@ checks.finish(finish, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "finish")
-
-
 def losses(finish):
     """Mean loss of all ranks' tokens in each of ten steps."""
     router, *experts = (w.clone().requires_grad_() for w in (router_ED, up_EDM[held], down_EMD[held]))
@@ -1059,8 +1027,7 @@ apart = max((a - b).abs().max().item() for a, b in zip(gradients(finish), wanted
 assert apart < 1e-10, f"{apart:.1e} away"
 for name, way in {"theirs": theirs, "mended": finish}.items():
     first, *_, last = losses(way)
-    if rank == 0:
-        say(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
+    say_once(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
 
 # %% [markdown]
 # It does not, because Adam divides a gradient by its own size. But clipping by the global norm goes wrong. The bug was
@@ -1092,10 +1059,6 @@ for name, way in {"theirs": theirs, "mended": finish}.items():
 #   small `speed` from the bias of an expert with more than 1/E of the choices, and add it for one with less.
 #
 # ### Build H: balance by a bias
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "route", "split_sizes", "Exchange", "run_experts", "combine", "expert_parallel", "finish")
 
 
 # %%
@@ -1139,7 +1102,6 @@ checks.bias((biased_route, nudge), ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 180
-catch_up(globals(), "biased_route", "nudge")
 V = len(corpus.vocab)
 
 
@@ -1303,11 +1265,6 @@ if rank == 0:
 # numbers; no gradient needed.
 
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "in_order", "mine_of", "absorb", "scores", "start", "post", "ring_forward")
-
-
 # %%
 # %%ranks
 def to_heads(x_BHsK, group):
@@ -1393,8 +1350,7 @@ with wire.watch() as seen:
 wanted = F.scaled_dot_product_attention(q_64, *kv_4, is_causal=True, enable_gqa=True).chunk(c, 2)[me]
 sent = seen.payload_bytes("all_to_all") * (c - 1) / c / mine[0].nbytes
 assert (out - wanted).abs().max() < 1e-10 and sent == (2 + 2 / 16) * (c - 1) / c
-if rank == 0:
-    say(f"with GQA 16:1 Ulysses sends {sent:.2f} units, a ring {2 * (c - 1) / 16:g}")
+say_once(f"with GQA 16:1 Ulysses sends {sent:.2f} units, a ring {2 * (c - 1) / 16:g}")
 
 # %% [markdown]
 # ## Lab: one product for all experts (MORE, 4 min)
@@ -1402,10 +1358,6 @@ if rank == 0:
 # The loop over experts starts two small products for each. On a GPU 64 experts are 128 launches. Trainers sort the rows by
 # expert and make *one* call, a grouped matrix product: `F.grouped_mm` takes all rows, all weights and the place where each
 # expert's rows end. It does not support float64, so this cell compares in float32 (in bfloat16 on GPUs).
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "route", "split_sizes", "Exchange", "run_experts")
 
 
 # %%
@@ -1471,8 +1423,7 @@ free, most_4, most_2 = scores_NE.topk(8).indices, limited(scores_NE, 8, 8, 4), l
 for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": most_2}.items():
     visited = F.one_hot(experts_Nk // 4, 8).amax(1).sum(1).double().mean()
     kept_score = scores_NE.gather(1, experts_Nk).sum() / scores_NE.gather(1, free).sum()
-    if rank == 0:
-        say(f"{name}: {visited:.2f} nodes per token; its experts have {kept_score:.1%} of the best scores")
+    say_once(f"{name}: {visited:.2f} nodes per token; its experts have {kept_score:.1%} of the best scores")
 
 # %% [markdown]
 # A row that goes to several experts of one node can cross the network once and be copied inside the node. So the slow
@@ -1498,8 +1449,7 @@ for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": mos
 x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
 both = x.detach() + y - y.detach()
 both.backward()
-if rank == 0:
-    say(f"value {both.item():g}, gradient of x {x.grad}, of y {y.grad:g}")
+say_once(f"value {both.item():g}, gradient of x {x.grad}, of y {y.grad:g}")
 
 
 # %%
@@ -1561,18 +1511,13 @@ checks.kept(kept, ranks)
 # %% [markdown]
 # How much is dropped, at a capacity of `factor` times the mean?
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "route")
-
 # %%
 # %%ranks
 _, experts_Nk, _ = route(x_ND, router_ED, k_experts)
 for factor in (1.0, 1.25, 2.0):
     capacity = math.ceil(factor * N * k_experts / E)
     dropped = 1 - kept(experts_Nk, E, capacity).double().mean().item()
-    if rank == 0:
-        say(f"capacity {factor:.2f} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
+    say_once(f"capacity {factor:.2f} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
 
 # %% [markdown]
 # ## On the cluster

@@ -79,7 +79,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
 from manyhands.checks import meshes_and_planning as checks
 from manyhands.plots import bars
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,7 +160,7 @@ guess_inside = ____  # your turn: type ms
 
 # %%
 # %%ranks
-compare("waiting for tensor messages inside a node", guess_inside, round(1e3 * SENT["tensor"] / FAST), "ms")
+compare("waiting for tensor messages inside a node", "guess_inside", round(1e3 * SENT["tensor"] / FAST), "ms")
 
 # %% [markdown]
 # 4.5 times less, by another order of the ranks. So this lesson asks: **which kind of parallelism goes inside a node,
@@ -248,10 +248,6 @@ checks.groups_of(groups_of, ranks)
 # %% [markdown]
 # **The library** makes the same grid, and a process group for each group:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "coordinates", "groups_of")
-
 # %%
 # %%ranks
 mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
@@ -285,10 +281,6 @@ assert same and list(mesh.get_coordinate()) == coordinates(rank, shape)
 #
 # In the ring `group`, each rank sends to the next one, and the last to the first. Rank r is on node `r // per_node`.
 # Return the bytes that a ring all-reduce of `payload` bytes sends between nodes, all ranks of the group together.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "coordinates", "groups_of")
 
 
 # %%
@@ -349,8 +341,7 @@ for axis in AXES:
     dist.all_reduce(between)  # over all ranks
     expected = sum(slow_bytes(g, payload.nbytes, per_node) for g in groups_of(shape, AXES.index(axis)))
     assert abs(between.item() - expected) < 1
-    if rank == 0:
-        say(f"{axis:8} of {group.size()}: {int(between):,} bytes between nodes, predicted {expected:,.0f}")
+    say_once(f"{axis:8} of {group.size()}: {int(between):,} bytes between nodes, predicted {expected:,.0f}")
     metrics.exact(**{f"{axis}_between": int(between)})
 
 # %% [markdown]
@@ -440,10 +431,6 @@ checks.exposed_s(exposed_s, ranks)
 # A group on both nodes sends 50 GB/s for each rank that it has on a node: each has a card. `SENT` has the bytes that a
 # GPU sends, `BEHIND_S` the seconds that it computes meanwhile (0.11 s for data). Set `fastest` to the order with the
 # least waiting.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "coordinates", "groups_of", "exposed_s")
 
 
 # %%
@@ -563,9 +550,8 @@ for product in PRODUCTS:
     gradients = parallel.named_full_gradients()  # all ranks
     apart += [(gradients[name] - p.grad.cpu()).abs().max().item() for name, p in single.named_parameters()]
     assert max(apart) < 1e-10, f"{layout}: {max(apart):.1e} away"
-    if rank == 0:
-        say(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
-compare("different batches that 2 x 2 x 2 ranks read", guess_batches, 2)
+    say_once(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
+compare("different batches that 2 x 2 x 2 ranks read", "guess_batches", 2)
 
 # %% [markdown]
 # Only the two data ranks read different sequences. Tensor ranks and pipeline stages compute parts of the model on the
@@ -677,7 +663,7 @@ if rank == 0:
     show(figure, "layouts", "published and predicted TFLOP/s per GPU of five layouts; four tensor ranks are fastest")
     off = [guess / one["points"][-1][1] - 1 for guess, one in zip(planned, trials, strict=True)]
     say(f"the planner is between {min(off):+.0%} and {max(off):+.0%} off")
-compare("tensor ranks of the fastest of BLOOM's trials", guess_tensor, 4)
+compare("tensor ranks of the fastest of BLOOM's trials", "guess_tensor", 4)
 
 # %% [markdown]
 # The planner finds the slow layouts, but cannot tell the fast ones apart. (The team measured one layout twice, 3 %
@@ -1039,10 +1025,6 @@ for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1)
 # ## Exercises (MORE, 19 min)
 #
 # Each check runs your answer in a separate process group: you cannot break anything.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "coordinates", "groups_of", "slow_bytes", "crossing")
 
 # %% [markdown]
 # ### Exercise 1: place the axes

@@ -79,7 +79,7 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, catch_up, compare, fingerprint, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, say_once, show
 from manyhands.checks import when_it_breaks as checks
 
 ranks = join(globals())
@@ -241,9 +241,8 @@ checks.missing_call(missing_call, ranks)
 # %%ranks
 found = missing_call(calls_in("train", records)) if any(records) else None
 number, odd = found or (0, [])
-if rank == 0:
-    say(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
-compare("the rank at fault", guess_rank, odd[0] if odd else "nobody")
+say_once(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
+compare("the rank at fault", "guess_rank", odd[0] if odd else "nobody")
 
 # %% [markdown]
 # Now you know the rank. On a cluster look at what it does: `py-spy dump --pid PID` on its node prints its Python stack
@@ -311,8 +310,7 @@ class Trainee:
 
 trainee = Trainee()
 curve = [train_step(trainee) for _ in range(6)]
-if rank == 0:
-    say(f"losses {' '.join(f'{loss:.3f}' for loss in curve)}")
+say_once(f"losses {' '.join(f'{loss:.3f}' for loss in curve)}")
 
 # %% [markdown]
 # ### Build B: all that a step reads
@@ -394,8 +392,6 @@ checks.trainee_state((state_of, go_on), ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on")
-
 import hashlib
 import json
 import os
@@ -497,8 +493,7 @@ went_on = [train_step(trainee) for _ in range(6)]
 fresh = Trainee()
 restore(path, fresh)
 resumed = [train_step(fresh) for _ in range(6)]
-if rank == 0:
-    say(f"the next 6 losses are equal to the last bit: {resumed == went_on}")
+say_once(f"the next 6 losses are equal to the last bit: {resumed == went_on}")
 assert resumed == went_on
 metrics.exact(shard_bytes=(path / f"rank-{rank}.safetensors").stat().st_size)
 
@@ -518,12 +513,9 @@ metrics.exact(shard_bytes=(path / f"rank-{rank}.safetensors").stat().st_size)
 # Test the restart: kill a real process, and compare the losses. The program below trains on two ranks, and saves every
 # `every` steps. When it starts, it goes on from the newest checkpoint whose files match its manifest.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on", "write", "sync", "save_whole")
-catch_up(globals(), "save", "restore", "damaged")
-
-
 def newest(folder, trainee):
     """Return the last checkpoint in `folder` whose bytes are all as written, or None. All ranks of the trainee call it.
 
@@ -577,7 +569,8 @@ import hashlib, json, os, signal, sys, time, warnings
 from pathlib import Path
 import safetensors.torch, torch
 import torch.distributed as dist
-from manyhands import catch_up, join, leave, say
+from manyhands import join, leave, say
+from manyhands.course.catch_up import bring
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import local_part
@@ -588,8 +581,7 @@ from torch.distributed.fsdp import fully_shard
 ranks = join(name="11_when_it_breaks", device="cpu")
 corpus, told, global_batch = load_corpus(ranks), [], 24
 signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on", "write", "sync", "save_whole")
-catch_up(globals(), "save", "restore", "damaged", "newest", "begin_or_resume", "note", "ask_to_requeue", "train")
+bring(globals(), "11_when_it_breaks", "train")
 train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), told, pace_s=0.1)
 leave()
 """
@@ -676,7 +668,7 @@ dist.barrier()
 # %%
 # %%ranks
 if now["processes"]:
-    compare("processes that torchrun started", guess_started, len(set(now["processes"]) - set(last["processes"])))
+    compare("processes that torchrun started", "guess_started", len(set(now["processes"]) - set(last["processes"])))
 
 # %% [markdown]
 # torchrun ends the other rank and starts **all** again. So all ranks lose the steps since the last checkpoint. Later
@@ -751,7 +743,7 @@ def lost_share(interval_s, save_s, mtbf_s, restart_s=0):
 
 
 mtbf_s, save_s, restart_s = 54 * 24 * 3600 / 419, 60, 600  # of Llama 3's run; C and R are our assumption
-compare("minutes between saves on 64 GPUs", guess_minutes, round(best_interval(60, mtbf_s * 16384 / 64) / 60), "min")
+compare("minutes between saves on 64 GPUs", "guess_minutes", round(best_interval(60, mtbf_s * 16384 / 64) / 60), "min")
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -781,11 +773,6 @@ if rank == 0:
 # This trainer comes from another workshop and uses a sharded optimizer. It saves the whole weights, the optimizer,
 # the step and the random numbers. It prints "saved", and it resumes without an error. **What is wrong, and which
 # number shows it?**
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on", "write", "sync", "save_whole")
-catch_up(globals(), "save", "restore", "damaged", "newest")
 
 # %%
 # %%ranks
@@ -1009,10 +996,6 @@ else:
 # A first NaN comes from a mean over nothing, from an overflow, or from hardware: **one bit that flips**. Let us flip one, in the
 # exponent:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "small_gpt")
-
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -1089,9 +1072,8 @@ for step in range(4):
     for p in model.parameters():
         p.data -= 0.1 * p.grad
 by_replay = who_is_not_finite(gradients(copy.deepcopy(model.module), step))
-if rank == 0:
-    say(f"step {step}, not finite on ranks: own loss {by_loss}, in the hook {by_hook}, after backward {after}")
-    say(f"replayed alone: {by_replay}")
+say_once(f"step {step}, not finite on ranks: own loss {by_loss}, in the hook {by_hook}, after backward {after}")
+say_once(f"replayed alone: {by_replay}")
 
 # %% [markdown]
 # FSDP's place for such a look is `set_custom_reduce_scatter`: what you give it gets each rank's own gradients before
@@ -1175,9 +1157,8 @@ B, T, V = 24_000_000, 2048, 50_280
 try:
     torch.empty(B, T, V, device=device)
 except RuntimeError as error:  # torch.OutOfMemoryError, on a GPU, is one
-    if rank == 0:
-        say(str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0])
-        say(f"predicted: {B * T * V * 4} bytes, {B * T * V * 4 / 2**50:.2f} PiB")
+    say_once(str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0])
+    say_once(f"predicted: {B * T * V * 4} bytes, {B * T * V * 4 / 2**50:.2f} PiB")
 
 # %% [markdown]
 # So read the number first. If it is large, look for the shape that makes it: the logits, or T·T scores where flash
@@ -1202,10 +1183,6 @@ except RuntimeError as error:  # torch.OutOfMemoryError, on a GPU, is one
 # `torch.distributed.checkpoint`, **DCP**, saves with each piece which part of which tensor it is. It learns that from
 # a [**DTensor**](../assets/glossary.md#dtensor): a global shape, and this rank's part of it. Under FSDP the weights
 # and Adam's moments are DTensors already. They are in `trainee.parts`, and loading fills them in place.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step")
 
 # %%
 # %%ranks
@@ -1254,8 +1231,7 @@ for i, n in enumerate(sizes[1:]):
 if rank < sizes[-1]:
     found = whole(trainee)
     equal = [torch.equal(found[name], wanted[name]) for name in wanted]
-    if rank == 0:
-        say(f"{' -> '.join(map(str, sizes))} ranks: {len(equal)} tensors equal to the last bit: {all(equal)}")
+    say_once(f"{' -> '.join(map(str, sizes))} ranks: {len(equal)} tensors equal to the last bit: {all(equal)}")
     assert all(equal)
 
 # %% [markdown]
@@ -1285,8 +1261,7 @@ if rank < sizes[-1]:
     losses = [train_step(trainee) for _ in range(8)]
     apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
     assert apart < 1e-10, f"the losses differ by {apart:.1e}"
-    if rank == 0:
-        say(f"the next 8 losses on {sizes[0]} and on {sizes[-1]} ranks differ by {apart:.0e} at most")
+    say_once(f"the next 8 losses on {sizes[0]} and on {sizes[-1]} ranks differ by {apart:.0e} at most")
 metrics.exact(float64_losses=reference if rank < sizes[0] else None)
 metrics.close(float64_losses_close=reference if rank < sizes[0] else None)
 
@@ -1373,19 +1348,13 @@ import socket
 
 hosts = [None] * world_size
 dist.all_gather_object(hosts, socket.gethostname())  # a job prints this at its start, while all nodes live
-if rank == 0:
-    say(f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it")
+say_once(f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it")
 
 # %% [markdown]
 # ## How often to save: is it so? (MORE, 4 min)
 #
 # Let failures come at random, and count the lost time; after each failure ten minutes pass until training runs again.
 # Each length of the interval is tried 4,000 times; the ranks share these trials, each with its own seed.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "best_interval", "lost_share")
-
 
 # %%
 # %%ranks
@@ -1450,8 +1419,6 @@ metrics.exact(lost=lost)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "missing_call", "write", "sync")
-
 import hashlib
 import json
 import os
@@ -1557,11 +1524,6 @@ checks.damaged(damaged, ranks)
 # `newest`, which the killed run uses, goes on from the last checkpoint that passes this test. Each rank reads its own
 # share. It names each checkpoint that it skips; silent skipping costs people weeks.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on", "write", "sync", "save_whole")
-catch_up(globals(), "save", "restore", "damaged", "newest")
-
 # %%
 # %%ranks
 fresh = Trainee()
@@ -1573,8 +1535,7 @@ if rank == 0:
     os.truncate(shard, shard.stat().st_size // 2)  # as after "disk full"
 dist.barrier()
 trusted = newest(folder / "refused", fresh)
-if rank == 0:
-    say(f"{later.name} is newer, {trusted.name} is the one to go on from")
+say_once(f"{later.name} is newer, {trusted.name} is the one to go on from")
 
 # %% [markdown]
 # ### Exercise 3: nothing forgotten
@@ -1640,10 +1601,6 @@ checks.resume((all_of, put_back), ranks)
 # interruptions (the handbook lists them all). Here is the loss of the rank that it hits, and the loss without the
 # flip:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "flip_bit", "small_gpt", "share_of", "gradients")
-
 
 # %%
 # %%ranks
@@ -1705,10 +1662,6 @@ checks.odd_one_out(odd_one_out, ranks)
 # %% [markdown]
 # And on the two models from above:
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "odd_one_out")
-
 
 # %%
 # %%ranks
@@ -1729,12 +1682,6 @@ if rank == 0:
 #
 # The trainer of the zoo saves below the folder of the run, and looks for a checkpoint below the folder of the
 # *experiment*:
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "small_gpt", "Trainee", "train_step", "state_of", "go_on", "write", "sync", "save_whole")
-catch_up(globals(), "save", "restore", "damaged", "newest")
-
 
 # %%
 # %%ranks

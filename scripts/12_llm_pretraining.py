@@ -86,7 +86,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, refuse, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
 from manyhands.checks import llm_pretraining as checks
 from manyhands.measure import wire
 
@@ -179,7 +179,7 @@ guess_found = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-compare("planted copies that 16 ranks find, each in its own documents", guess_found, found_by(16))
+compare("planted copies that 16 ranks find, each in its own documents", "guess_found", found_by(16))
 
 # %% [markdown]
 # A copy and its original are on the same rank with probability 1/n. So documents of different ranks must be compared,
@@ -343,7 +343,6 @@ checks.colliding(colliding, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "shingle_hashes", "signature", "similarity", "parcels", "colliding")
 a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
 
 # %%
@@ -367,7 +366,7 @@ with wire.watch() as seen:
 calls = [call.bytes for call in seen.calls if call.op == "all_to_all"]  # received: counts and rows, three times
 n_docs, share = len(pile), (world_size - 1) / world_size  # of what a rank receives, this share is from the others
 gather_kb = 4 * hashes * n_docs * share / 1e3
-compare("kB of records that a rank of 4 receives", guess_kb, round(8 * 16 * 1024 * 3 / 16 / 1e3, 1))
+compare("kB of records that a rank of 4 receives", "guess_kb", round(8 * 16 * 1024 * 3 / 16 / 1e3, 1))
 copies = {second: first for part in everyone(dropped) for second, first in part.items()}
 found = len({(first, second) for second, first in copies.items()} & planted)
 truth = len(planted)
@@ -453,7 +452,6 @@ checks.one_merge((most_frequent, merge), ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "most_frequent", "merge")
 WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
 
 
@@ -561,11 +559,9 @@ checks.document_mask(document_mask, ranks)
 # Some trainers have no mask, and only **restart the positions** at 0 with each document. Is that enough? The next
 # cell changes the second token of each sequence. Do logits of later documents change?
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "document_mask")
-
-
 def positions_of(documents_BT):
     """0, 1, 2, ... from the beginning of each document; documents are numbered in order."""
     first_BT = torch.searchsorted(documents_BT, documents_BT)  # where each position's document begins
@@ -611,8 +607,7 @@ for name, *how in (
     ("document mask", mask_BTT, counting_T),
 ):
     before, after = (packed_logits(gpt, ids, *how) for ids in (ids_BT, other_BT))
-    if rank == 0:
-        say(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
+    say_once(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
 
 # %% [markdown]
 # Restarted positions [do not help](../assets/handbook/12_llm_pretraining.md#packing-without-wasted-work). With mask *and*
@@ -731,11 +726,10 @@ guess_times = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "lowest")
 valleys = {budget: lowest([p["params"] for p in rows], [p["val_loss"] for p in rows])
            for budget, rows in by_budget(points).items()}  # fmt: skip
 exponent = np.polyfit(np.log(list(valleys)), np.log([params for params, _ in valleys.values()]), 1)[0]
-compare("how many times larger the best model is for ten times the FLOPs", guess_times, round(10**exponent, 1))
+compare("how many times larger the best model is for ten times the FLOPs", "guess_times", round(10**exponent, 1))
 published = recorded_runs.published("12_isoflop")
 if rank == 0:
     figure = plots.valleys(by_budget(points), valleys, live, published, lowest)
@@ -814,8 +808,7 @@ def train(loss_of):
 # %%
 # %%ranks --timeout 120
 wrong, loss = train(shifted_loss)
-if rank == 0:
-    say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
+say_once(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
 
 # %% [markdown]
 # Now measure how well the logits at t guess the characters at t to t + 3:
@@ -830,9 +823,8 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
         logits_BTV = model(text_BT[:, :32])[0].flatten(0, 1)
     nats = [F.cross_entropy(logits_BTV, text_BT[:, k : k + 32].flatten()).item() for k in range(4)]
     written = corpus.decode(model.generate(start_11, 60)[0])
-    if rank == 0:
-        say(f"{name}: training loss {last:.2f}; it writes {written!r}")
-        say("   nats for the character at " + ", ".join(f"t + {k}: {nats[k]:.2f}" for k in range(4)))
+    say_once(f"{name}: training loss {last:.2f}; it writes {written!r}")
+    say_once("   nats for the character at " + ", ".join(f"t + {k}: {nats[k]:.2f}" for k in range(4)))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -909,7 +901,6 @@ card(
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "shingle_hashes", "signature", "similarity")
 a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
 
 
@@ -973,8 +964,7 @@ dirty = documents[:150] + held_out[::2] * 16
 random.Random(2).shuffle(dirty)
 mine_kept = [i for i in range(rank, len(dirty), world_size) if not runs_of_words(dirty[i]) & in_test]
 kept = sorted(i for part in everyone(mine_kept) for i in part)
-if rank == 0:
-    say(f"{len(dirty)} documents, {len(dirty) - len(kept)} share 8 words in a row with the test: removed")
+say_once(f"{len(dirty)} documents, {len(dirty) - len(kept)} share 8 words in a row with the test: removed")
 metrics.exact(kept=kept)
 
 # %% jupyter={"source_hidden": true}
@@ -1132,7 +1122,6 @@ checks.bits_per_byte(bits_per_byte, ranks)
 # %%ranks --timeout 120
 from manyhands.data.tokenizer import byte_encoder
 
-catch_up(globals(), "most_frequent", "merge", "word_counts", "train_bpe", "bits_per_byte")
 WORDS = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
 encode = byte_encoder(train_bpe(word_counts(documents), merges), WORDS)
 
@@ -1154,8 +1143,7 @@ tokens = [i for text in documents[rank::world_size] for i in encode(text)]
 for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tokens", tokens, 256 + merges)):
     nats, count = by_frequency(ids, size)
     bits = bits_per_byte(nats, count, num_bytes)
-    if rank == 0:
-        say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
+    say_once(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
 
 # %% [markdown]
 # The model with the higher loss per token is better per byte. So never state a loss without its tokenizer.
@@ -1169,7 +1157,6 @@ for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tok
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "document_mask", "positions_of", "packed_logits", "packed_batch")
 gpt, ids_BT, documents_BT = packed_batch()
 
 # %%
@@ -1280,9 +1267,8 @@ for strategy in ("ddp", "zero1", "fsdp"):
     short[strategy] = train_point(Point(live_flops / 30, 24), corpus, ranks, strategy)
 peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
 flop_per_s = short["ddp"]["flops"] / short["ddp"]["seconds"]
-if rank == 0:
-    say(", ".join(f"{strategy} {row['val_loss']:.5f}" for strategy, row in short.items()))
-    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
+say_once(", ".join(f"{strategy} {row['val_loss']:.5f}" for strategy, row in short.items()))
+say_once(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
 ends = [row["val_loss"] for row in short.values()]
 assert max(ends) - min(ends) < 1e-3
 metrics.measured(flop_per_s=flop_per_s)
@@ -1313,8 +1299,7 @@ bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy
 if rank == 0:
     (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
 report = prepare_text([folder / "pages.txt"], folder / "text", PrepareConfig(vocab_size=512), ranks, replace=True)
-if rank == 0:
-    say(shown_report(report))
+say_once(shown_report(report))
 metrics.exact(prepared=report["documents"])
 
 # %% [markdown]
@@ -1345,10 +1330,6 @@ metrics.exact(prepared=report["documents"])
 # list of tokens of `word`, which is given as bytes. As long as two neighbours are a pair in the table, take the pair
 # that was *learned first* and merge it everywhere in the word. You may use `merge`. `table[i]` makes the token 256 +
 # i.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "merge")
 
 
 # %%

@@ -86,7 +86,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
 from manyhands.align.chat import END, LetterTask, encode, render, with_markers
 from manyhands.align.stage import complete, own_draws, rows
 from manyhands.checks import llm_alignment as checks
@@ -175,8 +175,7 @@ def own(rows_B):
 
 def once(text):
     """Print on rank 0."""
-    if rank == 0:
-        say(text)
+    say_once(text)
 
 
 def everyone(value):
@@ -312,17 +311,15 @@ talk = [{"role": "user", "content": "sort jbcg"}, {"role": "assistant", "content
 ids_T, written_T = encode(talk, vocab)
 mask_T = loss_mask(torch.tensor([ids_T]), ASSISTANT, STOP)[0]
 assert mask_T.tolist() == written_T[1:]
-compare("predictions of 16 that count", guess_count, int(mask_T.sum()))
+compare("predictions of 16 that count", "guess_count", int(mask_T.sum()))
 
 # %% [markdown]
 # Four letters and the end marker count. Ranks have different numbers of tokens that count, so each divides its sum by
 # the number on *all* ranks. Now train: a step of `sft` (folded) reads 32 gold answers and 8 speeches of Shakespeare:
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "loss_mask")
-
-
 def conversations(words):
     """Return padded ids of the words with their gold answers [N, T], and of speeches from the corpus, which are longer."""
     gold = [task.messages(word, task.answer(word)) for word in words]
@@ -492,11 +489,9 @@ checks.three_losses(three_losses, ranks)
 # %% [markdown]
 # How much does a token of a long answer count? The plot shows it in your losses, for 16 answers of 1 to 16 tokens:
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "loss_mask", "group_advantages", "clipped", "three_losses")
-
-
 def weight_of_a_token(lengths):
     """Return {way: weight of each token of an answer, by the answer's length}: the gradients of the three losses."""
     mask_bT = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
@@ -577,11 +572,9 @@ checks.hand_over(hand_over, ranks)
 # Two functions are given (folded). `draw` answers 15 new questions 8 times each, and keeps the rewards and log p of each
 # token. `learn` makes one training step from them with your functions.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "loss_mask", "group_advantages", "clipped", "three_losses", "hand_over")
-
-
 def draw(model, seed, step, reward):
     """Return this drawer's answers, a row each: ids [T], log p of each drawn token [T - 1], the reward."""
     place, size = drawers.index(rank), len(drawers)
@@ -657,14 +650,13 @@ def reinforce(model, seed, reward, staleness=0):
 
 # %%
 # %%ranks --timeout 300
-catch_up(globals(), "reinforce")  # where the cell above was left out
 policy = copy.deepcopy(models["SFT", 0])
 with wire.watch() as weights:
     if rank in connected:
         hand_over(policy, weights_group)
 with wire.watch() as answers:
     deliver(draw(policy, 0, 0, task.right) if rank in drawers else None)
-compare("kB of weights that a drawing rank receives in a step", guess_kb, round(4 * P / 1e3, 1), "kB")
+compare("kB of weights that a drawing rank receives in a step", "guess_kb", round(4 * P / 1e3, 1), "kB")
 
 # %%
 # %%ranks
@@ -701,8 +693,6 @@ guess_outside = ____  # your turn: type %
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 600
-catch_up(globals(), "loss_mask", "group_advantages", "clipped", "three_losses", "hand_over")
-catch_up(globals(), "conversations", "gold_words", "imitate", "sft", "draw", "deliver", "learn", "merged", "reinforce")
 if ("SFT", 0) not in models:
     models["SFT", 0] = sft(seed=0)
 
@@ -717,7 +707,7 @@ models["GRPO", 0] = runs[0][0]
 # %%ranks
 ratios = {k: np.concatenate([step[1] for step in run[1]]) for k, run in runs.items()}
 outside = {k: 100 * float(np.mean(abs(of - 1) > 0.2)) for k, of in ratios.items()}
-compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", guess_outside, round(outside[4], 1), "%")
+compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outside", round(outside[4], 1), "%")
 rewards = {k: [step[0] for step in run[1]] for k, run in runs.items()}
 if rank == 0:
     alt = "ratios for staleness 0, 1 and 4; mean reward by step; published seconds of a step in two ways"
@@ -739,12 +729,9 @@ assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 # GRPO made more steps than SFT. So compare it with two controls that see the same number of answers. *More SFT* reads the
 # 80 gold answers again and again. *Gold for all* also has a gold answer to each of GRPO's 720 questions.
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 600
-catch_up(globals(), "loss_mask", "group_advantages", "clipped", "three_losses", "hand_over")
-catch_up(globals(), "conversations", "gold_words", "imitate", "sft", "draw", "deliver", "learn", "merged", "reinforce")
-
-
 def stages_of(seed):
     """Train what is missing of this seed's stages: SFT, GRPO and two controls from the same SFT."""
     if ("SFT", seed) not in models:
@@ -812,7 +799,6 @@ if rank == 0:  # `make serve` finds it
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
-catch_up(globals(), "loss_mask", "conversations", "gold_words", "imitate", "sft")
 if ("SFT", 0) not in models:
     models["SFT", 0] = sft(seed=0)
 
@@ -937,7 +923,6 @@ from dataclasses import replace
 
 from manyhands.checkpoint.export import shipped_model, tokenizer_of
 
-catch_up(globals(), "loss_mask")
 WHO = ("ROMEO", "JULIET", "DUKE VINCENTIO", "First Murderer")
 
 
@@ -1001,7 +986,6 @@ for name, told in (("before", before), (f"after {chat_steps} steps", lines_of(sp
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 120
-catch_up(globals(), "loss_mask", "conversations", "gold_words", "imitate", "sft")
 if ("SFT", 0) not in models:
     models["SFT", 0] = sft(seed=0)
 
@@ -1178,8 +1162,6 @@ def rest_in_shares(unit):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
-catch_up(globals(), "loss_mask", "conversations", "gold_words", "imitate", "sft")
-catch_up(globals(), "dpo_loss", "own_share", "whole", "rest_in_shares")
 if ("SFT", 0) not in models:
     models["SFT", 0] = sft(seed=0)
 
@@ -1199,11 +1181,10 @@ ids_bT = own(conversations(gold_words(0))[0][:8])
 with torch.no_grad(), wire.watch() as seen:
     apart = (log_probs(reference, ids_bT) - log_probs(policy, ids_bT)).abs().max().item()
 gathered = sum(call.bytes for call in seen.calls)
-if rank == 0:
-    say(f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n")
-    say(f"a forward makes {seen.count('all_gather')} all-gathers, one for each unit")
-    say(f"together they gather {gathered:,} bytes; all weights once are 4 P = {4 * P:,}")
-    say(f"largest difference from the policy: {apart:g}")
+say_once(f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n")
+say_once(f"a forward makes {seen.count('all_gather')} all-gathers, one for each unit")
+say_once(f"together they gather {gathered:,} bytes; all weights once are 4 P = {4 * P:,}")
+say_once(f"largest difference from the policy: {apart:g}")
 assert apart < 1e-6
 
 # %% [markdown]
@@ -1338,8 +1319,7 @@ for name, value, found in (
     apart = max((found[key].cpu() - wanted[key].cpu()).abs().max().item() for key in wanted)
     apart = max(apart, (value - loss_1).abs().item())
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    if rank == 0:
-        say(f"{name} and one process: loss and all gradients equal to 1e-10")
+    say_once(f"{name} and one process: loss and all gradients equal to 1e-10")
 metrics.exact(dpo_loss=loss_1.detach())
 
 # %% [markdown] tags=["notes"]
@@ -1412,8 +1392,6 @@ checks.advantages(advantages, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 400
-catch_up(globals(), "loss_mask", "group_advantages", "clipped", "three_losses", "hand_over")
-catch_up(globals(), "conversations", "gold_words", "imitate", "sft", "draw", "deliver", "learn", "merged", "reinforce")
 if ("SFT", 0) not in models:
     models["SFT", 0] = sft(seed=0)
 

@@ -84,7 +84,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, catch_up, compare, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
 from manyhands.checks import llm_serving as checks
 from manyhands.measure import wire
 
@@ -127,8 +127,7 @@ BANDWIDTH, PEAK = 3.35e12, 989e12  # an H100: bytes/s, and FLOP/s in bf16 withou
 # %%ranks
 prompt_BT = tokenizer.encode("ROMEO:\n")[None].to(device)
 written = tokenizer.decode(generate(target, prompt_BT, 200, Sampling(0.8), seed=1)[0])
-if rank == 0:
-    say(f"{target.num_params():,} parameters, up to {config.block_size} positions; it writes:\n{written}")
+say_once(f"{target.num_params():,} parameters, up to {config.block_size} positions; it writes:\n{written}")
 
 # %% [markdown]
 # ## Every token, all positions again (CORE, 4 min)
@@ -164,8 +163,7 @@ def counted(model, write):
 begin = tokenizer.encode("\n").tolist()
 greedy(target, begin, 2)  # warm
 plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
-if rank == 0:
-    say(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
+say_once(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
 
 # %% [markdown]
 # 1 + 2 + ... + 63 = 2,016. The model computes 32 positions for each new token, and uses the logits of one.
@@ -178,7 +176,7 @@ guess_positions = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-compare("positions for each of 4,000 tokens", guess_positions, sum(range(1, 4001)) / 4000)
+compare("positions for each of 4,000 tokens", "guess_positions", sum(range(1, 4001)) / 4000)
 
 # %% [markdown]
 # The work grows with the square of the text's length. **The goal: compute each position once.**
@@ -231,11 +229,6 @@ checks.remember(remember, ranks)
 # There are T new queries and S keys, and S ≥ T. Query t is at position S - T + t, and may attend to keys up to this
 # position. `mask_TS` is bool [T, S], True where a query may attend. Return `F.scaled_dot_product_attention(q, k, v,
 # attn_mask=mask_TS)`. (`is_causal=True` is wrong here: it puts query 0 at key 0.)
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "greedy", "counted", "remember")
 
 
 # %%
@@ -330,11 +323,9 @@ checks.continued(continued, ranks)
 # %%ranks
 guess_faster = ____  # your turn: type a number
 
+
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "greedy", "counted", "attend", "continued")
-
-
 def forward(model, ids_BT, start, attend):
     """Logits [B, T, V] of positions start, start + 1, ...; `attend(layer, q, k, v)` knows what lies before them."""
     positions_T = torch.arange(start, start + ids_BT.shape[1], device=ids_BT.device)
@@ -374,11 +365,10 @@ assert (torch.cat(pieces, dim=1) - target(ids_BT)[0]).abs().max() < 1e-10
 num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
 assert num_bytes == 2 * N * 3 * T * D * 8
 
-compare("times faster, measured", guess_faster, round(plain_s / took_s, 1))
-if rank == 0:
-    say(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10:")
-    say(tokenizer.decode(found))
-    say("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
+compare("times faster, measured", "guess_faster", round(plain_s / took_s, 1))
+say_once(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10:")
+say_once(tokenizer.decode(found))
+say_once("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
 
 # %% [markdown]
 # Why not 32? Both ways make **63 calls**, and each call has a fixed cost: Python starts every operation of every
@@ -473,7 +463,6 @@ checks.call_s(call_s, ranks)
 # %%ranks
 from manyhands.plots.serving import reads_and_published
 
-catch_up(globals(), "cache_bytes", "call_s")
 MODELS = {  # weights, layers, query heads, KV heads, numbers per head
     "Llama 2 7B, 32 KV heads": (6.74e9, 32, 32, 32, 128),
     "Llama 3 8B, 8 KV heads": (8.03e9, 32, 32, 8, 128),
@@ -492,8 +481,7 @@ for name, (P, *shape) in MODELS.items():
             f"{users / step_s:,.0f} tokens/s; arithmetic busy {busy_s / step_s:.0%}"
         )
 mla = (2 * 128 * 128) / (512 + 64)  # DeepSeek-V3, numbers per layer and position: 128 heads, or what MLA stores
-if rank == 0:
-    say(f"MLA stores {mla:.0f} times fewer bytes than the same heads without it")
+say_once(f"MLA stores {mla:.0f} times fewer bytes than the same heads without it")
 metrics.exact(full=full, mla=mla)
 if rank == 0:
     published = recorded_runs.published("14_serving")
@@ -535,7 +523,6 @@ guess_pause = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "cache_bytes", "call_s", "remember", "attend", "continued", "forward", "greedy_step", "greedy")
 P, shape, users, S, chunk = 8.03e9, (32, 32, 8, 128), 32, 8192, 512
 others = users * cache_bytes(*shape, 4096)
 alone_s, step_s = call_s(P, S, 0), call_s(P, users, others)
@@ -547,10 +534,11 @@ ways = {
     f"in {len(chunks_s)} chunks of {chunk}": (max(chunks_s), sum(chunks_s)),
     "on another GPU": (step_s, alone_s + travels_s),
 }
-compare("the pause", guess_pause, round(1e3 * whole_s), "ms")
+compare("the pause", "guess_pause", round(1e3 * whole_s), "ms")
 for name, (pause_s, first_s) in ways.items():
-    if rank == 0:
-        say(f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms")
+    say_once(
+        f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms"
+    )
 metrics.exact(ways=ways)
 
 # %% [markdown]
@@ -684,10 +672,6 @@ say(f"temperature 0.5: {[round(p, 3) for p in sharper_V.tolist()]}")
 for name, number in (("top-k 2, or top-p 0.7", 2), ("top-k 3, or top-p 0.75", 3)):
     kept_V = p_V * (torch.arange(4) < number)
     say(f"{name}: {[round(p, 3) for p in (kept_V / kept_V.sum()).tolist()]}")
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "remember", "attend", "continued", "forward")
 
 # %% [markdown]
 # **Why cut?** Each unlikely token is rare, but there are many of them. 50,000 tokens with a probability of 0.000002 each add up
@@ -855,9 +839,10 @@ while not engine.idle():
 for i, sequence in enumerate(served):
     alone = generate(target, torch.tensor([asked[i]], device=device), 4 + 2 * i, Sampling(0.8), seed=i)
     assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
-if rank == 0:
-    say(f"8 texts in {steps_taken} steps, each as if it were alone")
-    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.num_cached_tokens for s in served]}")
+say_once(f"8 texts in {steps_taken} steps, each as if it were alone")
+say_once(
+    f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.num_cached_tokens for s in served]}"
+)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: batching</summary>
@@ -870,10 +855,6 @@ if rank == 0:
 
 # %% [markdown]
 # On your machine each call has a fixed cost, too: **expect the microseconds per token to fall** as the batch grows.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "remember", "attend", "forward")
 
 
 # %%
@@ -934,11 +915,9 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "kept", "drawn", "to_draw_from", "remember", "attend", "forward")
 draft = shipped_model("plays-draft")[0].to(device).double()
 prompt = val_ids[-20:].tolist()
-if rank == 0:
-    say(f"the large model has {target.num_params():,} parameters, the draft model {draft.num_params():,}")
+say_once(f"the large model has {target.num_params():,} parameters, the draft model {draft.num_params():,}")
 
 
 # %%
@@ -999,8 +978,7 @@ ways = {
 for name, tokens in ways.items():
     found, cells = chi_square(tokens, p_V)
     verdict = "follows p" if found < limit(cells) else "does not follow p"
-    if rank == 0:
-        say(f"{name:20} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
+    say_once(f"{name:20} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
     assert found < limit(cells) or name == "q, unjudged"
 
 # %% [markdown]
@@ -1113,14 +1091,12 @@ if rank == 0:
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "cache_bytes", "call_s")
 for users, S in ((119, 4096), (1900, 256)):
     caches = users * cache_bytes(32, 32, 8, 128, S)
     one_ms, five_ms = (1e3 * call_s(8.03e9, users * k, caches) for k in (1, 5))
-    if rank == 0:
-        say(
-            f"Llama 3 8B, {users:,} users with {S:,} positions: {one_ms:.0f} ms per step, {five_ms:.0f} with 4 draft tokens each"
-        )
+    say_once(
+        f"Llama 3 8B, {users:,} users with {S:,} positions: {one_ms:.0f} ms per step, {five_ms:.0f} with 4 draft tokens each"
+    )
 
 # %% [markdown]
 # With long caches draft tokens are nearly free, also when the server is full. With short ones arithmetic is the limit, and every
@@ -1142,7 +1118,6 @@ for users, S in ((119, 4096), (1900, 256)):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-catch_up(globals(), "drawn", "judged", "chi_square", "limit")
 draft = shipped_model("plays-draft")[0].to(device).double()
 
 # %%
@@ -1188,10 +1163,6 @@ for name, said_V in (("theirs", q_V), ("mended", certain_V)):
 #
 # </details>
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
-catch_up(globals(), "kept", "drawn", "to_draw_from", "remember", "attend", "continued", "forward", "write_cached")
-
 # %%
 # %%ranks --timeout 120
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
@@ -1232,9 +1203,8 @@ from manyhands.serve.decoder import quantize, weight_bytes
 small = quantize(copy.deepcopy(target))
 windows, answers = val_ids[: 16 * T].view(16, T), val_ids[1 : 16 * T + 1].view(16, T)
 before, after = (model(windows, answers)[1].item() for model in (target, small))
-if rank == 0:
-    say(f"weights: {weight_bytes(target):,} bytes in float64, {weight_bytes(small):,} with blocks in 8 bits")
-    say(f"validation loss {before:.4f}, then {after:.4f}: a difference of {after - before:+.1e}")
+say_once(f"weights: {weight_bytes(target):,} bytes in float64, {weight_bytes(small):,} with blocks in 8 bits")
+say_once(f"validation loss {before:.4f}, then {after:.4f}: a difference of {after - before:+.1e}")
 
 # %% [markdown]
 # ## Deploy: a server, a gate, a gauge (MORE, 8 min)
@@ -1320,8 +1290,7 @@ for name, text in (
     while not engine.idle():
         engine.step()
     nats = (engine.prompt_nats - before[0]) / (engine.prompt_tokens - before[1])
-    if rank == 0:
-        say(f"{name}: {nats:.2f} nats per token; the held-out text: {expected:.2f}")
+    say_once(f"{name}: {nats:.2f} nats per token; the held-out text: {expected:.2f}")
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)

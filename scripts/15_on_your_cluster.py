@@ -77,7 +77,7 @@ wait_s = 60  # seconds that a cell watches the job before the lesson goes on, 0 
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, join, leave, say, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
 from manyhands.checks import on_your_cluster as checks
 from manyhands.launch import recorded_runs
 from manyhands.measure import one_core
@@ -117,8 +117,7 @@ folder = agreed[0]
 # %% tags=["nbval-check-output"]
 # %%ranks
 sick = recorded_runs.text("15_doctor_one_core.out").splitlines()
-if rank == 0:
-    say("\n".join(line for line in sick[1:] if not line.startswith(" " * 20)))
+say_once("\n".join(line for line in sick[1:] if not line.startswith(" " * 20)))
 
 # %% [markdown]
 # The job ended with exit status 0. Only the line `cores` shows that two ranks took turns on one core.
@@ -153,7 +152,7 @@ guess_slower = ____  # your turn: times as long
 shared = one_core.time_on_one_core(ranks, repeats)
 one_core.draw(shared, ranks)
 metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.samples[one_core.ALL])
-compare("one core instead of all: times as long, measured", guess_slower, round(shared.ratio, 1))
+compare("one core instead of all: times as long, measured", "guess_slower", round(shared.ratio, 1))
 
 # %% [markdown]
 # n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer, but
@@ -253,7 +252,7 @@ def on_a_gpu(preset, n=1):
 
 # %%
 # %%ranks
-compare("GB on each of 64 GPUs, 1B under DDP", guess_gb, round(16 * P_of["olmo-1b"] / 1e9, 1), "GB")
+compare("GB on each of 64 GPUs, 1B under DDP", "guess_gb", round(16 * P_of["olmo-1b"] / 1e9, 1), "GB")
 if rank == 0:
     rungs = {"1B, DDP": on_a_gpu("olmo-1b"), "7B, DDP": on_a_gpu("olmo-7b")}
     rungs |= {f"7B, FSDP on {n}": on_a_gpu("olmo-7b", n) for n in (8, 64, 1024)}
@@ -393,9 +392,8 @@ guess_calls = ____  # your turn: questions
 # %%
 # %%ranks
 traced = recorded_runs.numbers("15_import_torch.json")
-compare("file-system calls of 256 ranks that import torch", guess_calls, 256 * traced["calls"])
-if rank == 0:
-    say(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
+compare("file-system calls of 256 ranks that import torch", "guess_calls", 256 * traced["calls"])
+say_once(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
 
 # %% [markdown]
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
@@ -536,9 +534,8 @@ def micro_batches(global_batch, n, micro_batch):
     return f"{n} ranks: {share} per step" if not left else f"{n} ranks x {micro_batch} do not divide {global_batch}"
 
 
-if rank == 0:
-    say("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
-    say(micro_batches(480, 24, 5))
+say_once("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
+say_once(micro_batches(480, 24, 5))
 
 # %% [markdown]
 # Before you ask for nodes, ask whether the model fits. If no flag gives a micro-batch, the trainer takes the largest one
@@ -599,9 +596,8 @@ def one_step(flags, precision="fp32"):
 loss_1b, seen, placed = one_step("--preset olmo-1b --parallel.all-reduce buckets")
 P = placed.config.num_params()
 by_ddp = seen.payload_bytes("all_reduce") / P
-if rank == 0:
-    say(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
-    say(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
+say_once(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
+say_once(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
 
 # %% [markdown]
 # ### Wrapping and sharding
@@ -637,8 +633,7 @@ for name, flags in WAYS.items():
     gathers, gathered = seen.count("all_gather"), seen.payload_bytes("all_gather")
     formula = placed.sent_by_formula.get("all_gather")  # from the configuration alone
     assert formula is None or (gathers, gathered) == (formula.calls, formula.payload_bytes)
-    if rank == 0:
-        say(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
+    say_once(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
 
 # %% [markdown]
 # The calls and bytes are those of the dry run's formula. And the loss is equal to that of one process that reads the
@@ -654,8 +649,7 @@ with torch.no_grad():
     expected = alone(*(ids.to(device) for ids in whole_batch))[1].item()
 apart = {name: abs(loss - expected) for name, loss in losses.items()}
 assert max(gap for name, gap in apart.items() if "bf16" not in name) < 1e-5
-if rank == 0:
-    say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
+say_once(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
 
 # %% [markdown]
 # Fewer, longer messages cost memory: as one unit, the whole model is in memory at once. At full size, for ranks we do

@@ -3,7 +3,7 @@
 import ast
 from types import SimpleNamespace
 
-from manyhands.course.catch_up import catch_up
+from manyhands.course.catch_up import define, outline_of
 from manyhands.course.folders import script_of
 
 
@@ -14,9 +14,9 @@ def taken_from(lesson, *names, **given):
     body = ast.parse(script.read_text("utf-8")).body
     imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     exec(compile(ast.Module(imports, []), script, "exec"), namespace)  # noqa: S102
-    namespace.update(given, ranks=SimpleNamespace(lesson=lesson))  # by which `catch_up` knows the lesson
+    namespace.update(given, ranks=given.get("ranks"))
     for name in names:
         namespace.pop(name, None)
-    catch_up(namespace, *names)
-    namespace["ranks"] = given.get("ranks")
+    known = outline_of(script.read_text("utf-8"), lesson).pieces
+    define(namespace, [known[name] for name in names])
     return SimpleNamespace(**{name: namespace[name] for name in names})

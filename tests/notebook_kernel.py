@@ -25,11 +25,60 @@ n_ranks = 4        # processes; in a script the launcher decides
 length = 3         # numbers per rank, >= 1
 
 # %% [markdown]
+# ## Start (CORE, 1 min)
+
+# %%
+# %%ranks
+def started():
+    return length
+
+# %% [markdown]
+# ## Passing on (CORE, 5 min)
+#
 # ### Build B: hand it on
 
 # %%
 def handed_on():
     raise NotImplementedError
+
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution B</summary>
+#
+# ```python
+# import math
+#
+#
+# def handed_on():
+#     return floor(2.5) + base()
+#
+#
+# def floor(x):
+#     return math.floor(x)
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ### And weigh it
+
+# %%
+from textwrap import indent
+
+def base():
+    return int(indent("40", ""))
+
+weight = 3
+
+# %%
+half a line (
+
+# %%
+class Box:
+    def full(self):
+        return handed_on()
+
+def sqrt(x):
+    return "the lesson's"
 """
 JOIN = """%%ranks
 import torch, os, time, signal

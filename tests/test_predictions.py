@@ -27,7 +27,7 @@ class Unprintable:
 @pytest.mark.parametrize(
     "guess, sentence",
     [
-        (None, "no guess: it is 3,960 MB"),
+        (None, "no guess yet: it is 3,960 MB"),
         (400, "you said 400 MB, it is 3,960 MB"),
         (3960, "right, it is 3,960 MB"),
         (4100, "you said 4,100 MB, it is 3,960 MB"),
@@ -48,7 +48,39 @@ def test_an_answer_may_be_a_text(capsys):
         compare("the fastest", guess, "ring")
     said = [line.removeprefix("the fastest: ") for line in capsys.readouterr().out.splitlines()]
     wrong_type = "a guess is a text here, not 3.5: it is 'ring'"
-    assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess: it is 'ring'"]
+    assert said == ["right, it is 'ring'", "you said 'tree', it is 'ring'", wrong_type, "no guess yet: it is 'ring'"]
+
+
+guess_typed = 3960
+
+
+def test_a_guess_may_be_named_and_a_cell_that_was_skipped_is_no_error(capsys):
+    compare("rank 0", "guess_typed", 3960, "MB")
+    compare("rank 1", "guess_of_a_skipped_cell", 40, "MB")
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0: right, it is 3,960 MB",
+        "rank 1: no guess yet: it is 40 MB",
+    ]
+
+
+def test_in_a_notebook_the_answer_is_folded_where_nobody_has_guessed(capsys, monkeypatch):
+    import IPython
+
+    class Shell:
+        kernel = True
+
+    shown = []
+    monkeypatch.setattr(IPython, "get_ipython", Shell)
+    monkeypatch.setattr(IPython.display, "display", lambda bundle, raw: shown.append(bundle))
+    compare("rank <0>", None, 3960, "MB")
+    assert shown == [{
+        "text/html": "<details><summary>rank &lt;0&gt;: no guess yet</summary>it is 3,960 MB</details>",
+        "text/plain": "rank <0>: no guess yet; the answer is folded",
+    }]  # fmt: skip
+    card("first", figure="ring.svg", command="srun x")
+    compare("rank 1", 40, 3960, "MB")
+    said = capsys.readouterr().out
+    assert "- rank <0>: no guess yet\n" in said and "you said 40 MB, it is 3,960 MB" in said
 
 
 def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):

@@ -132,10 +132,10 @@ def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_o
 def test_a_name_that_is_not_defined_is_said_once_with_whose_it_is_and_which_cell_uses_it(notebook):
     _, value, lines = notebook.run("%%ranks\nundefined_name").error
     assert value.startswith("rank 0: NameError") and lines.count("same error") == 3
-    assert notebook.run("%%ranks\n# first\ndef uses_it():\n    return handed_on()").error is None
+    assert notebook.run("%%ranks\n# first\ndef uses_it():\n    return weight").error is None
     lines = " ".join(notebook.run("%%ranks\nuses_it()").error[2].split())
     assert "the cell, line 2" in lines and "an earlier cell, line 4" in lines
-    assert 'handed_on is Build B\'s: run that cell, or catch_up(globals(), "handed_on")' in lines
+    assert 'weight is defined below "And weigh it": run the cells there first.' in lines
 
 
 def test_ranks_that_stay_silent_are_named_and_freed_at_the_time_out(notebook):
@@ -381,7 +381,7 @@ def test_on_a_login_node_two_ranks_start_without_mpi_and_end_when_they_are_idle(
     with Kernel(tmp_path, root, environ) as kernel:
         assert kernel.run("%%ranks\nprint(1)").error[:2] == (
             "RanksError",
-            "no ranks yet: run the cell with start_ranks(...) at the top, the next one, then this section's catch_up. "
+            "no ranks yet: run the cell with start_ranks(...) at the top, then those of Start below it. "
             "In a notebook of your own: %load_ext manyhands, then %ranks 4",
         )
         text = kernel.start(n_ranks=4).text

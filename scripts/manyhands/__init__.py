@@ -1,7 +1,7 @@
 """Many Hands: distributed training, taught on real ranks.
 
     # what every lesson takes; all else is imported by its own path
-    from manyhands import Metrics, catch_up, join, leave, say, show
+    from manyhands import Metrics, join, leave, say, show
 
     ranks = join(globals())     # whoever started this process: torchrun, mpiexec, srun, a notebook, or nobody
     say(f"rank {ranks.rank} of {ranks.world_size}")
@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from manyhands.checks.predictions import ____, card, compare
-    from manyhands.course.catch_up import catch_up
     from manyhands.launch.join import join, leave, mpi_world, refuse
     from manyhands.launch.launchers import LaunchError
     from manyhands.launch.metrics import Metrics, fingerprint
-    from manyhands.launch.program import say
+    from manyhands.launch.program import say, say_once
     from manyhands.launch.ranks import Ranks
     from manyhands.launch.run_folder import show
 
 __all__ = [
-    "LaunchError", "Metrics", "Ranks", "card", "catch_up", "compare", "fingerprint", "join", "leave", "mpi_world",
-    "refuse", "say", "show", "____",
+    "LaunchError", "Metrics", "Ranks", "card", "compare", "fingerprint", "join", "leave", "mpi_world",
+    "refuse", "say", "say_once", "show", "____",
 ]  # fmt: skip
 HOMES = {
     "____": "checks.predictions", "LaunchError": "launch.launchers", "Metrics": "launch.metrics",
-    "Ranks": "launch.ranks", "card": "checks.predictions", "catch_up": "course.catch_up",
+    "Ranks": "launch.ranks", "card": "checks.predictions",
     "compare": "checks.predictions", "fingerprint": "launch.metrics", "join": "launch.join", "leave": "launch.join",
-    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program", "show": "launch.run_folder",
+    "mpi_world": "launch.join", "refuse": "launch.join", "say": "launch.program",
+    "say_once": "launch.program", "show": "launch.run_folder",
 }  # fmt: skip
 
 

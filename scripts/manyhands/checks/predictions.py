@@ -1,20 +1,24 @@
 """Compare a learner's predictions with results: a cell takes a number, the next compares it, a card lists all.
 
-    guess = None  # MB at rank 0 with 100 ranks: type a number
-    compare("rank 0 with 100 ranks", guess, 3960, "MB")     # you said 400 MB, it is 3,960 MB
+    guess_100 = ____  # MB at rank 0 with 100 ranks: type a number
+    compare("rank 0 with 100 ranks", "guess_100", 3960, "MB")     # you said 400 MB, it is 3,960 MB
     card("a collective is a call that all ranks make", ..., figure="ring", command="srun -n 8 python scripts/02_...")
 
-All ranks may call these functions; rank 0 prints. They do not communicate.
+All ranks may call these functions; rank 0 prints. They do not communicate. In a notebook the answer to a question that
+nobody has answered yet is in a closed fold, so that no stored output shows it.
 """
 
+import html
 import math
 import re
+import sys
 
 from manyhands.checks.witness import shown
-from manyhands.launch.program import say
+from manyhands.launch.program import say_once
 from manyhands.launch.ranks import joined, wrapped
 
 ____ = None  # not typed yet
+NONE_YET = "no guess yet"
 CLOSE = 0.02  # a guess within 2 % is right, to allow for rounding
 
 _sentences: dict[str, str] = {}  # {question: how the guess compares}, in the order of the questions
@@ -23,11 +27,19 @@ _sentences: dict[str, str] = {}  # {question: how the guess compares}, in the or
 def compare(what, guess, answer, unit=""):
     """Print on rank 0 how a guess compares with the answer, and keep the sentence for the card.
 
-    what: the question in a few words; asked again, it replaces the first comparison. guess: a number or a text; None
-    or ... is no guess. answer: a finite number, or a text. unit: printed after each number. Returns None.
+    what: the question in a few words; asked again, it replaces the first comparison. guess: the name of the caller's
+    variable, "guess_100", which may be missing, or a number or a text; None or ... is no guess. answer: a finite
+    number, or a text. unit: printed after each number. Returns None.
     """
-    _sentences[what] = sentence = _compared(guess, answer, unit)
-    _say_once(f"{what}: {sentence}")
+    if isinstance(guess, str) and re.fullmatch(r"guess\w*", guess):
+        guess = sys._getframe(1).f_globals.get(guess)
+    sentence = _compared(guess, answer, unit)
+    folded = sentence.startswith(NONE_YET) and _in_a_notebook()
+    _sentences[what] = NONE_YET if folded else sentence
+    if not folded:
+        say_once(f"{what}: {sentence}")
+    elif joined() is None or joined().rank == 0:
+        _show_folded(what, sentence.removeprefix(f"{NONE_YET}: "))
 
 
 def card(*lines, figure, command):
@@ -39,7 +51,7 @@ def card(*lines, figure, command):
     text += [f"figure: {figure}", f"on the cluster: {command}"]
     text += ["your predictions:"] * bool(_sentences)
     text += [part for what, said in _sentences.items() for part in wrapped(f"- {what}: {said}", "  ")]
-    _say_once("\n".join(text))
+    say_once("\n".join(text))
 
 
 def forget():
@@ -47,18 +59,23 @@ def forget():
     _sentences.clear()
 
 
-def _say_once(text):
-    """Print `text` on rank 0, or in a process that is no rank."""
-    ranks = joined()
-    if ranks is None or ranks.rank == 0:
-        say(text)
+def _in_a_notebook():
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def _show_folded(what, answer):
+    from IPython.display import display
+
+    page = f"<details><summary>{html.escape(what)}: {NONE_YET}</summary>{html.escape(answer)}</details>"
+    display({"text/html": page, "text/plain": f"{what}: {NONE_YET}; the answer is folded"}, raw=True)
 
 
 def _compared(guess, answer, unit):
     unit = f" {unit}" if unit else ""
     it_is = f"it is {_plain(answer)}{unit}"
     if guess is None or guess is ...:
-        return f"no guess: {it_is}"
+        return f"{NONE_YET}: {it_is}"
     if isinstance(answer, str):
         if type(guess) is int:  # such as a job's number
             guess = str(guess)

@@ -286,6 +286,12 @@ def say(text: object) -> None:
     write("".join(f"{label}{line}\n" for line in str(text).split("\n")))
 
 
+def say_once(text: object) -> None:
+    """Print `text` as `say` does on rank 0, or in a process that is no rank."""
+    if (ranks := joined()) is None or ranks.rank == 0:
+        say(text)
+
+
 class _Lossy(io.FileIO):
     """A stream whose writes never fail: output that cannot be written is lost. Later writes may succeed again."""
 

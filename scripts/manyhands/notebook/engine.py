@@ -29,6 +29,7 @@ from IPython import get_ipython
 from IPython.core.autocall import ExitAutocall
 from IPython.core.displaypub import CapturingDisplayPublisher
 
+from manyhands.course import catch_up
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined, wrapped
 from manyhands.notebook.debug import Debugger, in_cell
@@ -237,6 +238,16 @@ def run_cell(source, cell, whole=False, trace=False, watched=False):
             _debugger.close()
             _debugger = None
     return _recorder.result() | {"joined": joined() is not None, "trace": traced and traced.result()}
+
+
+def lacking(wanted, stars, graph):
+    """Return what `catch_up.lacking` finds in this rank's namespace."""
+    return catch_up.lacking(get_ipython().user_ns, wanted, stars, graph)
+
+
+def define(pieces):
+    """Define pieces of the lesson in this rank's namespace."""
+    catch_up.define(get_ipython().user_ns, pieces)
 
 
 def _traced(trace):

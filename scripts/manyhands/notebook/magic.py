@@ -23,14 +23,13 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from manyhands.course.catch_up import whose
-from manyhands.course.folders import script_of
+from manyhands.course.catch_up import bring, said, whose
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
 from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.launch.run_folder import outputs_folder, save_figure
 from manyhands.notebook.cell import LOST_PEER
-from manyhands.notebook.rank_pool import current_ranks
+from manyhands.notebook.rank_pool import current_ranks, lesson_here
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
 LIVE_AFTER_S = 2.0
@@ -54,7 +53,19 @@ class CellFailed(Exception):
 
 
 def register():
-    get_ipython().register_magic_function(ranks, "cell")
+    shell = get_ipython()
+    shell.register_magic_function(ranks, "cell")
+    if catch_up_here not in shell.events.callbacks["pre_run_cell"]:
+        shell.events.register("pre_run_cell", catch_up_here)
+
+
+def catch_up_here(info):
+    """Before a cell of the kernel's own runs: define what it needs of the lesson, and say so."""
+    shell, lesson = get_ipython(), lesson_here()
+    if lesson and not info.raw_cell.lstrip().startswith("%%"):
+        with contextlib.suppress(SyntaxError):
+            if line := said(bring(shell.user_ns, lesson, shell.transform_cell(info.raw_cell)), lesson):
+                print(line)
 
 
 def load_ipython_extension(shell):
@@ -70,8 +81,10 @@ def ranks(line, cell):
     """%%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]: run this cell on every rank, or on these."""
     pool = current_ranks()
     options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
-    live = _Live(pool.control) if settings.live() else None
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
+    if caught_up := pool.catch_up(get_ipython().transform_cell(source), options.ranks):
+        print(caught_up)
+    live = _Live(pool.control) if settings.live() else None
     result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks, options.trace)
     shown = sections(result)
     if live:
@@ -171,7 +184,7 @@ def sections(result):
             elif set(item[1]) <= {"text/plain"}:
                 rows.append((label, colour, item[1].get("text/plain", "")))
             else:
-                if len(group) < result.world_size and (not rows or rows[-1][0] != label):
+                if group != [0] and len(group) < result.world_size and (not rows or rows[-1][0] != label):
                     rows.append((label, colour, "shows:"))  # whose figure it is
                 flush()
                 out.append((item[1], item[2]))
@@ -307,8 +320,8 @@ def report(result):
 
 def _whose(name, lesson):
     """Return where the lesson defines the `name` that a cell misses, "" if unknown."""
-    with contextlib.suppress(OSError, SyntaxError):
-        return whose(script_of(lesson), name)
+    with contextlib.suppress(OSError):
+        return whose(lesson, name) if lesson else ""
     return ""
 
 

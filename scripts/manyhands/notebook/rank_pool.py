@@ -7,6 +7,7 @@ ends, and after MANYHANDS_IDLE_S seconds (default 1800) without a cell.
 """
 
 import atexit
+import builtins
 import contextlib
 import json
 import platform
@@ -17,13 +18,14 @@ import time
 
 from IPython.display import display
 
+from manyhands.course import catch_up
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.machine import login_node
 from manyhands.notebook import engine
 from manyhands.notebook.cell import Cell
 from manyhands.notebook.compare import compare
-from manyhands.notebook.engine_processes import Processes, engine_launcher
+from manyhands.notebook.engine_processes import Processes, TimeLimit, engine_launcher
 
 _current = None  # one set of ranks per kernel: starting again replaces it
 
@@ -39,13 +41,18 @@ def replace_ranks(pool):
 def current_ranks():
     """The ranks of this kernel. Raises RanksError where there are none."""
     if _current is None or _current.client is None:
-        cure = "run the cell with start_ranks(...) at the top, the next one, then this section's catch_up"
+        cure = "run the cell with start_ranks(...) at the top, then those of Start below it"
         if _current is None:
             raise RanksError(f"no ranks yet: {cure}. In a notebook of your own: %load_ext manyhands, then %ranks 4")
         if not _current.lesson:
             cure = f"%ranks {_current.world_size} starts new ones; then run your cells again"
         raise RanksError(f"{_current.why_stopped}: {cure}")
     return _current
+
+
+def lesson_here():
+    """Return the lesson whose ranks this kernel has started, "" for none."""
+    return _current.lesson if _current is not None else ""
 
 
 class RankPool:
@@ -208,6 +215,43 @@ class RankPool:
             if self.client is not None:
                 self._touch()
         return cell
+
+    def catch_up(self, source, ranks=None):
+        """Before a cell of a lesson runs: define on its ranks what it needs and none of them has; return what to say.
+
+        One decision for all of them: a name that only some ranks have is said, and not brought.
+        """
+        if not self.lesson:
+            return ""
+        known = catch_up.outline(self.lesson)
+        try:
+            wanted, stars = catch_up.reads(source)
+        except SyntaxError:  # IPython will say so
+            return ""
+        wanted -= known.start | vars(builtins).keys()
+        found = self._ask(ranks, engine.lacking, wanted, stars, known.graph()) if wanted else []
+        if not found or not any(found):
+            return ""
+        missing = set.intersection(*map(set, found))
+        pieces = [piece for name, piece in known.pieces.items() if name in missing]
+        self._ask(ranks, engine.define, pieces)
+        partly = sorted(set.union(*map(set, found)) - missing - {p.name for p in known.pieces.values() if p.is_import})
+        lines = [catch_up.said(missing, self.lesson)]
+        lines += [
+            f"{name} is there on some of these ranks only: run the cell that defines it on all" for name in partly
+        ]
+        return "\n".join(filter(None, lines))
+
+    def _ask(self, ranks, function, *arguments):
+        """Return the answers of ranks that run no cell; [] if one is gone or does not answer, as the cell will say."""
+        ranks = range(self.world_size) if ranks is None else ranks
+        answers = [self.views[rank].apply_async(function, *arguments) for rank in ranks]
+        limit = TimeLimit(20 * settings.patience())
+        while not all(answer.ready() for answer in answers):
+            if self.control.dead or limit.over():
+                return []
+            time.sleep(0.002)
+        return [answer.get() for answer in answers]
 
     def next_cell(self):
         """A number for the next cell: ranks that join in it meet under that number."""
