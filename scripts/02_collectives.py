@@ -470,8 +470,7 @@ if rank == 0:
     say(f"measured, the library's all-reduce on {world_size} ranks: {measured}")
 
 # %% [markdown]
-# An all-reduce on 4 ranks pays α six times, once per hop: one of them 6 times, forty 240 times. (Where ranks
-# share cores, each hop may also wait for a core.) That is why DDP collects gradients in *buckets*
+# Forty all-reduces on 4 ranks pay α 240 times, one only 6. That is why DDP collects gradients in *buckets*
 # ([lesson 03](03_data_parallel.ipynb)).
 #
 # For real machines the next plot shows *bus bandwidth*: bytes that each rank's link carries per second. The curves are

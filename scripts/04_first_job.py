@@ -128,7 +128,7 @@ guess_share = ____  # your turn: type a number
 compare("sequences of each rank", "guess_share", 12 // (2 * 2))
 
 # %% [markdown]
-# The number that the cell printed is the *job ID*. You use it in every later command:
+# The cell printed the *job ID*, which every later command wants:
 #
 # ![A job waits (PD or Q), runs (R), tidies up (CG or E), and ends as completed, failed or over time; scancel or qdel cancels it
 # while it waits or runs](../assets/04_life_of_a_job.svg)
@@ -245,13 +245,11 @@ if rank == 0:
 # on each, and each torchrun starts its node's ranks. Without `launch.py` you would write:
 #
 # ```bash
+# # --cpus-per-task again: srun does not inherit it (https://slurm.schedmd.com/srun.html), and ranks may share a core
 # HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # srun --ntasks-per-node 1 --cpus-per-task 2 python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
 #   --rdzv-backend c10d --rdzv-endpoint "$HOST:29500" --rdzv-id "$SLURM_JOB_ID" scripts/03_data_parallel.py
 # ```
-#
-# Since Slurm 22.05 [srun does not inherit `--cpus-per-task`](https://slurm.schedmd.com/srun.html) from the directive.
-# Without it on this line, both ranks of a node may share one core.
 #
 # ### Build B: twice the nodes, the same global batch
 #
@@ -377,15 +375,12 @@ say_once("on {hardware}".format(**run["conditions"]))
 # | look into it | `ssh` to a node that `qstat -f` names, then `nvidia-smi` or `top` | `srun --jobid 4711 --overlap nvidia-smi` |
 # | work on a compute node yourself | `qsub -I -l select=1,walltime=00:30:00` | `srun --nodes 1 --time 00:30:00 --pty bash` |
 #
-# Then type `hostname`: it must not name the login node. (`salloc` opens its shell there, unless the site [set
-# it otherwise](https://slurm.schedmd.com/slurm.conf.html#OPT_use_interactive_step).)
-#
 # **After the end** the job soon vanishes from `squeue` and `qstat`. Ask the history, `sacct -j 4711 -o
 # State,ExitCode,Elapsed` or `qstat -xf 4711`, or read `outputs/jobs/ddp_shakespeare.4711.status`, which our job file
-# writes. In this file 0 is success, and above 128 it is 128 plus a signal. (`sacct` writes `status:signal`, PBS adds
-# 128 or 256: [the handbook](../assets/handbook/04_first_job.md#how-did-it-end).)
+# writes. In this file 0 is success, and above 128 it is 128 plus a signal. ([`sacct` and
+# PBS](../assets/handbook/04_first_job.md#how-did-it-end) count otherwise.)
 #
-# **Predict.** A run that used too much memory was killed by SIGKILL, which is signal 9. What stands in the file?
+# **Predict.** A run used too much memory and was killed by SIGKILL, signal 9. What stands in the file?
 
 # %%
 # %%ranks
@@ -397,7 +392,7 @@ compare("the exit status after SIGKILL", "guess_status", 128 + 9)
 
 # %% [markdown]
 # Cancel what you no longer need: it keeps others waiting. This cell submits a job and cancels it at once, if your first one has
-# ended (some queues take one job per user):
+# ended:
 
 # %% tags=["active-ipynb"]
 # if job.ended():

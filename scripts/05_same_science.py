@@ -329,7 +329,7 @@ def loss_sum(model, x_bT, y_bT):
     return F.cross_entropy(logits_bTV.flatten(0, 1), y_bT.flatten(), ignore_index=-100, reduction="sum")
 
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 x_BT, y_BT = uneven_batch(0)
 x_bT, y_bT = x_BT.chunk(world_size)[rank], y_BT.chunk(world_size)[rank]
@@ -438,7 +438,7 @@ def trajectory(n, dtype=torch.float64, loss_of=token_mean):
     return torch.stack(losses)
 
 
-# %% tags=["nbval-check-output"]
+# %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks --timeout 120
 by_n = {n: trajectory(n) for n in sizes}
 if rank == 0:
@@ -546,7 +546,7 @@ for step in range(1, 40 * steps + 1):  # with batches of 4 sequences, on every r
         scales[step] = noise_scale(ddp.module)
 metrics.close(tolerance=0.2, noise_scale=list(scales.values()))
 
-# %%
+# %% jupyter={"source_hidden": true}
 # %%ranks
 if rank == 0:
     for step, scale in scales.items():

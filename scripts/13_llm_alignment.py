@@ -377,7 +377,7 @@ once(f"right: {sft_right:.1%}")
 # ## A program judges: GRPO (CORE, 17 min)
 #
 # The model *draws* a **group** of 8 random answers to a question, its [**rollouts**](../assets/glossary.md#rollout). The
-# verifier gives each a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al. 2024) computes an
+# verifier gives each a **reward**, 1 or 0. [**GRPO**](../assets/glossary.md#grpo) (Shao et al. 2024; here without their KL term) computes an
 # [**advantage**](../assets/glossary.md#advantage) for each answer: its reward minus the mean of its group, divided by
 # the group's standard deviation. Training makes answers with a positive advantage more likely.
 #
@@ -511,8 +511,9 @@ if rank == 0:
     show(plots.token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
 
 # %% [markdown]
-# With the loss per answer, a token of a long answer counts less. So a long wrong answer is punished less, and models learn
-# to write such answers. The two other losses avoid that. We train with the loss per token.
+# With the loss per answer, a token of a long answer counts less. So each token of a long wrong answer is punished less, and
+# in long trainings wrong answers grew ([Liu et al. 2025](https://arxiv.org/abs/2503.20783)). The two other losses avoid
+# that. We train with the loss per token. (Right answers of our task all have 5 tokens, so it cannot show this.)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: GRPO</summary>
@@ -623,7 +624,7 @@ def merged(seen):
 
 # %% [markdown]
 # This is the loop (given). With `staleness` 0, drawing and training take turns. With `staleness` k, a batch of answers
-# waits k steps in a queue before the trainers use it.
+# waits k steps in a queue before the trainers use it. Here nothing runs at the same time: the queue only makes answers older.
 
 
 # %%
@@ -710,7 +711,7 @@ outside = {k: 100 * float(np.mean(abs(of - 1) > 0.2)) for k, of in ratios.items(
 compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outside", round(outside[4], 1), "%")
 rewards = {k: [step[0] for step in run[1]] for k, run in runs.items()}
 if rank == 0:
-    alt = "ratios for staleness 0, 1 and 4; mean reward by step; published seconds of a step in two ways"
+    alt = "ratios for staleness 0, 1 and 4; mean reward of drawn answers; published seconds of a step in two ways"
     show(plots.staleness(ratios, rewards, recorded_runs.published("13_one_step_off")), "staleness", alt)
     for k, run in runs.items():
         say(f"staleness {k}: {outside[k]:4.1f} % outside, held-out accuracy {max(run[2].items())[1]:.1%}")
@@ -769,8 +770,9 @@ if rank == 0:
 metrics.measured(accuracy=shares)
 
 # %% [markdown]
-# Reading the 80 answers again helps as well. The difference between the second and the third bar comes from the
-# verifier. The last bar needs 720 more gold answers.
+# Reading the 80 answers again helps as well. GRPO's lead over it comes from 720 new questions and the verifier. How much
+# GRPO itself adds, these bars do not say: SFT on answers that the verifier accepts has both, too (lab). The last bar
+# needs 720 more gold answers.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -871,7 +873,7 @@ card(
     "The loss counts what the assistant wrote, its end marker included, divided by the tokens of all ranks.",
     "GRPO compares an answer with its group. Say which divisor: per answer, per token, or a constant.",
     "Some ranks draw, others train. Each step hands over the weights: 2 P bytes in bf16 to each engine.",
-    "Stale answers keep all ranks busy. The importance ratios say how stale they are, and clipping switches tokens off.",
+    "Stale answers are the price of drawing while training. Ratios say how stale; clipping switches tokens off.",
     "Compare each result with a control: the same gold answers, read as often.",
     figure="ratios at staleness 0, 1 and 4",
     command="srun -n 8 python scripts/align.py grpo --from outputs/sft --parallel.strategy fsdp",
@@ -1010,7 +1012,7 @@ once(f"the longest answer of each rank: {[max(found) for found in by_rank]} toke
 once(f"{busy:.0%} of the slots of all ranks wrote a token; the others waited")
 
 # %% [markdown]
-# More ranks do not help. Serving engines fill a free slot with the next question ([lesson 14](14_llm_serving.ipynb)).
+# More ranks would not end the longest answer sooner. Serving engines fill a free slot with the next question ([lesson 14](14_llm_serving.ipynb)).
 # Asynchronous trainers use answers as they come; their ratios then differ from 1.
 
 # %% [markdown]

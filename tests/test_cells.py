@@ -144,11 +144,15 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
     given = []
 
     class Started(Pool):
+        def catch_up(self, source, ranks):
+            return ""
+
         def run(self, source, timeout_s, *_):
             given.append(timeout_s)
             raise KeyboardInterrupt
 
     pool = Started()
+    monkeypatch.setattr(magic, "get_ipython", lambda: types.SimpleNamespace(transform_cell=str))
     monkeypatch.setattr(magic, "current_ranks", lambda: pool)
     for pool.joined, line in ((False, "# slow"), (True, ""), (False, "--timeout 7")):
         with pytest.raises(KeyboardInterrupt):

@@ -180,7 +180,7 @@ def test_lesson_7s_layer_takes_as_long_as_the_planner_says(pool):
 
 def test_lesson_6_asks_for_the_tokens_of_the_planners_group():
     text = (ROOT / "scripts/06_zero_fsdp.py").read_text("utf-8")
-    formula = re.search(r'compare\("tokens per GPU that hide a gather", guess_tokens, (.*), "tokens"\)', text)[1]
+    formula = re.search(r'compare\("tokens per GPU that hide a gather", "guess_tokens", (.*), "tokens"\)', text)[1]
     assert eval(formula) == pytest.approx(hides(64), rel=0.01)  # noqa: S307
 
 

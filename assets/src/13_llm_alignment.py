@@ -43,18 +43,18 @@ def dpo():
 
 
 def grpo():
-    figure, axes = card(92, 37, "one question, eight answers, on two ranks")
+    figure, axes = card(92, 37, "one question, eight answers, drawn by two ranks")
     rewards = (1, 0, 0, 1, 0, 0, 1, 0)
     top, bottom = 13, 27
     mean = bottom - (bottom - top) * sum(rewards) / len(rewards)
-    for rank in range(2):
-        rank_box(axes, rank, 4 + 38 * rank, 5.2, width=36, height=29, label="")
-        write(axes, 22 + 38 * rank, 8, f"rank {rank}", weight="bold", size=11)
+    for i, rank in enumerate((2, 3)):
+        rank_box(axes, rank, 4 + 38 * i, 5.2, width=36, height=29, label="")
+        write(axes, 22 + 38 * i, 8, f"rank {rank}", weight="bold", size=11)
     axes.plot([5.5, 77], [mean, mean], color=INK, lw=1.6, ls="--", zorder=3)
     write(axes, 79.5, mean, "mean of the\ngroup, 3/8", ha="left")
     for i, reward in enumerate(rewards):
         x, y = 8.5 + 9.4 * i - (0.6 if i > 3 else 0), top if reward else bottom
-        colour = rank_colour(i // 4)
+        colour = rank_colour(2 + i // 4)
         axes.plot([x], [y], marker="o" if reward else "s", ms=9, color=colour, mec=INK, zorder=4)
         arrow(axes, (x, mean - 0.4 if reward else mean + 0.4), (x, y + 1.4 if reward else y - 1.4))
         write(axes, x, 31.4, f"{reward}")
@@ -79,7 +79,7 @@ def halves():
     arrow(axes, (26.6, 10), (65.4, 21))
     write(axes, 46, 6.8, "weights: 4 P bytes to each, in every step")
     arrow(axes, (65.4, 26), (26.6, 26))
-    arrow(axes, (65.4, 14), (26.6, 23.5))
+    arrow(axes, (65.4, 14), (26.6, 14))
     write(axes, 46, 28.2, "answers, their log p, rewards")
     arrow(axes, (15, 16.4), (15, 18.6), style="<|-|>")
     write(axes, 17, 17.5, "gradients", ha="left")

@@ -26,7 +26,7 @@ class Shared:
 
     @property
     def ratio(self) -> float:
-        """How many times as long one core took, by the medians."""
+        """Return how many times as long one core took, by the medians."""
         return median(self.samples[ONE]) / median(self.samples[ALL])
 
 

@@ -219,7 +219,7 @@ class RankPool:
     def catch_up(self, source, ranks=None):
         """Before a cell of a lesson runs: define on its ranks what it needs and none of them has; return what to say.
 
-        One decision for all of them: a name that only some ranks have is said, and not brought.
+        One decision for all of them: a name that only some ranks have is named, and not brought.
         """
         if not self.lesson:
             return ""

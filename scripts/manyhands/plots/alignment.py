@@ -31,14 +31,14 @@ def staleness(ratios, rewards, published):
     for limit in (0.8, 1.2):
         left.axvline(limit, **looks.LIMIT)
     left.set(xscale="log", yscale="log", xlabel="p / p_old", ylabel="% of the tokens", title="importance ratios")
-    left.set_xticks([0.5, 0.8, 1.2, 2], [0.5, 0.8, 1.2, 2])
+    left.set_xticks([1 / 3, 0.8, 1.2, 3], ["1/3, less", 0.8, 1.2, "3, more"])  # the outermost bars hold what is beyond
     left.minorticks_off()
     middle.set(xlabel="step", ylim=(0, 1.02), title="mean reward")
     middle.legend(frameon=False, title="staleness", loc="lower right")
     for place, series in enumerate(published):
         below = 0
         for (_, seconds), part in zip(series["points"], series["parts"], strict=True):
-            shade = looks.PAPER if part == "score" else looks.GREY
+            shade = looks.PAPER if part in ("old log p", "other") else looks.GREY
             right.bar(place, seconds, bottom=below, color=shade, edgecolor=looks.INK, width=0.6)
             right.text(place, below + seconds / 2, f"{part} {seconds}", ha="center", va="center", fontsize=9)
             below += seconds
