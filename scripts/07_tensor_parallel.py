@@ -739,8 +739,9 @@ metrics.exact(virtual_layer_s={name: row[0] for name, row in times.items()})
 assert all(abs(total / formula - 1) < 0.02 for total, _, formula in times.values())
 
 # %% [markdown]
-# In two domains the ranks of a node send over two cards, in four over one. Both are slower than one fast domain. On the
-# right is a 3 B model on nodes of 8 GPUs ([Ultra-Scale
+# The links have their stated speed here, so this is the least that a layer waits: real messages reach less ([lesson
+# 02](../assets/handbook/02_collectives.md#on-gpus)). In two domains the ranks of a node send over two cards, in four over
+# one. On the right is a 3 B model on nodes of 8 GPUs ([Ultra-Scale
 # Playbook](https://github.com/vinjn/nanotron-ultrascale-playbook/blob/e3bcfc5c0b177d5f259a65465ddf0f880c71577f/assets/data/benchmarks/tp_scaling.html)).
 # The batch is the largest that fits. From 2 to 8 ranks the speed per GPU falls by a fifth. From 8 to 16, on two nodes, it
 # falls by almost half.

@@ -643,10 +643,11 @@ for sizes in ([3, 3], balance(costs, 2)) if rank == 0 else ():
 # ## With FSDP (CORE, 2 min)
 #
 # Large runs do both: 64 ranks are 4 stages x 16 shards. [FSDP](../assets/glossary.md#fsdp) gathers a block before it
-# computes (lesson 06). But now a block computes once per *micro-batch*. The library frees weights after a forward, and
-# after the last backward of the step.
+# computes (lesson 06). But now a block computes once per *micro-batch*. FSDP frees a block after each forward. torch's
+# pipeline keeps it after every backward but the last.
 #
-# **Predict.** Stage 0 of four does 1F1B with eight micro-batches. How often does it gather each block in a step?
+# **Predict.** Stage 0 of four does 1F1B with eight micro-batches: F F F F, then B F four times, then B B B B. How often
+# does it gather each block in a step?
 
 # %%
 # %%ranks
@@ -680,8 +681,14 @@ if rank == 0 and p > 1:
 compare("gathers of a block, 1F1B with 8 micro-batches", "guess_gathers", 9)
 
 # %% [markdown]
-# Every action that finds the weights freed gathers them: m + 1 times in all. The other choice is to hold the stage
-# *whole*, with one gather. OLMo 7B has 13.4 GB in bf16: one of four stages then takes up to 3.5 GB more.
+# Every action that finds the weights freed gathers them, here marked: F\* F\* F\* F\* B\* F B\* F B\* F B\* F B\* B B B. These
+# are m + 1. The other choice is to hold the stage *whole*, with one gather. OLMo 7B has 13.4 GB in bf16: one of four
+# stages then takes up to 3.5 GB more.
+#
+# torchtitan holds it whole [by
+# default](https://github.com/pytorch/torchtitan/blob/90d017c1308142b7c8e7517d72e05ca49c4f9b13/torchtitan/distributed/fsdp.py)
+# where there is a pipeline. [DeepSeek-V3](https://arxiv.org/abs/2412.19437) shards the optimizer alone (ZeRO-1), which is
+# Megatron-LM's *distributed optimizer*.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 3 min)
@@ -731,7 +738,7 @@ first, second, both = (gradient_after(steps) for steps in ((0,), (1,), (0, 1)))
 share = ((both - second).norm() / first.norm()).item()
 mended = gradient_after((0, 1), divided, scale_grads=False)
 wrong, right = ((found - first - second).norm().item() for found in (both, mended))
-say(f"of the first batch's gradient {share:.3f} is left; off by {wrong:.1e}, cured by {right:.0e}")
+say(f"of the first batch's gradient {share:.3f} is left; error {wrong:.1e}, after the cure {right:.0e}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -975,8 +982,7 @@ metrics.exact(idle=idles)
 
 # %% [markdown]
 # Bold numbers belong to the rank's second stage. What is held is counted in stages: on four ranks interleaved holds 11
-# half-size stages on rank 0, and 1F1B holds 4 of full size. With one stage per rank torch's interleaved order holds 7,
-# because it begins with 2(p - 1 - s) forwards and one more. ZB-H1 holds p = 4 on *every* rank: rank 3, which holds 1
+# half-size stages on rank 0, and 1F1B holds 4 of full size. ZB-H1 holds p = 4 on *every* rank: rank 3, which holds 1
 # under 1F1B, now keeps more for its late `W`s. The V holds 8 half-size stages on every rank, which is the same amount.
 #
 # ### One step for any order (MORE, 5 min)
@@ -1178,8 +1184,8 @@ checks.fewest(fewest, ranks)
 # ### Exercise 3: what does an order hold?
 #
 # An order is all you need to know a rank's memory. A stage holds the activations of a micro-batch from its `F` to its `B`. Where
-# the backward is split, it holds them to its `W`: an `I` frees nothing. Write `held(order)`: the most that this rank holds at
-# a time. A rank may have several stages, and each pair (stage, micro-batch) counts once.
+# the backward is split, count it to its `W`: an `I` keeps nearly all, the inputs of the matrices. Write `held(order)`: the
+# most that this rank holds at a time. A rank may have several stages, and each pair (stage, micro-batch) counts once.
 
 
 # %%

@@ -544,11 +544,12 @@ metrics.exact(ring_backward_bytes=seen.sent_bytes)
 # %% [markdown]
 # ## Who waits for whom? (CORE, 10 min)
 #
-# With a causal mask, rank 0's queries need only block 0. The last rank's queries need all blocks. The ranks wait for
-# each other in each step, so a step takes as long as its busiest rank.
+# With a causal mask, rank 0's queries need only block 0. The last rank's queries need all blocks. GPU kernels skip masked
+# blocks. (`scores` above does not: it computes all pairs and masks them afterwards.) The ranks wait for each other in
+# each step, so a step takes as long as its busiest rank.
 #
-# **Predict.** Four ranks have positions in order. By what factor does the ring take longer than with equal work? Count
-# query-key pairs: a rank's own block counts as half a block, because of the mask.
+# **Predict.** Four ranks have positions in order, and a kernel that skips masked blocks. By what factor does the ring take
+# longer than with equal work? Count query-key pairs: a rank's own block counts as half a block, because of the mask.
 
 # %%
 # %%ranks
@@ -560,8 +561,8 @@ compare("the ring in order, times perfect balance", "guess_wait", 2 - 1 / 4)
 
 # %% [markdown]
 # Step 0 is half a block on all ranks. In each of the three later steps some rank has a full one: together 3.5. All
-# ranks together compute 8 blocks, 2 each with equal work: 3.5 / 2 = 1.75. In general it is 2 - 1/c: **almost half of
-# the time is waiting**.
+# ranks together compute 8 blocks, 2 each with equal work: 3.5 / 2 = 1.75. In general it is 2 - 1/c: **with such a kernel,
+# almost half of the time is waiting**.
 #
 # ![Query-key pairs of four ranks: in order, rank 0 has few and rank 3 many; in zig-zag all have the
 # same](../assets/09_zig_zag.svg)
@@ -601,8 +602,8 @@ checks.zig_zag(zig_zag, ranks)
 # </details>
 
 # %% [markdown]
-# Nothing else changes, because `scores` masks by position. The bars count the pairs that each rank needs in each step.
-# On the right is a real machine.
+# Nothing else changes, because `scores` masks by position. The bars count the pairs that each rank needs in each step: a
+# kernel that skips masked blocks computes only these. On the right is a real machine.
 
 
 # %% jupyter={"source_hidden": true}
@@ -632,7 +633,7 @@ if rank == 0:
     show(work_per_rank(work, fair, curves), "work_per_rank", "query-key pairs per rank; right, rates on 8 GPUs")
     for name, rows in work.items():
         ring = sum(max(row[step] for row in rows) for step in range(c))  # the busiest of each step
-        say(f"{name}: output and gradients right; the ring takes {ring / fair:.2f} times a fair share")
+        say(f"{name}: output and gradients right; the busiest ranks need {ring / fair:.2f} times a fair share of pairs")
 
 # %% [markdown]
 # Zig-zag sends the same bytes. But everything that depends on position (mask, position embedding, targets) must use
@@ -648,7 +649,7 @@ card(
     "Queries stay, keys and values go around: post the block, work on it, then wait for the next.",
     "Backward computes the scores again. The gradients of keys travel with the keys: 2c - 1 blocks.",
     "With GQA keys are small: then an all-gather of K and V is a simple alternative.",
-    "Under a causal mask, positions in order take 2 - 1/c times as long. Zig-zag is level.",
+    "If kernels skip what a causal mask hides, positions in order take 2 - 1/c times as long. Zig-zag is level.",
     figure="a ring of keys; triangles in order and in zig-zag",
     command="python scripts/launch.py --nproc 4 -- --preset nano --parallel.context 4",
 )
@@ -1220,18 +1221,22 @@ if rank == 0:
 # ## Lab: the library's ring (MORE, 2 min)
 #
 # Within PyTorch's `context_parallel`, `F.scaled_dot_product_attention` runs on several ranks, in zig-zag by default.
-# Two things matter in torch 2.13. It supports attention kernels of CUDA only, so it does not run on a CPU. And by
-# default it is **no ring**: it all-gathers keys and values, so every rank needs memory for all of them. Ask for the
-# ring:
+# Three things matter in torch 2.13. It is a *prototype*: its source calls it a legacy API, to be deprecated. It supports
+# attention kernels of CUDA only, so it does not run on a CPU. And by default it is **no ring**: it all-gathers keys and
+# values, so every rank needs memory for all of them. Ask for the ring:
 #
 # ```python
 # from torch.distributed.tensor.experimental import context_parallel
-# from torch.distributed.tensor.experimental._attention import set_rotate_method
+# from torch.distributed.tensor.experimental._context_parallel import set_rotate_method
 #
 # set_rotate_method("alltoall")  # the default is "allgather"
 # with context_parallel(mesh["shared"], buffers=[x, targets], buffer_seq_dims=[1, 1]):
 #     ...  # the buffers are cut here, in place, and whole again afterwards
 # ```
+#
+# Its successor is `_context_parallel_shard` in the same module, private still.
+# [torchtitan](https://github.com/pytorch/torchtitan/blob/2fc04c6f6101a0f8f5b8d1f7c5d45f592777f59a/torchtitan/distributed/context_parallel.py)
+# uses it, also with `FlexAttention`, for which there is no ring yet.
 #
 # The all-gather is what Llama 3 does, too. With GQA and contexts that fit, it is a good choice; but know which one you have.
 

@@ -128,10 +128,10 @@ REJECTED = {
         ("range(1, sequences + 1)", "range(p, sequences + 1)", "what you return should be"),
     ],
     "held": [
-        ('"BW"', '"BI"', "now.remove", "now.discard", "I frees nothing; W does"),
+        ('"BW"', '"BI"', "now.remove", "now.discard", "an I keeps nearly all: count to W"),
         ('elif kind in "BW"', 'elif kind == "B"', "what rank 0 holds at most should be"),
         ("        most = max", "        if kind != 'F':\n            break\n        most = max",
-         "I frees nothing; W does"),
+         "an I keeps nearly all: count to W"),
         ("(stage, i)", "i", "now.remove", "now.discard", "Interleaved1F1B, p = 4, m = 8: what rank 0"),
         ("return most", "return len({i for _, _, i in order})", "those are all micro-batches"),
         ("return most", "return len(now)", "should be 11, not 0"),

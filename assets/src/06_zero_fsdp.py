@@ -114,7 +114,7 @@ def volume():
             box(axes, x, y, width, 4.8, text, face=PAPER if cost else GREY, hatch=HATCH if cost else None)
             x += width
         write(axes, 86, y + 2.4, total, weight="bold", size=12)
-    note = "hatched: communication, one box of this width for each P; ZeRO-2 and 3 do theirs unit by unit"
+    note = "hatched: communication, one box of this width for each P; much of it overlaps with computing"
     write(axes, 14, 31.3, note, ha="left", colour=QUIET)
     return figure
 

@@ -357,7 +357,7 @@ def held(answer, ranks=None):
             to_input = max(accumulate({"F": 1, "W": 0}.get(kind, -1) for kind, *_ in plainly))
             right = in_flight(order)
             slips = {
-                "I frees nothing; W does": to_input,
+                "an I keeps nearly all: count to W": to_input,
                 "those are all micro-batches": m,
                 "those are all forwards": m * v,
             }

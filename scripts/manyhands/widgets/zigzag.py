@@ -50,7 +50,7 @@ def zigzag_picture(ranks=4, positions=16, layout="zig-zag"):
     each = ", ".join(f"{sum(steps):,}" for steps in pairs)
     return figure, (
         f"{positions} positions {layout} on {ranks} rank{'s' if ranks > 1 else ''}: {each} query-key pairs; "
-        f"the ring takes {_slowdown(pairs):.2f} times a fair share"
+        f"the busiest ranks need {_slowdown(pairs):.2f} times a fair share"
     )
 
 
@@ -97,7 +97,7 @@ def _draw_work(axes, pairs):
     axes.text(n - 0.35, fair, "fair\nshare", fontsize=10, va="center")
     axes.set(xlabel="rank (darkest: step 0 of the ring)", ylabel="query-key pairs", xlim=(-0.6, 1.17 * n))
     axes.set_xticks(range(n))
-    axes.set_title(f"the ring takes {_slowdown(pairs):.2f} times a fair share", fontsize=11)
+    axes.set_title(f"the busiest ranks need {_slowdown(pairs):.2f} times a fair share", fontsize=11)
 
 
 def _slowdown(pairs):
