@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -325,15 +326,16 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence_before_any_rank_
     assert "has no such interface with an address; unset it, or name one that `ip -brief addr` shows" in errors
 
 
-def by_hand(script, **world):
-    """What two ranks print that are started by hand in this world, by rank: (status, output, errors)."""
+def by_hand(script, *of_1, **world):
+    """What two ranks print that are started by hand in this world, by rank: (status, output, errors).
+
+    `of_1`: flags that only rank 1 has.
+    """
     world = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())} | world
     command = [sys.executable, script]
-    second = subprocess.Popen(
-        command, env=os.environ | world | {"RANK": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    first = run(*command, RANK="0", **world)
-    return first, (second.wait(60), *second.communicate())
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(run, *command, *of_1, RANK="1", timeout_s=90, **world)
+        return run(*command, RANK="0", timeout_s=90, **world), second.result()
 
 
 def test_ranks_started_by_hand_meet_over_ipv6(script):
@@ -341,6 +343,28 @@ def test_ranks_started_by_hand_meet_over_ipv6(script):
         pytest.skip("no IPv6 here")
     for rank, (status, output, errors) in enumerate(by_hand(script, MASTER_ADDR="::1", LOCAL_RANK="0")):
         assert status == 0 and f"[rank {rank}] {rank}/2 by hand sum=8" in output, errors
+
+
+@pytest.mark.parametrize(
+    ("program", "of_1", "said"),
+    [
+        (None, ["--length", "3"], "07_sum.py: rank 0 has length=4 and rank 1 length=3; start"),
+        (
+            "scripts/train.py",
+            # the last two may differ from host to host
+            ["--train.steps", "7", "--log.every", "3", "--train.stall-s", "20", "--data.folder", "nowhere"],
+            "train.py: rank 0 has train.steps=300 and rank 1 train.steps=7 (and 1 more option); start",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_started_by_hand_with_different_options_are_told_before_they_wait(root, script, program, of_1, said):
+    of_0, of_other = by_hand(root / program if program else script, *of_1, MASTER_ADDR="127.0.0.1")
+    assert of_0 == (2, "", f"{said} all with the same options\n") and of_other == (2, "", "")
+
+
+def test_ranks_may_differ_in_what_concerns_their_host(script):
+    for status, output, errors in by_hand(script, "--device", "cpu", MASTER_ADDR="127.0.0.1"):
+        assert status == 0 and "sum=8" in output, errors
 
 
 @pytest.mark.parametrize(

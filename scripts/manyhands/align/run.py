@@ -23,7 +23,7 @@ from manyhands.launch.program import Refused
 from manyhands.launch.ranks import Agreement
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.run import Diverged, Run, carry_out
-from manyhands.train.start import refuse_compile, refuse_size
+from manyhands.train.start import of_all_ranks, refuse_compile, refuse_size
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample
@@ -111,7 +111,8 @@ def chat_corpus(corpus, vocab):
 
 def align(wanted):
     """Run `wanted` on all ranks that were started. Returns this process's exit status. All ranks must call it."""
-    ranks = join(name="align", device=wanted.train.device, timeout_s=wanted.train.timeout_s)
+    train = wanted.train
+    ranks = join(name="align", device=train.device, timeout_s=train.timeout_s, options=of_all_ranks(wanted))
     with PreemptionHandler(ranks) as preemption:
         corpus = load_corpus(ranks)
         tell = print if ranks.rank == 0 else lambda text: None

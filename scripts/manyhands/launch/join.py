@@ -27,7 +27,7 @@ from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo, missing_interfaces
 from manyhands.launch.launchers import LaunchError, resolve, without_launchers
-from manyhands.launch.program import end, say_nothing_yet, say_status, write
+from manyhands.launch.program import SPEAKS_FIRST_S, end, say_nothing_yet, say_status, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Lost, Unreachable, ask_mpi, import_mpi, store_for
 
@@ -40,12 +40,12 @@ _again: dict[str, Any] = {}  # the arguments of the last join, until `leave`
 
 def join(
     lesson: dict | None = None, *, name: str | None = None, device: str = "auto",
-    timeout_s: float | None = None, quiet: bool = False,
+    timeout_s: float | None = None, quiet: bool = False, options: dict[str, Any] | None = None,
 ) -> Ranks:  # fmt: skip
     """Enter the process group and return this process's Ranks. All ranks call it; it can be called again.
 
     `lesson` is the caller's globals(): in a script, flags override the values of its `parameters` cell there.
-    A program that parses its flags itself passes its `name` instead.
+    A program that parses its flags itself passes its `name` instead, and `options` that all ranks must have alike.
     `device`: auto, cpu, cuda or xpu; a lesson's own parameter `device` comes first, and "auto" of either means what the
     variable MANYHANDS_DEVICE says, where it is set. `timeout_s` is the group's; LESSON_S times
     `settings.patience` where none is named.
@@ -53,14 +53,14 @@ def join(
     status 2, before the first collective.
     """
     leave()
-    _again.update(lesson=lesson, name=name, device=device, timeout_s=timeout_s)
+    _again.update(lesson=lesson, name=name, device=device, timeout_s=timeout_s, options=options)
     script = (lesson or {}).get("__file__", f"{name}.py" if name else None)
     try:
         if name is None:
-            name = _take_flags(lesson, script) if script else settings.value("MANYHANDS_LESSON", "")
+            name, options = _take_flags(lesson, script) if script else (settings.value("MANYHANDS_LESSON", ""), {})
         named = settings.device()  # first, to refuse invalid values
         wanted = str((lesson or {}).get("device", device)).split(":")[0]
-        ranks = _enter(name, named if wanted == "auto" else wanted, timeout_s, quiet)
+        ranks = _enter(name, named if wanted == "auto" else wanted, timeout_s, quiet, options or {})
     except (LaunchError, lesson_parameters.ParameterError) as error:
         if script is None:
             raise
@@ -118,15 +118,16 @@ def mpi_world() -> Any:
 
 
 def _take_flags(lesson, script):
-    """Apply the script's flags to `lesson` and return the script's stem."""
+    """Apply the script's flags to `lesson` and return (the script's stem, {parameter: value} but the device)."""
     known = lesson_parameters.read(script)
     if {"-h", "--help"} & set(sys.argv[1:]):
         end(lesson_parameters.help_text(known, script), 0, "stdout")
-    lesson.update(lesson_parameters.parse(known, sys.argv[1:]))
-    return Path(script).stem
+    values = {one.name: one.default for one in known} | (given := lesson_parameters.parse(known, sys.argv[1:]))
+    lesson.update(given)
+    return Path(script).stem, {name: value for name, value in values.items() if name != "device"}
 
 
-def _enter(name, wanted, timeout_s, quiet):
+def _enter(name, wanted, timeout_s, quiet, options):
     info = resolve()
     if info.launcher == "torchrun":
         for of_mpich in os.environ.keys() - without_launchers(os.environ, only="mpich").keys():
@@ -140,7 +141,7 @@ def _enter(name, wanted, timeout_s, quiet):
         timeout_s = LESSON_S * settings.patience()
     store = store_for(info, meet_s)
     try:
-        offers, plan = _agree(store, info, wanted)
+        offers, plan = _agree(store, info, wanted, options)
     except dist.DistNetworkError as error:
         raise Lost(
             f"rank {info.rank} lost rank 0, which has ended; see its output for the reason, then start again"
@@ -181,19 +182,20 @@ def _late(store, info, meet_s):
     return f"rank {info.rank} waited {meet_s:.0f} s for rank 0 to choose a device; is it alive?"
 
 
-def _agree(store, info, wanted):
+def _agree(store, info, wanted, options):
     """Exchange what each rank sees and let rank 0 choose: return (offers in rank order, plan) on every rank.
 
     Use the store, because the process group's backend depends on the choice. An error of one rank is raised on all.
     """
     offer = devices.look(os.environ) | {"local_rank": info.local_rank, "no_interface": missing_interfaces(os.environ)}
-    store.set(f"offer{info.rank}", json.dumps(offer))
+    store.set(f"offer{info.rank}", json.dumps(offer | {"options": options}, default=str))
     if info.rank == 0:
         offers = [json.loads(store.get(f"offer{r}")) for r in range(info.world_size)]
         for r, offer in enumerate(offers):
             if offer["local_rank"] is None:  # the launcher does not set it: count the lower ranks on this host
                 offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
         try:
+            _refuse_unequal([offer.pop("options") for offer in offers])
             if lost := next((offer for offer in offers if offer["no_interface"]), None):
                 named = f"GLOO_SOCKET_IFNAME names {', '.join(lost['no_interface'])}, and {lost['host']} has no such"
                 raise LaunchError(
@@ -203,4 +205,19 @@ def _agree(store, info, wanted):
         except LaunchError as error:
             plan = {"error": str(error)}
         store.set("plan", json.dumps([offers, plan]))
-    return json.loads(store.get("plan"))
+    offers, plan = json.loads(store.get("plan"))
+    if "error" in plan:  # then rank 0, which may serve the store, stays until the others know
+        store.set(f"read{info.rank}", "")
+        if info.rank == 0:
+            with contextlib.suppress(dist.DistError):
+                store.wait([f"read{r}" for r in range(info.world_size)], timedelta(seconds=SPEAKS_FIRST_S))
+    return offers, plan
+
+
+def _refuse_unequal(options):
+    """Raise LaunchError if a rank was started with other options than rank 0: one would wait for the other."""
+    for rank, own in enumerate(options):
+        if other := [name for name in options[0] if own.get(name) != options[0][name]]:
+            of_0, of_other = (f"{other[0]}={of.get(other[0])!r}" for of in (options[0], own))
+            more = f" (and {len(other) - 1} more option{'s' * (len(other) > 2)})" * (len(other) > 1)
+            raise LaunchError(f"rank 0 has {of_0} and rank {rank} {of_other}{more}; start all with the same options")

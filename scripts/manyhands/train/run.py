@@ -34,6 +34,7 @@ from manyhands.train.start import (
     choose_tf32,
     corpus_of,
     decided,
+    of_all_ranks,
     prompt_ids,
     random_state,
     refuse_compile,
@@ -313,7 +314,8 @@ def train(options):
 
     Invalid options are refused (status 2) before the first collective of the training.
     """
-    ranks = join(name="train", device=options.train.device, timeout_s=options.train.timeout_s)
+    train = options.train
+    ranks = join(name="train", device=train.device, timeout_s=train.timeout_s, options=of_all_ranks(options))
     with PreemptionHandler(ranks) as preemption:
         try:
             corpus = corpus_of(options, ranks)

@@ -23,6 +23,14 @@ from manyhands.launch.settings import environment
 
 SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
+HOSTS_OWN = ("config", "data.folder")  # each host may have its own copy of what these name
+
+
+def of_all_ranks(options):
+    """Return {"train.steps": 300, ...}: the options of a run that all ranks must have been started with."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in to_dict(options).items()}
+    named = {f"{group}.{name}".rstrip("."): (name, v) for group, own in groups.items() for name, v in own.items()}
+    return {path: value for path, (name, value) in named.items() if name not in WAITS and path not in HOSTS_OWN}
 
 
 def corpus_of(options, ranks=None):
