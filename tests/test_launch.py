@@ -274,6 +274,7 @@ def test_a_wrong_flag_is_one_sentence_of_rank_0(script):
     assert '07_sum.py", line' not in errors, "no traceback of ours"
 
 
+IMPATIENT = "from manyhands.launch import program\nprogram.WORD_S = 0.5\n"  # says soon what it waits for
 NOWHERE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
            "MASTER_PORT": "9"}  # fmt: skip
 ONE_OF_FOUR = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
@@ -288,11 +289,12 @@ ONE_OF_FOUR = RECORDS["openmpi"]["environ"] | {"OMPI_COMM_WORLD_RANK": "0", "OMP
          ["rank 0 of 4, but MPI says rank 0 of 1", "bin/mpiexec"]),
         ([], {name: value for name, value in ONE_OF_FOUR.items() if name.startswith(("OMPI_COMM_WORLD", "PMIX_"))},
          ["Open MPI's mpiexec started this process, and mpi4py here uses MPICH", "bin/mpiexec", "--starter torchrun"]),
-        ([], NOWHERE, ["rank 1 did not reach rank 0 at 127.0.0.1:9 within 2 s"]),
+        ([], NOWHERE,
+         ["rank 1 waits for rank 0 at 127.0.0.1:9, up to 2 s", "rank 1 did not reach rank 0 at 127.0.0.1:9 within 2"]),
     ],
 )  # fmt: skip
 def test_a_wrong_start_ends_with_status_2_and_one_sentence(script, argv, environ, sentences):
-    script.write_text(script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1))
+    script.write_text(IMPATIENT + script.read_text().replace("join(globals())", "join(globals(), timeout_s=2)", 1))
     status, output, errors = run(sys.executable, script, *argv, **environ)
     assert (status, output) == (2, "")
     assert all(sentence in errors for sentence in sentences)
@@ -383,7 +385,7 @@ def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_h
     text = script.read_text().replace(
         "join(globals())", 'join(globals(), timeout_s=(5, 90)[int(os.environ["RANK"])])', 1
     )
-    script.write_text("import os\n" + text)
+    script.write_text(f"import os\n{IMPATIENT}{text}")
     world = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": "3"}
     environ = os.environ | world | {"RANK": "0", "LOCAL_RANK": "0"}
     first = subprocess.Popen([sys.executable, script], env=environ, stderr=subprocess.PIPE, text=True)
@@ -393,4 +395,6 @@ def test_ranks_started_by_hand_name_those_that_do_not_come_and_say_that_rank_0_h
     )
     of_0 = first.communicate(timeout=60)[1]
     assert first.returncode == 1 and "Traceback" not in of_0
+    asks = "for rank 2 to join, up to 5 s; did they start, and are they alive?\n"
+    assert f"rank 0 waits {asks}" in of_0 and " to join, up to" not in errors, "who is missing is said once, and soon"
     assert of_0.endswith("rank 0 waited 5 s for rank 2 to join; did they start, and are they alive?\n")

@@ -398,6 +398,18 @@ def test_started_by_hand_a_rank_that_lost_another_leaves_at_once_and_under_torch
         assert "Connection closed by peer" in capsys.readouterr().err
 
 
+def test_a_torchrun_that_waits_for_other_nodes_says_so():
+    soon = "from manyhands.launch import commands, program; program.WORD_S = 1; commands.quiet_torchrun()"
+    meet = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=1", "--nproc-per-node=1"]
+    waits = subprocess.Popen([sys.executable, "-c", soon, *meet, "x.py"], stderr=subprocess.PIPE, text=True)
+    try:
+        said = next(line for line in waits.stderr if line.startswith("launch.py: "))
+    finally:
+        waits.kill()
+        waits.communicate()
+    assert "waits for the run's other nodes (--nnodes=2 --rdzv-endpoint=127.0.0.1:0); do they start" in said
+
+
 @pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])
 def test_on_several_nodes_a_refusal_is_the_last_line_again(monkeypatch, capsys, nodes, said):
     def keep(command, environ, idle_s):

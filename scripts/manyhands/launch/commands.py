@@ -35,7 +35,7 @@ from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
-from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, end_by, read_end, read_status, write
+from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, end_by, read_end, read_status, told, write
 
 TRAIN = SCRIPTS / "train.py"
 ON_NODES = Path(__file__).with_name("on_nodes.sh")
@@ -249,7 +249,8 @@ def quiet_torchrun() -> int:
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
-        torchrun()
+        with told(_waiting_for_nodes):
+            torchrun()
         return 0
     except (SignalException, KeyboardInterrupt) as stop:
         status, sentence = after_signal(getattr(stop, "sigval", signal.SIGINT), read_status())
@@ -264,6 +265,16 @@ def quiet_torchrun() -> int:
     if sentence:
         print(f"launch.py: {sentence}", file=sys.stderr)
     return status
+
+
+def _waiting_for_nodes():
+    """Return a sentence while torchrun has started no rank, because other nodes' torchruns have not come."""
+    import psutil  # imported late: most runs need none
+
+    if RENDEZVOUS not in sys.argv or psutil.Process().children():
+        return ""
+    where = " ".join(word for word in sys.argv if word.startswith(("--nnodes=", "--rdzv-endpoint=")))
+    return f"launch.py: {platform.node()} waits for the run's other nodes ({where}); do they start, and reach it?"
 
 
 @contextmanager

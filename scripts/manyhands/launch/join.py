@@ -27,7 +27,7 @@ from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo, missing_interfaces
 from manyhands.launch.launchers import LaunchError, resolve, without_launchers
-from manyhands.launch.program import SPEAKS_FIRST_S, end, say_nothing_yet, say_status, write
+from manyhands.launch.program import SPEAKS_FIRST_S, end, say_nothing_yet, say_status, told, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Lost, Unreachable, ask_mpi, import_mpi, store_for
 
@@ -141,7 +141,8 @@ def _enter(name, wanted, timeout_s, quiet, options):
         timeout_s = LESSON_S * settings.patience()
     store = store_for(info, meet_s)
     try:
-        offers, plan = _agree(store, info, wanted, options)
+        with told(lambda: _still_missing(store, info, meet_s)):
+            offers, plan = _agree(store, info, wanted, options)
     except dist.DistNetworkError as error:
         raise Lost(
             f"rank {info.rank} lost rank 0, which has ended; see its output for the reason, then start again"
@@ -163,8 +164,10 @@ def _enter(name, wanted, timeout_s, quiet, options):
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. After a split a group
     # of gloo alone may hang (pytorch#145376), and a split after a second join in one process crashes (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}
-    dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
-    dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect raises here
+    speaks = rank == 0 and info.launcher != "notebook"
+    with told(lambda: "rank 0 waits for all ranks to connect; is each alive?" * speaks):
+        dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
+        dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect raises here
     if rank == 0 and not quiet:
         write(devices.describe(info.launcher, offers, plan) + "\n")
     return Ranks(
@@ -173,12 +176,28 @@ def _enter(name, wanted, timeout_s, quiet, options):
     )  # fmt: skip
 
 
+def _missing(store, info):
+    """Return (ranks that have not joined, a phrase that names them)."""
+    late = [r for r in range(info.world_size) if not store.check([f"offer{r}"])]
+    return late, f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}{', ...' * (len(late) > 8)} to join"
+
+
+def _still_missing(store, info, meet_s):
+    """Return a sentence, on the lowest rank that has joined, on those that have not; "" on the others."""
+    if info.launcher != "notebook":  # whose cell says itself who is late
+        with contextlib.suppress(RuntimeError):
+            late, them = _missing(store.clone(), info)  # a connection of its own: the store's waits for an answer
+            if late and late[: info.rank] == list(range(info.rank)):
+                return f"rank {info.rank} waits for {them}, up to {meet_s:.0f} s; did they start, and are they alive?"
+    return ""
+
+
 def _late(store, info, meet_s):
     """Return a sentence on which ranks have not joined within `meet_s` seconds."""
     with contextlib.suppress(RuntimeError):
-        if late := [r for r in range(info.world_size) if not store.check([f"offer{r}"])]:
-            them = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late[:8]))}{', ...' * (len(late) > 8)}"
-            return f"rank {info.rank} waited {meet_s:.0f} s for {them} to join; did they start, and are they alive?"
+        late, them = _missing(store, info)
+        if late:
+            return f"rank {info.rank} waited {meet_s:.0f} s for {them}; did they start, and are they alive?"
     return f"rank {info.rank} waited {meet_s:.0f} s for rank 0 to choose a device; is it alive?"
 
 

@@ -37,6 +37,7 @@ NOT_AGAIN = (0, REFUSED, DIVERGED, NO_ROOM)  # statuses for which a retry is poi
 LATE_S = 0.5  # between ranks that receive the same Ctrl-C
 SPEAKS_FIRST_S = 10  # other ranks let rank 0 report first: launchers end a job at its first failure
 LOST_S = 10.0  # a launcher ends the other ranks within this time of the first one's end
+WORD_S = 20.0  # a start that waits longer says what for
 INTERRUPTED = 128 + signal.SIGINT  # a shell's status for a program ended by Ctrl-C
 MEMORY = (
     "usually memory; use fewer ranks, a smaller micro-batch or a smaller model (--dry-run says what train.py needs)"
@@ -226,6 +227,23 @@ def end(text: str, status: int, stream: str = "stderr", everybody: bool = False)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's signal after rank 0 has ended
         time.sleep(SPEAKS_FIRST_S)
     raise SystemExit(status)
+
+
+@contextmanager
+def told(sentence: Callable[[], str]) -> Iterator[None]:
+    """Print `sentence()` to stderr, unless it is "", if the block takes longer than WORD_S."""
+
+    def tell():
+        if text := sentence():
+            print(text, file=sys.stderr, flush=True)
+
+    timer = threading.Timer(WORD_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_alone() -> bool:

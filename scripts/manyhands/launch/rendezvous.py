@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from manyhands.launch import pmi_lines, settings
 from manyhands.launch.allocation import LOOPBACK, loopback_mpi, own_address
 from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
+from manyhands.launch.program import told
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -96,7 +97,9 @@ def _tcp_store(info, address, port, listener, timeout_s):
     served = {"is_master": True, "master_listen_fd": listener.detach()} if listener else {"is_master": False}
     patience = timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(address, port, info.world_size, timeout=patience, wait_for_workers=False, **served)
+        where = f"{address}:{port}, up to {timeout_s:.0f} s"
+        with told(lambda: f"rank {info.rank} waits for rank 0 at {where}; did it start, and can the nodes connect?"):
+            return dist.TCPStore(address, port, info.world_size, timeout=patience, wait_for_workers=False, **served)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
         raise Unreachable(
             f"rank {info.rank} did not reach rank 0 at {address}:{port} within {timeout_s:g} s;"
