@@ -45,7 +45,7 @@ settings.load_profile("course")
 @pytest.fixture(scope="session", autouse=True)
 def _shared_memory():
     """Tests that kill ranks leave MPICH's segments, 4 MiB each. Young ones may be those of another worker's ranks."""
-    from manyhands.notebook.engine_processes import sweep_shared_memory
+    from manyhands.launch.limits import sweep_shared_memory
 
     yield
     sweep_shared_memory(older_s=60)

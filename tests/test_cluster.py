@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import psutil
 import pytest
-from manyhands.launch import processes
+from manyhands.launch import limits, processes
 from manyhands.launch.allocation import OWN_MPIEXEC, PBS_NODE, Allocation, RanksError, find_mpiexec, mpi_launcher
 from manyhands.launch.commands import command_for
 from manyhands.launch.metrics import compare
@@ -208,13 +209,63 @@ def test_folders_of_kernels_that_are_gone_are_removed_and_no_others(tmp_path):
 
 
 def test_segments_of_mpi_go_when_they_are_old_and_nobody_maps_them(tmp_path):
-    long_ago = time.time() - 2 * engine_processes.OLD_S
+    long_ago = time.time() - 2 * limits.OLD_S
     for name in ("mpich_shm_1_0", "mpich_shm_2_0", "mpich_shm_3_0", "torch_1"):
         (tmp_path / name).write_bytes(b"x" * 8192)
         if name != "mpich_shm_3_0":  # a young one: its ranks may be starting
             os.utime(tmp_path / name, (long_ago, long_ago))
     with open(tmp_path / "mpich_shm_2_0", "r+b") as file, mmap.mmap(file.fileno(), 0):
         os.utime(tmp_path / "mpich_shm_2_0", (long_ago, long_ago))
-        assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_1_0"]
-    assert engine_processes.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_2_0"]
-    assert engine_processes.sweep_shared_memory(tmp_path, older_s=-1) == [tmp_path / "mpich_shm_3_0"]
+        assert limits.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_1_0"]
+    assert limits.sweep_shared_memory(tmp_path) == [tmp_path / "mpich_shm_2_0"]
+    assert limits.sweep_shared_memory(tmp_path, older_s=-1, since_s=time.time() + 9) == []
+    assert limits.sweep_shared_memory(tmp_path, older_s=-1) == [tmp_path / "mpich_shm_3_0"]
+
+
+@pytest.mark.parametrize(("free_mib", "said"), [(4, "has 4.0 MiB free, and 4 ranks under MPI need 4"), (5, "")])
+def test_ranks_for_which_shared_memory_has_no_room_are_told_before_they_start(tmp_path, monkeypatch, free_mib, said):
+    """Segments that killed ranks have left go first."""
+    left = tmp_path / "mpich_shm_1_0"
+    left.write_bytes(b"x")
+    os.utime(left, (1, 1))
+    free = Mock(side_effect=lambda place: Mock(free=(free_mib - left.exists()) * 2**20))
+    monkeypatch.setattr(limits.shutil, "disk_usage", free)
+    found = limits.no_room(0, 4, tmp_path)
+    assert said in found and bool(found) == bool(said) and not left.exists()
+    left.write_bytes(b"x" * 2**20)  # rank 0's, which is starting
+    assert limits.no_room(0, 4, tmp_path) and bool(limits.no_room(1, 4, tmp_path)) == bool(said)
+
+
+POOL = """
+from manyhands.notebook.rank_pool import RankPool
+pool = RankPool("02_collectives", {"n_ranks": 4})
+try:
+    pool.start()
+except Exception as error:
+    raise SystemExit(str(error))
+"""
+MOUNT = 'mount -t tmpfs -o size=2m tmpfs /dev/shm && "$@"; status=$?; ls /dev/shm; exit $status'
+SMALL = ["unshare", "-m", "sh", "-c", MOUNT, "-"]
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("real_python")
+@pytest.mark.parametrize("start", ["mpiexec", "launch.py", "notebook"])
+def test_a_start_in_a_small_dev_shm_names_it_and_leaves_it_empty(root, tmp_path, start):
+    if subprocess.run([*SMALL, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs root, for a /dev/shm of its own")
+    program, python = tmp_path / "small.py", sys.executable
+    program.write_text(POOL if start == "notebook" else "from manyhands import join\njoin(globals())\n")
+    command = {
+        "mpiexec": [str(OWN_MPIEXEC), "-n", "4", python],
+        "launch.py": [python, "scripts/launch.py", "--starter", "mpiexec", "--nproc", "4"],
+        "notebook": [python],
+    }
+    environ = {**os.environ, "PYTHONPATH": str(root / "scripts")}
+    done = subprocess.run(
+        [*SMALL, *command[start], program],
+        cwd=root, env=environ, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert "/dev/shm is full or small: remove old files there" in done.stderr, done.stderr
+    assert done.returncode and "mpich_shm" not in done.stdout
+    assert start == "notebook" or done.stderr.count("/dev/shm is full") == 1

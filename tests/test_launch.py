@@ -340,6 +340,18 @@ def by_hand(script, *of_1, **world):
         return run(*command, RANK="0", timeout_s=90, **world), second.result()
 
 
+NO_THREAD = "can't start new thread"
+
+
+def test_a_rank_that_may_start_no_thread_says_which_limit_it_met(script):
+    deny = f"def no(*_):\n    raise RuntimeError({NO_THREAD!r})\n"
+    deny += "import threading\nthreading._start_new_thread = no\n"
+    script.write_text(script.read_text().replace("ranks = join", f"{deny}ranks = join", 1))
+    for status, output, errors in by_hand(script, MASTER_ADDR="127.0.0.1"):
+        assert (status, output) == (2, "") and "Traceback" not in errors
+        assert errors.startswith(f"07_sum.py: {NO_THREAD}; ulimit -u or the control group's pids.max allows")
+
+
 def test_ranks_started_by_hand_meet_over_ipv6(script):
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")

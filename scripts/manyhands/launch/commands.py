@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ from manyhands.launch.allocation import (
 )
 from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
+from manyhands.launch.limits import cure, sweep_shared_memory
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
 from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, end_by, read_end, read_status, told, write
@@ -191,12 +193,17 @@ def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:
         environ = {name: value for name, value in environ.items() if not name.startswith("PET_")}
     command = [QUIET_TORCHRUN if word == TORCHRUN else word for word in command]
     for attempt in range(retries + 1):
+        began_s = time.time()
         with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:
             status_file = Path(folder) / "status"
             status, heard = keep(command, {**environ, STATUS_FILE: str(status_file)}, idle_s)
             refused, why = read_end(status_file)
         if not under_torchrun and status in (signal.SIGKILL, 128 + signal.SIGKILL):  # as mpiexec and srun report it
             print(f"launch.py: status {status}: a rank was killed (signal 9): {MEMORY}", file=sys.stderr)
+        if not under_torchrun and status:
+            sweep_shared_memory(older_s=0, since_s=began_s)
+        if not under_torchrun and status in (signal.SIGBUS, 128 + signal.SIGBUS):
+            print(f"launch.py: status {status}: a rank died of a bus error; {cure('Bus error')}", file=sys.stderr)
         if status in NOT_AGAIN or heard or attempt == retries:
             break
         print(f"launch.py: status {status}; retry {attempt + 1} of {retries}", file=sys.stderr)

@@ -27,6 +27,7 @@ from manyhands.course.pairs import stale_script
 from manyhands.launch import devices, settings
 from manyhands.launch.allocation import loopback_gloo, missing_interfaces
 from manyhands.launch.launchers import LaunchError, resolve, without_launchers
+from manyhands.launch.limits import cure
 from manyhands.launch.program import SPEAKS_FIRST_S, end, say_nothing_yet, say_status, told, write
 from manyhands.launch.ranks import Ranks, joined, remember
 from manyhands.launch.rendezvous import Lost, Unreachable, ask_mpi, import_mpi, store_for
@@ -65,6 +66,10 @@ def join(
         if script is None:
             raise
         end(f"{Path(script).name}: {error}", getattr(error, "status", 2), everybody=isinstance(error, Unreachable))
+    except RuntimeError as error:  # of a thread or a library that met a limit of this machine
+        if script is None or not (what_to_do := cure(str(error))):
+            raise
+        end(f"{Path(script).name}: {str(error).splitlines()[0]}; {what_to_do}", 2, everybody=True)
     remember(ranks)
     if ranks.rank == 0:
         say_nothing_yet()  # from an earlier group

@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.launch import pmi_lines, settings
+from manyhands.launch import limits, pmi_lines, settings
 from manyhands.launch.allocation import LOOPBACK, loopback_mpi, own_address
 from manyhands.launch.launchers import LaunchError, RankInfo, launcher_named
 from manyhands.launch.program import told
@@ -101,6 +101,8 @@ def _tcp_store(info, address, port, listener, timeout_s):
         with told(lambda: f"rank {info.rank} waits for rank 0 at {where}; did it start, and can the nodes connect?"):
             return dist.TCPStore(address, port, info.world_size, timeout=patience, wait_for_workers=False, **served)
     except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
+        if limits.cure(str(error)):
+            raise
         raise Unreachable(
             f"rank {info.rank} did not reach rank 0 at {address}:{port} within {timeout_s:g} s;"
             " check that rank 0 is alive and that the nodes can connect on this port"
@@ -145,6 +147,9 @@ def import_mpi(info: RankInfo):
             "Open MPI's mpiexec started this process, and mpi4py here uses MPICH, which cannot join it; use"
             f" {Path(sys.prefix) / 'bin' / 'mpiexec'}, or `python scripts/launch.py --starter torchrun`"
         )
+    starts = info.single_node and "mpi4py.MPI" not in sys.modules and loopback_mpi()
+    if starts and (sentence := limits.no_room(info.rank, info.world_size or 1)):
+        raise LaunchError(sentence)  # on all ranks, before some die of a bus error
     if info.single_node and launcher_named(info.launcher).mpi == "wheel":
         settings.set_default(**loopback_mpi())
     # Perlmutter's default of 1 aborts an MPI without Cray's GPU library; we send only host memory over MPI.

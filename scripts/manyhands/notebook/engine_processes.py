@@ -45,11 +45,11 @@ from manyhands.launch.allocation import (
     words_of,
 )
 from manyhands.launch.commands import mpiexec_over
+from manyhands.launch.limits import cure, mapped, sweep_shared_memory
 from manyhands.launch.processes import Family
 
 MARK = "MANYHANDS_CLUSTER"
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
-OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
 LAST_LINES = 10  # of what a process printed, in an error
 START_S = 300  # a cold environment on a parallel file system is read slowly
 NEVER_S = 86_400  # the kernel ends what it no longer waits for
@@ -58,18 +58,6 @@ PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they
 HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
 SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a line for each
 DIED = "died"  # a file in the folder: engines that failed, a line for each
-LIMITS = (  # what a start says that meets a limit -> what to do
-    (
-        "status 135|Bus error|No space left on device",
-        "\n/dev/shm is full or small: remove old files there, in a container give --shm-size=1g, or set"
-        " MANYHANDS_MPI=off; make doctor says how much is free",
-    ),
-    (
-        "can't start new thread|Resource temporarily unavailable",
-        "\nulimit -u or the control group's pids.max allows too few processes: end others (ps ux), start fewer ranks,"
-        " or ask for a higher limit; make doctor says how many are left",
-    ),
-)
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
 # fails, and tells us of failures in the file that is its $0.
 KEEP_QUIET = """"$@"
@@ -173,7 +161,7 @@ class Processes:
         sweep_shared_memory()
         # only the user can read it
         self.folder = Path(tempfile.mkdtemp(prefix=f"{OURS}{os.getpid()}-", dir=shared))
-        self._children = []
+        self._children, self._began_s = [], time.time()
         self._start()
 
     def _start(self):
@@ -242,7 +230,7 @@ class Processes:
                     while not self._printed(child) and not patience.over():
                         time.sleep(0.02)  # mpiexec tells of a rank's end before it hands on what that has printed
                     said = f"the ranks did not start; {why}: {self._printed(child) or 'no output'}"
-                    raise RanksError(said + next((cure for found, cure in LIMITS if re.search(found, said)), ""))
+                    raise RanksError("\n".join(filter(None, [said, cure(said, "set MANYHANDS_MPI=off")])))
             if self.port_taken():
                 raise RanksError("the ranks did not start: another process took a port of their controller")
             if limit.over():
@@ -269,13 +257,15 @@ class Processes:
     def note_shared_memory(self):
         """Note the segments that MPICH has opened: whoever ends the ranks removes them, when the ranks are gone."""
         pids = [process.pid for process in Family(self.mark, MARK).members()]
-        (self.folder / SEGMENTS).write_text("\n".join(set(re.findall(r"/dev/shm/mpich_shm_\w+", _mapped(pids)))))
+        (self.folder / SEGMENTS).write_text("\n".join(set(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))))
 
     def stop(self):
         end_all(self.mark, self.folder)
         for child in self._children:
             child.kill()
             child.wait()
+        if not (self.folder / SEGMENTS).exists():  # of a start that failed
+            sweep_shared_memory(older_s=0, since_s=self._began_s)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -306,42 +296,15 @@ def sweep_folders(place: Path) -> list[Path]:
     return gone
 
 
-def sweep_shared_memory(place: Path = Path("/dev/shm"), older_s: float = OLD_S) -> list[Path]:
-    """Remove this user's segments of MPICH in `place`, `older_s` old and used by no process; returns them."""
-    old = []
-    for segment in place.glob("mpich_shm_*"):
-        with contextlib.suppress(OSError):
-            status = segment.stat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > older_s:
-                old.append(segment)
-    used = _mapped() if old else ""
-    gone = [segment for segment in old if str(segment) not in used]
-    for segment in gone:
-        segment.unlink(missing_ok=True)
-    return gone
-
-
 def end_all(mark: str, folder: Path) -> None:
-    """Kill every process of the cluster `mark`, and remove the segments of MPICH that its `folder` names.
-
-    MPICH removes them at the end of a program that is not killed; 4 MiB for each start soon fill a container's 64 MiB.
-    """
+    """Kill every process of the cluster `mark`, and remove the segments of MPICH that its `folder` names."""
     Family(mark, MARK).kill()
     with contextlib.suppress(OSError):
         segments = (folder / SEGMENTS).read_text().splitlines()
-        used = _mapped() if segments else ""
+        used = mapped() if segments else ""
         for segment in segments:
             if segment not in used:
                 Path(segment).unlink(missing_ok=True)
-
-
-def _mapped(pids=("[0-9]*",)):
-    """The memory maps of this user's processes, or of those with these numbers, as one text."""
-    maps = []
-    for process in (path for pid in pids for path in Path("/proc").glob(f"{pid}/maps")):
-        with contextlib.suppress(OSError):
-            maps.append(process.read_text())
-    return "".join(maps)
 
 
 def watch(parent_pid: int, mark: str, folder: str) -> None:
