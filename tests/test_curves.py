@@ -40,7 +40,10 @@ def test_the_terminal_shows_both_losses():
     assert sum(line.count(".") for line in plot[1:-1]) > 20  # the points are joined
 
 
-def test_the_picture_is_a_png_with_something_drawn(tmp_path):
+@pytest.mark.parametrize("latex", [False, True])
+def test_the_picture_is_a_png_with_something_drawn_whatever_a_matplotlibrc_asks_for(tmp_path, latex, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # where no latex is
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", latex)
     path = curves.png(rows_of(), tmp_path / "curves.png")
     picture = matplotlib.image.imread(path)
     assert picture.shape[0] > 500 and picture.shape[1] > 500

@@ -8,6 +8,7 @@
 
 import math
 
+from manyhands.launch.run_folder import save_figure
 from manyhands.plots.looks import TRAINING, VALIDATION
 from manyhands.plots.terminal import step_ticks, text_curves
 
@@ -67,5 +68,5 @@ def png(rows, path):
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps are whole numbers
     for axes in (loss, norm, speed):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
     return path
