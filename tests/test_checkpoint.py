@@ -559,6 +559,18 @@ def _remove_between_and_within_saves(ranks, folder):
     return found
 
 
+def test_a_folder_whose_name_safetensors_cannot_read_is_refused_before_the_first_step(two_steps, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    assert all("rename it, or name another folder" in said for said in run_on_ranks(2, _claim, folder))
+    shutil.copytree(two_steps, folder)
+    with pytest.raises(CheckpointError, match="its name is not UTF-8, in which safetensors reads names"):
+        whole_tensors(folder / "step-00000020")
+
+
+def _claim(ranks, folder):
+    return error_of(lambda: Checkpoints(folder, ranks).claim())
+
+
 def test_a_folder_that_is_removed_under_a_run_is_made_anew(tmp_path):
     for found in run_on_ranks(2, _remove_between_and_within_saves, tmp_path / "c"):
         assert found == [["step-00000001"], ["step-00000002"], ["step-00000003"]]

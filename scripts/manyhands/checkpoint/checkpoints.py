@@ -159,6 +159,7 @@ class Checkpoints:
 
     def _hold(self):
         """Hold the folder's lock, and take it again if the folder has been removed."""
+        _refuse_name(self.folder)
         if self._lock is None or not os.path.exists(self._lock.name):
             with explained(CheckpointError, "name another folder", self.folder, "written"):
                 self._lock = lock(self.folder, f"process {os.getpid()} on {self.ranks.host}")
@@ -338,6 +339,7 @@ def prove(folder, wanted):
 
 def _index(folder, cure="use another step"):
     """Return {name: DCP's description of the tensor} from the files' headers. Raise CheckpointError."""
+    _refuse_name(folder)
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except Exception as error:  # noqa: BLE001 - DCP trusts what a header says: all kinds
@@ -346,6 +348,15 @@ def _index(folder, cure="use another step"):
         if not _is_whole(entry):  # DCP would silently skip a tensor that no file holds
             raise CheckpointError(_not_whole(folder, name, cure))
     return found
+
+
+def _refuse_name(folder):
+    """Raise CheckpointError for a folder that safetensors could write into, and not read from."""
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        said = "its name is not UTF-8, in which safetensors reads names; rename it, or name another folder"
+        raise CheckpointError(f"{folder} can hold no checkpoint: {said}") from None
 
 
 def _not_whole(folder, name, cure):
