@@ -49,6 +49,7 @@ from manyhands.predict.planner import plan, program_for
 from manyhands.predict.program import PROGRAMS
 
 NOTHING_FITS, SENSELESS = 1, 2
+MOST_SEQUENCES = 10**9  # per step; the largest runs have some thousands
 SIZES = {"vocab": "vocab_size", "positions": "block_size", "layers": "n_layer", "heads": "n_head", "width": "n_embd"}
 MORE_SIZES = {"kv_heads": "n_kv_head", "hidden": "n_hidden"}
 # {flag: (field of a Machine, what one of its unit is)}
@@ -118,6 +119,8 @@ def question_of(args):
         if args.preset not in PRESETS:
             raise ValueError(f"{model.name} comes without a batch; name --global-batch, in sequences")
         batch = from_preset(args.preset).train.global_batch
+    if batch > MOST_SEQUENCES:
+        raise ValueError(f"--global-batch {batch:,} is more than any run has; use at most {MOST_SEQUENCES:,}")
     program = program_for(model) if args.program is None else PROGRAMS[args.program]
     if args.fp8:
         if program is PROGRAMS["train.py"]:

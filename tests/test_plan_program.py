@@ -169,6 +169,7 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
         ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
         ("--preset olmo-7b --top-k 2", "--top-k and --capacity-factor are about experts; name --experts, too"),
         ("--preset olmo-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
+        (f"--preset gpt2 --global-batch {'9' * 30}", "is more than any run has; use at most 1,000,000,000"),
         ("--preset llama3-8b", "comes without a batch; name --global-batch"),
         ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),
     ],
