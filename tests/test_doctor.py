@@ -113,6 +113,10 @@ def unknown_host(name):
         (case(doctor.network, {}, refuse_port), "error", ["Address already in use", "ss -tln"]),
         (case(doctor.network, {}, resolve=unknown_host), "warning", ["has no address", "to /etc/hosts"]),
         (case(doctor.network, {"GLOO_SOCKET_IFNAME": "lo,ib0"}, resolve=str), "warning", ["has no ib0", "ip -brief"]),
+        (case(doctor.network, {"NCCL_SOCKET_IFNAME": "ib,hsn"}, resolve=str), "warning", ["no ib, hsn", "unset NCCL_"]),
+        (case(doctor.network, {"NCCL_SOCKET_IFNAME": "=l"}, resolve=str), "warning", ["no l with an address"]),
+        (case(doctor.network, {"NCCL_SOCKET_IFNAME": "ib,l"}, resolve=str), "ok", []),
+        (case(doctor.network, {"NCCL_SOCKET_IFNAME": "^l"}, resolve=str), "ok", []),
         (case(doctor.network, {"PET_NNODES": "2"}, resolve=str), "warning", ["PET_NNODES=2", "wait for other nodes"]),
         (case(doctor.network, PROXY, resolve=str), "warning", ["127.0.0.1 and localhost", "export NO_PROXY="]),
         (case(doctor.compiler, {}, everything), "ok", ["/usr/bin/gcc, /usr/bin/g++"]),
@@ -126,6 +130,16 @@ def unknown_host(name):
 )  # fmt: skip
 def test_a_check_says_what_is_there_and_what_to_do(check, status, words):
     says(check, status, *words)
+
+
+def test_one_check_reports_all_that_it_finds():
+    environ = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib", "PET_NNODES": "2", "HTTP_PROXY": "http://x"}
+    found = list(doctor.examine({"network": case(doctor.network, environ, resolve=unknown_host)}))
+    assert [one["check"] for one in found] == ["network"] * 5
+    for one, word in zip(found, ("no address", "GLOO_", "NCCL_", "PET_", "HTTP_PROXY"), strict=True):
+        assert word in one["says"] and one["status"] == "warning" and one["remedy"]
+    found = doctor.examine({"limits": case(doctor.limits, 3, 64)})
+    assert [one["status"] for one in found] == ["error", "warning"]
 
 
 def test_the_absence_of_mpi_is_no_error_and_a_hub_has_a_jupyterlab_so_none_is_to_be_started(monkeypatch):

@@ -12,10 +12,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch.distributed as dist
 from manyhands.launch import devices, settings
+from manyhands.launch.join import _agree
 from manyhands.launch.launchers import LAUNCHERS, LaunchError, expand_hosts, resolve, without_launchers
 
 RECORDS = {p.stem: json.loads(p.read_text()) for p in (Path(__file__).parent / "environments").glob("*.json")}
@@ -326,6 +329,15 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence_before_any_rank_
     assert (status, output) == (2, "") and "RuntimeError" not in errors
     assert errors.startswith("07_sum.py: GLOO_SOCKET_IFNAME names ib0, and ") and errors.count("\n") == 1
     assert "has no such interface with an address; unset it, or name one that `ip -brief addr` shows" in errors
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(["a"], "NCCL_SOCKET_IFNAME names ib, and n1 has no such"), ([], None)])
+def test_an_interface_that_only_nccl_would_use_counts_where_ranks_have_gpus(monkeypatch, gpus, said):
+    monkeypatch.setattr(devices, "look", lambda environ: offer(0, "n1", cuda=gpus))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib")
+    info = SimpleNamespace(rank=0, world_size=1, local_rank=0)
+    _, plan = _agree(dist.HashStore(), info, "auto", {})
+    assert plan.get("error", "").startswith(said or "") and ("error" in plan) == bool(said)
 
 
 def by_hand(script, *of_1, **world):

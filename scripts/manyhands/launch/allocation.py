@@ -126,10 +126,20 @@ def loopback_gloo() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
 
 
-def missing_interfaces(environ: Mapping[str, str]) -> list[str]:
-    """Return the names in GLOO_SOCKET_IFNAME without an address here, over which gloo cannot connect ranks."""
+def missing_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return {variable: name} of the interfaces by which gloo or NCCL cannot connect ranks: they have no address here.
+
+    gloo needs each that it is told; NCCL one whose name begins so ("=": is so, "^": all others).
+    """
     here = {name for name, found in psutil.net_if_addrs().items() if any(one.family in INTERNET for one in found)}
-    return [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in here]
+    gloo = [name for name in environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name and name not in here]
+    missing = {"GLOO_SOCKET_IFNAME": ", ".join(gloo)} if gloo else {}
+    told = environ.get("NCCL_SOCKET_IFNAME", "")
+    starts = tuple(filter(None, told.removeprefix("=").split(",")))
+    found = any(name in starts if told.startswith("=") else name.startswith(starts) for name in here)
+    if starts and not told.startswith("^") and not found:
+        missing["NCCL_SOCKET_IFNAME"] = ", ".join(starts)
+    return missing
 
 
 def torchrun_here(n_ranks: int, *flags: str) -> list[str]:

@@ -140,7 +140,9 @@ def _enter(name, wanted, timeout_s, quiet, options):
     if info.mpi and info.launcher != "notebook":
         info = ask_mpi(info)
     if info.single_node:
-        settings.set_variables(**loopback_gloo())  # the interface that a profile names for several nodes may be missing
+        # the interface that a profile names for several nodes may be missing
+        lost = missing_interfaces(os.environ)
+        settings.set_variables(**loopback_gloo(), **{name: "lo" for name in lost if name.startswith("NCCL")})
     meet_s = timeout_s or (BY_HAND_S if info.launcher == "by hand" else LESSON_S) * settings.patience()
     if timeout_s is None:
         timeout_s = LESSON_S * settings.patience()
@@ -220,12 +222,14 @@ def _agree(store, info, wanted, options):
                 offer["local_rank"] = sum(other["host"] == offer["host"] for other in offers[:r])
         try:
             _refuse_unequal([offer.pop("options") for offer in offers])
-            if lost := next((offer for offer in offers if offer["no_interface"]), None):
-                named = f"GLOO_SOCKET_IFNAME names {', '.join(lost['no_interface'])}, and {lost['host']} has no such"
-                raise LaunchError(
-                    f"{named} interface with an address; unset it, or name one that `ip -brief addr` shows"
-                )
             plan = devices.choose(wanted, offers)
+            for offer in offers:
+                for variable, missing in offer["no_interface"].items():
+                    if plan["kind"] == "cuda" or variable.startswith("GLOO"):
+                        raise LaunchError(
+                            f"{variable} names {missing}, and {offer['host']} has no such interface with an address;"
+                            " unset it, or name one that `ip -brief addr` shows"
+                        )
         except LaunchError as error:
             plan = {"error": str(error)}
         store.set("plan", json.dumps([offers, plan]))

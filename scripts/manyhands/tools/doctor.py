@@ -45,23 +45,31 @@ class Fault(Exception):
     def __init__(self, status, says, remedy):
         super().__init__(says)
         self.status, self.says, self.remedy = status, says, remedy
+        self.more = []  # Faults that the same check found besides
 
 
 warning, error = functools.partial(Fault, "warning"), functools.partial(Fault, "error")
 
 
+def raise_all(faults):
+    """Raise the Faults that one check found, if there are any."""
+    if faults:
+        faults[0].more = faults[1:]
+        raise faults[0]
+
+
 def examine(checks):
     """Yield {"check", "status", "says", "remedy"} of each. A check that itself breaks is a warning that says how."""
     for name, check in checks.items():
-        status, remedy = "ok", ""
         try:
-            says = check()
+            found = [Fault("ok", check(), "")]
         except Fault as fault:
-            status, says, remedy = fault.status, fault.says, fault.remedy
+            found = [fault, *fault.more]
         except Exception as problem:  # noqa: BLE001 - whatever it is, the other checks go on
-            status, says = "warning", f"could not be checked ({type(problem).__name__}: {problem})"
             remedy = "see packages above: the environment may be incomplete"
-        yield {"check": name, "status": status, "says": says, "remedy": remedy}
+            found = [warning(f"could not be checked ({type(problem).__name__}: {problem})", remedy)]
+        for one in found:
+            yield {"check": name, "status": one.status, "says": one.says, "remedy": one.remedy}
 
 
 def main(argv=None, description=None, checks=None, examine_job=None) -> int:
@@ -140,7 +148,7 @@ def packages(version=importlib.metadata.version):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
     lines = project["dependencies"] + extras["notebook"] + extras["course"]
-    missing, old = [], []
+    missing, old, faults = [], [], []
     for name, least in (re.split(">=|,", line)[:2] for line in lines):
         try:
             if numbers(version(name)) < numbers(least):
@@ -148,9 +156,11 @@ def packages(version=importlib.metadata.version):
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        raise error(f"missing: {', '.join(missing)}", f"{sys.executable} -m pip install -e '{ROOT}[notebook,course]'")
+        remedy = f"{sys.executable} -m pip install -e '{ROOT}[notebook,course]'"
+        faults.append(error(f"missing: {', '.join(missing)}", remedy))
     if old:
-        raise warning(f"too old: {', '.join(old)}", "make kernel, which installs the tested versions")
+        faults.append(warning(f"too old: {', '.join(old)}", "make kernel, which installs the tested versions"))
+    raise_all(faults)
     return f"all {len(lines)}, new enough"
 
 
@@ -160,14 +170,16 @@ def paths(environ=os.environ, user_site=None, prefix=sys.prefix):
     before = {Path(entry): "unset PYTHONPATH" for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     if site.ENABLE_USER_SITE and not environ.get("PYTHONNOUSERSITE"):
         before[Path(user_site or site.getusersitepackages())] = "export PYTHONNOUSERSITE=1"
+    faults = []
     for folder, remedy in before.items():
         here = [name for name in names if (folder / name).is_dir() or (folder / f"{name}.py").exists()]
         if here and folder.resolve() != ROOT / "scripts":
-            raise error(f"{folder} has {', '.join(here)}: taken instead of the environment's", remedy)
+            faults.append(error(f"{folder} has {', '.join(here)}: taken instead of the environment's", remedy))
     active = environ.get("CONDA_PREFIX")
     if active and Path(active).resolve() != Path(prefix).resolve():
         says = f"conda's {active} is active, but this Python is in {prefix}"
-        raise warning(f"{says}: conda's mpiexec and libraries may come first", "conda deactivate")
+        faults.append(warning(f"{says}: conda's mpiexec and libraries may come first", "conda deactivate"))
+    raise_all(faults)
     return "nothing comes before the environment's packages"
 
 
@@ -289,12 +301,15 @@ def jupyterlab(servers=None, run=ask):
     lab, where = versions.get("jupyterlab"), f"{python}, {how}"
     if numbers(lab or "0") < [4]:
         raise warning(f"{lab or 'none'} in {where}", "open the lessons in a JupyterLab 4, as `make lab` starts it")
+    faults = []
     if not versions["jupytext"]:
         says = f"{lab} in {where}, without jupytext: saving a notebook leaves its script as it was"
-        raise warning(says, f"`make sync` before a job, or {python} -m pip install jupytext and start the server again")
+        remedy = f"`make sync` before a job, or {python} -m pip install jupytext and start the server again"
+        faults.append(warning(says, remedy))
     if not versions["jupyterlab_widgets"]:
         says = f"{lab} in {where} cannot draw widgets: their static pictures are shown"
-        raise warning(says, f"{python} -m pip install jupyterlab_widgets, then reload the page")
+        faults.append(warning(says, f"{python} -m pip install jupyterlab_widgets, then reload the page"))
+    raise_all(faults)
     return f"{lab} in {where}, with jupytext and widgets"
 
 
@@ -344,11 +359,13 @@ def limits(processes=..., files=None):
 
     processes = available_processes() if processes is ... else processes
     files = files or resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    faults = []
     if processes is not None and processes < NOTEBOOK_PROCESSES:
         says = f"only {processes} more processes (ulimit -u, the control group's pids.max), a notebook takes about"
-        raise error(f"{says} {NOTEBOOK_PROCESSES}", "end other processes (ps ux), or ask for a higher limit")
+        faults.append(error(f"{says} {NOTEBOOK_PROCESSES}", "end other processes (ps ux), or ask for a higher limit"))
     if 0 <= files < OPEN_FILES:
-        raise warning(f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES * 4}")
+        faults.append(warning(f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES * 4}"))
+    raise_all(faults)
     said = "no limit of processes" if processes is None else f"{processes} more processes"
     return f"{said}, {'any number of' if files < 0 else files} open files"
 
@@ -366,14 +383,15 @@ def disk(usage=shutil.disk_usage):
                 file.write(bytes(2**20))  # modes know no quota, so it tries
     except (OSError, ValueError) as problem:
         raise error(str(problem), "set HOME, TMPDIR or MANYHANDS_OUTPUTS to a place with room") from None
-    free = {name: usage(folder).free for name, folder in places.items()}
+    faults, free = [], {name: usage(folder).free for name, folder in places.items()}
     for name, folder in places.items():
         if free[name] < DISK_BYTES:
             remedy = "remove files there (du -sh ~/* ~/.cache), or set TMPDIR or MANYHANDS_OUTPUTS"
-            raise error(f"only {free[name] / 2**20:.0f} MiB left for {name} ({folder})", remedy)
+            faults.append(error(f"only {free[name] / 2**20:.0f} MiB left for {name} ({folder})", remedy))
     if SHM.is_dir() and (shared := usage(SHM).free) < SHM_BYTES:
         says = f"{SHM} has {shared / 2**20:.0f} MiB free: ranks under MPI may crash with a bus error"
-        raise warning(says, "in a container --shm-size=1g; else remove old files there, or use torchrun")
+        faults.append(warning(says, "in a container --shm-size=1g; else remove old files there, or use torchrun"))
+    raise_all(faults)
     texts = [f"{name} {n / GIB:.1f} GiB" for name, n in free.items()]
     return f"{', '.join(texts)} free; outputs go to {places['outputs']}"
 
@@ -382,30 +400,34 @@ def network(environ=os.environ, listen=socket.create_server, resolve=socket.geth
     """Loopback, an address for this host's name, and no proxy between the processes of one machine."""
     from manyhands.launch.allocation import missing_interfaces
 
+    faults = []
     try:
         with listen(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as problem:
         remedy = "a firewall or too many open ports: ss -tln shows them; ip link set lo up"
-        raise error(f"no port on 127.0.0.1: {problem}", remedy) from None
+        faults.append(error(f"no port on 127.0.0.1: {problem}", remedy))
     name = socket.gethostname()
     try:
         resolve(name)  # torchrun and MPI look up this host by its name
     except OSError:
         says = f"{name} has no address: torchrun and mpiexec may wait long for it"
-        raise warning(says, f'add "127.0.0.1 {name}" to /etc/hosts, or ask the administrator to') from None
-    if missing := missing_interfaces(environ):
-        says = f"GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}, and {name} has no {missing[0]} with an address"
-        raise warning(f"{says}: ranks on several nodes cannot connect", "unset it, or see `ip -brief addr`")
+        faults.append(warning(says, f'add "127.0.0.1 {name}" to /etc/hosts, or ask the administrator to'))
+    for variable, missing in missing_interfaces(environ).items():
+        says = f"{variable}={environ[variable]}, and {name} has no {missing} with an address"
+        remedy = f"unset {variable}, or see `ip -brief addr`"
+        faults.append(warning(f"{says}: ranks on several nodes cannot connect", remedy))
     if asked := [f"{name}={environ[name]}" for name in environ if name.startswith("PET_")]:
         says = f"{' '.join(asked)}: torchrun, started by hand, obeys these and may wait for other nodes"
-        raise warning(says, f"unset {' '.join(word.partition('=')[0] for word in asked)}; scripts/launch.py ignores it")
+        remedy = f"unset {' '.join(word.partition('=')[0] for word in asked)}; scripts/launch.py ignores it"
+        faults.append(warning(says, remedy))
     proxies = [name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy") and environ[name]]
     without = {word.strip() for name in ("no_proxy", "NO_PROXY") for word in environ.get(name, "").split(",")}
     missing = [host for host in ("127.0.0.1", "localhost") if not without & {host, "*"}]
     if proxies and missing:
         says = f"{', '.join(proxies)} set, and NO_PROXY lacks {' and '.join(missing)}"
-        raise warning(says, "export NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost")
+        faults.append(warning(says, "export NO_PROXY=127.0.0.1,localhost no_proxy=127.0.0.1,localhost"))
+    raise_all(faults)
     return f"127.0.0.1 answers, {name} has an address, no proxy stands between"
 
 
@@ -424,13 +446,16 @@ def scheduler(environ=os.environ, which=shutil.which, login=...):
     """Slurm, PBS or neither, and whether this is a login node."""
     from manyhands.launch.machine import login_node
 
+    faults = []
     if reason := login_node() if login is ... else login:
         says = f"a login node ({reason}): use 2 ranks; make test and make preflight refuse"
-        raise warning(says, "work in an interactive job or in the hub; MANYHANDS_LOGIN_NODE=0 if this is no login node")
+        remedy = "work in an interactive job or in the hub; MANYHANDS_LOGIN_NODE=0 if this is no login node"
+        faults.append(warning(says, remedy))
     if "SLURM_JOB_ID" in environ and which("srun") is None:
         says = f"inside Slurm job {environ['SLURM_JOB_ID']}, and no srun here (a container?): ranks start on this node"
         remedy = "one task of srun per node: srun apptainer exec IMAGE ... (jobs/manyhands.def); mpiexec -launcher fork"
-        raise warning(says, remedy)
+        faults.append(warning(says, remedy))
+    raise_all(faults)
     for variable, name in {"SLURM_JOB_ID": "Slurm", "PBS_JOBID": "PBS"}.items():
         if variable in environ:
             return f"inside {name} job {environ[variable]}"
