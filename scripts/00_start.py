@@ -83,7 +83,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
 from manyhands.checks import start as checks
 
 ranks = join(globals())
@@ -415,7 +415,8 @@ def table(losses, dt, dtf, dtb):
     for i in sorted({0, 1, *range(0, iterations, max(1, iterations // 5)), iterations - 1}):
         ms = "".join(f"{1e3 * times[i]:9.1f}" for times in (dt, dtf, dtb))
         lines.append(f"{i:4d} {losses[i]:8.0f}{ms} {world_size * batch / dt[i]:10.0f}")
-    say_once("\n".join(lines))
+    if rank == 0:
+        say("\n".join(lines))
 
 
 # %%
@@ -499,7 +500,8 @@ metrics.exact(all_reduce_bytes=payload)
 # %%ranks
 from manyhands.plots.terminal import text_plot
 
-say_once(text_plot(losses, "loss", height=13))
+if rank == 0:
+    say(text_plot(losses, "loss", height=13))
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)
@@ -811,7 +813,8 @@ card(
 # %%
 # %%ranks
 path = metrics.write()
-say_once(f"metrics: {'/'.join(path.parts[-3:])}")
+if rank == 0:
+    say(f"metrics: {'/'.join(path.parts[-3:])}")
 leave()
 
 # %% tags=["active-ipynb"]

@@ -82,7 +82,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, mpi_world, say, say_once, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import collectives as checks
 from manyhands.measure import messages, wire
 
@@ -709,7 +709,8 @@ everything = [torch.empty_like(number) for _ in range(world_size)] if rank == 0 
 dist.gather(number, everything, dst=0)
 total = number.clone()
 dist.reduce(total, dst=0)  # on the other ranks `total` is scratch space afterwards: do not read it
-say_once(f"gather: {torch.cat(everything).tolist()}, reduce: {total.tolist()}")
+if rank == 0:
+    say(f"gather: {torch.cat(everything).tolist()}, reduce: {total.tolist()}")
 
 # %% [markdown]
 # ### From all ranks to all
@@ -847,7 +848,8 @@ if comm is not None:
     comm.Reduce(mine, total if rank == 0 else None, root=0)
     comm.Alltoall(my_parts, transposed := np.empty_like(my_parts))
     say(f"Bcast {one}, Scatter {part}, Alltoall {transposed}")
-    say_once(f"Gather {whole}, Reduce {total}")
+    if rank == 0:
+        say(f"Gather {whole}, Reduce {total}")
 
 # %% [markdown]
 # ## Lab: is the ring right? (MORE, 10 min)
@@ -1019,7 +1021,8 @@ for n_bytes in (400, 4_000, 40_000, 400_000) if comm is not None else ():
     while not done and time.monotonic() < asked_until:
         done = sending.Test()
     comm.Barrier()  # until here nobody has received anything
-    say_once(f"{n_bytes:7,} bytes: a send before any receive {'passes' if done else 'would hang'}")
+    if rank == 0:
+        say(f"{n_bytes:7,} bytes: a send before any receive {'passes' if done else 'would hang'}")
     comm.Recv(theirs, left)
     sending.Wait()
 
@@ -1510,7 +1513,8 @@ checks.estimate_pi(estimate_pi, ranks)
 # %%
 # %%ranks
 estimate = estimate_pi(points, count_hits)
-say_once(f"pi is about {estimate:.5f}, from {points:,} points on {world_size} ranks")
+if rank == 0:
+    say(f"pi is about {estimate:.5f}, from {points:,} points on {world_size} ranks")
 metrics.exact(pi=estimate)
 
 # %% [markdown]

@@ -80,7 +80,7 @@ wait_s = 120  # seconds that a cell watches the job before the lesson goes on, 0
 
 # %%
 # %%ranks
-from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say
 from manyhands.checks import first_job as checks
 from manyhands.data.corpus import load_corpus
 from manyhands.launch import recorded_runs
@@ -164,7 +164,8 @@ compare("sequences of each rank", "guess_share", 12 // (2 * 2))
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-say_once(recorded_runs.text("04_pending.out").rstrip())
+if rank == 0:
+    say(recorded_runs.text("04_pending.out").rstrip())
 
 # %% [markdown]
 # | Slurm says | PBS (`qstat`) | it means |
@@ -324,7 +325,8 @@ dist.all_reduce(mean_P)  # all ranks: the sum ...
 mean_P /= world_size  # ... and the mean
 apart = (mean_P - gradient(range(global_batch))).abs().max().item()
 say(f"node {node}, local rank {local_rank}: sequences {mine.start} to {mine.stop - 1}")
-say_once(f"gradient of all shares = gradient of one process, to 1e-10: {apart < 1e-10}")
+if rank == 0:
+    say(f"gradient of all shares = gradient of one process, to 1e-10: {apart < 1e-10}")
 metrics.exact(sequences=[mine.start, mine.stop])
 metrics.close(gradient_norm=mean_P.norm())
 
@@ -337,9 +339,10 @@ metrics.close(gradient_norm=mean_P.norm())
 # %% tags=["nbval-check-output"]
 # %%ranks
 run = recorded_runs.numbers("04_ddp_shakespeare.json")
-say_once("\n".join(recorded_runs.text("04_ddp_shakespeare.out").splitlines()[:3]))
-say_once("submitted {SubmitTime}, started {StartTime}, ended {EndTime}".format(**run["job"]))
-say_once("on {hardware}".format(**run["conditions"]))
+if rank == 0:
+    say("\n".join(recorded_runs.text("04_ddp_shakespeare.out").splitlines()[:3]))
+    say("submitted {SubmitTime}, started {StartTime}, ended {EndTime}".format(**run["job"]))
+    say("on {hardware}".format(**run["conditions"]))
 
 # %% [markdown]
 # And yours? Each state change adds a line; while the job is pending, the line shows the reason.
@@ -542,7 +545,8 @@ def start_times(jobs, nodes):
 
 
 by_hand = start_times([(1, 3), (1, 2), (1, 2), (1, 1)], nodes=2)
-say_once(f"start minutes: {by_hand}")
+if rank == 0:
+    say(f"start minutes: {by_hand}")
 metrics.exact(by_hand=by_hand)
 
 # %% [markdown]
@@ -594,7 +598,8 @@ def train(num_steps):
 # %%
 # %%ranks
 losses, measured_s = train(steps)
-say_once(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps; the first took {measured_s[0]:.2f} s")
+if rank == 0:
+    say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {steps} steps; the first took {measured_s[0]:.2f} s")
 
 # %% [markdown]
 # **Predict.** We take the time per step from the first ten steps, and test it on all the others. Of these ten, one is left out:
@@ -614,8 +619,9 @@ step_s = (measured_s[seen - 1] - measured_s[0]) / (seen - 1)
 predicted_s, rest_s = (steps - seen) * step_s, measured_s[-1] - measured_s[seen - 1]
 ratio = rest_s / predicted_s
 single_ms = [1000 * (measured_s[step] - measured_s[step - 1]) for step in range(seen, steps)]
-say_once(f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}")
-say_once(f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms")
+if rank == 0:
+    say(f"{steps - seen} more steps: predicted {predicted_s:.2f} s, measured {rest_s:.2f} s, ratio {ratio:.2f}")
+    say(f"{1000 * step_s:.0f} ms per step predicted; they took {min(single_ms):.0f} to {max(single_ms):.0f} ms")
 metrics.exact(losses=losses)
 metrics.close(final_loss=losses[-1])
 metrics.measured(step_s=step_s, predicted_over_measured=1 / ratio)
@@ -655,8 +661,9 @@ checks.ask_for(ask_for, ranks)
 
 # %%
 # %%ranks
-say_once(f"10,000 such steps: {10_000 * step_s:.0f} s, so ask for {ask_for(10_000 * step_s)}")
-say_once(f"a margin of one half {'covers' if ratio <= 1.5 else 'does not cover'} what happened here")
+if rank == 0:
+    say(f"10,000 such steps: {10_000 * step_s:.0f} s, so ask for {ask_for(10_000 * step_s)}")
+    say(f"a margin of one half {'covers' if ratio <= 1.5 else 'does not cover'} what happened here")
 
 # %% [markdown]
 # In the plot the line comes from the grey part alone. Where the points leave the line, something else may have run on

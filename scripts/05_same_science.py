@@ -72,7 +72,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import same_science as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
@@ -271,8 +271,9 @@ def dealt(update, n=world_size):
 # %%ranks --timeout 120
 read = [tuple(row) for part in everyone(dealt(0)[0].tolist()) for row in part]
 last = curve(1, lambda update: dealt(update, 1)), curve(world_size, dealt)
-say_once(f"an update reads {len(read)} sequences, {len(set(read))} different ones")
-say_once(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
+if rank == 0:
+    say(f"an update reads {len(read)} sequences, {len(set(read))} different ones")
+    say(f"loss after {4 * steps} updates: 1 rank {last[0][-1]:.2f}, {world_size} ranks {last[1][-1]:.2f}")
 
 # %% [markdown]
 # PyTorch's [`DistributedSampler`](../assets/glossary.md#sampler) deals in the same way. Call its `set_epoch(epoch)` on
@@ -380,9 +381,10 @@ with wire.watch() as seen:  # counts what this rank communicates
 yours_P, naive_P, single_P = (flat(p.grad for p in model.parameters()) for model in (yours, naive, single))
 assert (yours_P - single_P).abs().max() < 1e-10
 off = ((naive_P - single_P).norm() / single_P.norm()).item()
-say_once("your loss: the gradient of one process, to 1e-10")
-say_once(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
-say_once(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
+if rank == 0:
+    say("your loss: the gradient of one process, to 1e-10")
+    say(f"the mean of means: off by {100 * off:.1f} % of the gradient's length")
+    say(f"communicated: {seen.payload_bytes():,} bytes, {8 * config.num_params():,} of them gradients")
 metrics.exact(weighted_gradient=fingerprint([yours_P]))
 metrics.close(weighted_gradient_norm=yours_P.norm())
 metrics.measured(mean_of_means_off=off)
@@ -760,7 +762,8 @@ readers = {
 for name, mine in readers.items():
     counts = Counter(i for part in everyone(mine) for i in part)
     lost, repeated = 13 - len(counts), sum(times - 1 for times in counts.values())
-    say_once(f"{name}: {lost} lost, {repeated} read twice")
+    if rank == 0:
+        say(f"{name}: {lost} lost, {repeated} read twice")
 
 # %% [markdown]
 # A doubled sequence hardly matters in training. In *evaluation* it does: there, deal unequal shares, and add up sums and counts.
@@ -829,7 +832,8 @@ from manyhands.data.samplers import DrawnSampler
 length = len(corpus.train_ids) // 64
 mine = list(DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
 drawn = [i for part in everyone(mine) for i in part]
-say_once(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
+if rank == 0:
+    say(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
 
 # %% [markdown]
 # And the cure: streams of different keys or seeds have nothing in common.
@@ -843,7 +847,8 @@ def stream(rank, epoch=0, seed=1):
 
 first_draws = [tuple(stream(r).integers(0, 2**62, 2)) for r in range(4096)]
 first_draws += [tuple(stream(r, seed=2).integers(0, 2**62, 2)) for r in range(4096)]
-say_once(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
+if rank == 0:
+    say(f"{len(first_draws)} streams of two seeds, {len(set(first_draws))} different ones")
 
 # %% [markdown]
 # ## Two rules of thumb, on a grid of rates (MORE, 9 min)

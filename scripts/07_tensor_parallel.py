@@ -84,7 +84,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import tensor_parallel as checks
 from manyhands.measure import wire
 from torch import nn
@@ -410,7 +410,8 @@ compare("all-reduces of a layer in a step", "guess_calls", len(seen.calls) / lay
 # %% jupyter={"source_hidden": true}
 # %%ranks
 numbers = [call.bytes // 4 for call in seen.calls]
-say_once(f"each of {numbers[0]:,} numbers; B·T·D is {B:,} · {T} · {D} = {B * T * D:,}")
+if rank == 0:
+    say(f"each of {numbers[0]:,} numbers; B·T·D is {B:,} · {T} · {D} = {B * T * D:,}")
 assert numbers == [B * T * D] * 4 * layers
 
 # %% [markdown]
@@ -660,7 +661,8 @@ for name, model in ways.items():
         add_up(of_own_positions(model), group)
     apart = max((loss - loss_1).abs().item(), furthest(model, single, group))
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    say_once(f"{name:19} {len(seen.calls)} calls; loss and all gradients equal to one process's, to 1e-10")
+    if rank == 0:
+        say(f"{name:19} {len(seen.calls)} calls; loss and all gradients equal to one process's, to 1e-10")
 if rank == 0:
     p = model.blocks[0].norm_1.weight
     placement, of_gradient = (type(tensor.placements[0]).__name__ for tensor in (p, p.grad))
@@ -828,7 +830,8 @@ def say_drift(title, model, one):
 # %%ranks
 model = with_head_norm(split_blocks(new_model(), group, f, g))
 losses = train(model, partial_sums)
-say_once(f"losses: {' '.join(losses)}")
+if rank == 0:
+    say(f"losses: {' '.join(losses)}")
 say_drift("theirs", model, with_head_norm(new_model()))
 
 # %% [markdown]
@@ -1172,7 +1175,8 @@ with sharded_loss(True):
 for name, model, found in (("ours", ours, loss), ("loss_parallel", library, loss_library)):
     apart = max((found - loss_1).abs().item(), furthest(model, single, group))
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    say_once(f"{name} and one process: loss and all gradients equal to 1e-10")
+    if rank == 0:
+        say(f"{name} and one process: loss and all gradients equal to 1e-10")
 rows = len(ours.tokens.weight)
 say(f"{rows} of {V} tokens; the loss communicated {loss_bytes:,} bytes, all logits are {8 * B * T * V:,}")
 

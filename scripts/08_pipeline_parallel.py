@@ -79,7 +79,7 @@ rows = 2  # sequences in a micro-batch, at least 1
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import pipeline_parallel as checks
 from manyhands.measure import wire
 from manyhands.measure.sleeping_stages import run_asleep
@@ -270,7 +270,8 @@ checks.gpipe(gpipe, ranks)
 # %%ranks
 for n in (1, 2, 4, 8, 16, 58):
     run = simulate([gpipe(stage, 4, n) for stage in range(4)], needs=needs)
-    say_once(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
+    if rank == 0:
+        say(f"4 stages, m = {n:2}: length {run.length:3}, idle {100 * float(run.bubble):4.1f} %, by formula 3/{n + 3}")
 
 # %% [markdown]
 # A bubble below 5 % takes 58 micro-batches. The price: at the end of the forwards each rank **holds** the activations of
@@ -360,7 +361,8 @@ checks.one_f_one_b(one_f_one_b, ranks)
 # %%ranks
 run = simulate([one_f_one_b(stage, 4, 8) for stage in range(4)])
 compare("idle under 1F1B, 4 stages, 8 micro-batches", "guess_1f1b", round(100 * float(run.bubble)), "%")
-say_once(f"in flight at most: GPipe [8, 8, 8, 8], 1F1B {run.in_flight}")
+if rank == 0:
+    say(f"in flight at most: GPipe [8, 8, 8, 8], 1F1B {run.in_flight}")
 
 # %% [markdown]
 # **The same bubble**, with less memory. 1F1B holds min(m, p - s) micro-batches on stage s: that depends on the number
@@ -712,7 +714,8 @@ for step in range(6):
     optimizer.zero_grad()
     dist.broadcast(loss, src=p - 1)
     seen_losses.append(f"{loss.item():.3f}")
-say_once(f"loss: {' '.join(seen_losses)}")
+if rank == 0:
+    say(f"loss: {' '.join(seen_losses)}")
 
 # %% [markdown]
 # Now measure. The folded cell compares the gradients of each batch alone with those of both accumulated; each rank
@@ -865,7 +868,8 @@ for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items
 # %%
 # %%ranks --trace
 slots, took_s = on_the_clock(one_f_one_b, m)
-say_once(f"bubble by the formula: {100 * (p - 1) / (m + p - 1):.0f} %")
+if rank == 0:
+    say(f"bubble by the formula: {100 * (p - 1) / (m + p - 1):.0f} %")
 
 # %% [markdown]
 # <details><summary>Answer</summary>

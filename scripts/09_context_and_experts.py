@@ -87,7 +87,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import context_and_experts as checks
 from manyhands.measure import wire
 
@@ -522,8 +522,9 @@ at = [in_order(T, c, r).to(device) for r in range(c)]
 apart, seen = far_from_full(at)
 assert apart < 1e-10, f"{apart:.1e} away"
 assert seen.sent_bytes == (2 * c - 1 if c > 1 else 0) * unit
-say_once("output, d_q, d_k and d_v: equal to full attention to 1e-10")
-say_once(f"backward sent {seen.sent_bytes / unit:g} blocks of keys and values, forward {c - 1}")
+if rank == 0:
+    say("output, d_q, d_k and d_v: equal to full attention to 1e-10")
+    say(f"backward sent {seen.sent_bytes / unit:g} blocks of keys and values, forward {c - 1}")
 metrics.exact(ring_backward_bytes=seen.sent_bytes)
 
 # %% [markdown]
@@ -915,7 +916,8 @@ def far_from_dense(exchange):
 for way, exchange in {"ours": Exchange.apply, "the library's exchange": by_library}.items():
     apart = far_from_dense(exchange)
     assert apart < 1e-10, f"{way} is {apart:.1e} away"
-    say_once(f"{way} and one process: the mixture and all gradients are equal to 1e-10")
+    if rank == 0:
+        say(f"{way} and one process: the mixture and all gradients are equal to 1e-10")
 
 # %% [markdown]
 # ## A bug from the zoo: whose gradient is it? (CORE, 8 min)
@@ -967,7 +969,8 @@ def ratios(found):
 found = ratios(gradients(theirs))
 assert all(math.isclose(ratio, c) for ratio in found[1:])
 compare("experts' gradients on four ranks, times what they should be", "guess_factor", 4)
-say_once("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
+if rank == 0:
+    say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
 
 # %% [markdown]
 # An expert's rows come from *all* ranks, and backward brings the gradients of all n losses. So its gradient is already
@@ -1028,7 +1031,8 @@ apart = max((a - b).abs().max().item() for a, b in zip(gradients(finish), wanted
 assert apart < 1e-10, f"{apart:.1e} away"
 for name, way in {"theirs": theirs, "mended": finish}.items():
     first, *_, last = losses(way)
-    say_once(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
+    if rank == 0:
+        say(f"{name}: loss {first:.4f}, after ten steps {last:.4f}")
 
 # %% [markdown]
 # It does not, because Adam divides a gradient by its own size. But clipping by the global norm goes wrong. The bug was
@@ -1355,7 +1359,8 @@ with wire.watch() as seen:
 wanted = F.scaled_dot_product_attention(q_64, *kv_4, is_causal=True, enable_gqa=True).chunk(c, 2)[me]
 sent = seen.payload_bytes("all_to_all") * (c - 1) / c / mine[0].nbytes
 assert (out - wanted).abs().max() < 1e-10 and sent == (2 + 2 / 16) * (c - 1) / c
-say_once(f"with GQA 16:1 Ulysses sends {sent:.2f} units, a ring {2 * (c - 1) / 16:g}")
+if rank == 0:
+    say(f"with GQA 16:1 Ulysses sends {sent:.2f} units, a ring {2 * (c - 1) / 16:g}")
 
 # %% [markdown]
 # ## Lab: one product for all experts (MORE, 4 min)
@@ -1428,7 +1433,8 @@ free, most_4, most_2 = scores_NE.topk(8).indices, limited(scores_NE, 8, 8, 4), l
 for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": most_2}.items():
     visited = F.one_hot(experts_Nk // 4, 8).amax(1).sum(1).double().mean()
     kept_score = scores_NE.gather(1, experts_Nk).sum() / scores_NE.gather(1, free).sum()
-    say_once(f"{name}: {visited:.2f} nodes per token; its experts have {kept_score:.1%} of the best scores")
+    if rank == 0:
+        say(f"{name}: {visited:.2f} nodes per token; its experts have {kept_score:.1%} of the best scores")
 
 # %% [markdown]
 # A row that goes to several experts of one node can cross the network once and be copied inside the node. So the slow
@@ -1454,7 +1460,8 @@ for name, experts_Nk in {"no limit": free, "at most 4": most_4, "at most 2": mos
 x, y = torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
 both = x.detach() + y - y.detach()
 both.backward()
-say_once(f"value {both.item():g}, gradient of x {x.grad}, of y {y.grad:g}")
+if rank == 0:
+    say(f"value {both.item():g}, gradient of x {x.grad}, of y {y.grad:g}")
 
 
 # %%
@@ -1522,7 +1529,8 @@ _, experts_Nk, _ = route(x_ND, router_ED, k_experts)
 for factor in (1.0, 1.25, 2.0):
     capacity = math.ceil(factor * N * k_experts / E)
     dropped = 1 - kept(experts_Nk, E, capacity).double().mean().item()
-    say_once(f"capacity {factor:.2f} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
+    if rank == 0:
+        say(f"capacity {factor:.2f} times the mean, {capacity} rows: {dropped:.1%} of choices dropped")
 
 # %% [markdown]
 # ## On the cluster

@@ -79,7 +79,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import meshes_and_planning as checks
 from manyhands.plots import bars
 from torch.distributed.device_mesh import init_device_mesh
@@ -341,7 +341,8 @@ for axis in AXES:
     dist.all_reduce(between)  # over all ranks
     expected = sum(slow_bytes(g, payload.nbytes, per_node) for g in groups_of(shape, AXES.index(axis)))
     assert abs(between.item() - expected) < 1
-    say_once(f"{axis:8} of {group.size()}: {int(between):,} bytes between nodes, predicted {expected:,.0f}")
+    if rank == 0:
+        say(f"{axis:8} of {group.size()}: {int(between):,} bytes between nodes, predicted {expected:,.0f}")
     metrics.exact(**{f"{axis}_between": int(between)})
 
 # %% [markdown]
@@ -550,7 +551,8 @@ for product in PRODUCTS:
     gradients = parallel.named_full_gradients()  # all ranks
     apart += [(gradients[name] - p.grad.cpu()).abs().max().item() for name, p in single.named_parameters()]
     assert max(apart) < 1e-10, f"{layout}: {max(apart):.1e} away"
-    say_once(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
+    if rank == 0:
+        say(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
 compare("different batches that 2 x 2 x 2 ranks read", "guess_batches", 2)
 
 # %% [markdown]

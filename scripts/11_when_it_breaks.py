@@ -79,7 +79,7 @@ failures = "two"  # what hits the run: one is kill -9, two is kill -9 and later 
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, say, show
 from manyhands.checks import when_it_breaks as checks
 
 ranks = join(globals())
@@ -241,7 +241,8 @@ checks.missing_call(missing_call, ranks)
 # %%ranks
 found = missing_call(calls_in("train", records)) if any(records) else None
 number, odd = found or (0, [])
-say_once(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
+if rank == 0:
+    say(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
 compare("the rank at fault", "guess_rank", odd[0] if odd else "nobody")
 
 # %% [markdown]
@@ -310,7 +311,8 @@ class Trainee:
 
 trainee = Trainee()
 curve = [train_step(trainee) for _ in range(6)]
-say_once(f"losses {' '.join(f'{loss:.3f}' for loss in curve)}")
+if rank == 0:
+    say(f"losses {' '.join(f'{loss:.3f}' for loss in curve)}")
 
 # %% [markdown]
 # ### Build B: all that a step reads
@@ -493,7 +495,8 @@ went_on = [train_step(trainee) for _ in range(6)]
 fresh = Trainee()
 restore(path, fresh)
 resumed = [train_step(fresh) for _ in range(6)]
-say_once(f"the next 6 losses are equal to the last bit: {resumed == went_on}")
+if rank == 0:
+    say(f"the next 6 losses are equal to the last bit: {resumed == went_on}")
 assert resumed == went_on
 metrics.exact(shard_bytes=(path / f"rank-{rank}.safetensors").stat().st_size)
 
@@ -1072,8 +1075,9 @@ for step in range(4):
     for p in model.parameters():
         p.data -= 0.1 * p.grad
 by_replay = who_is_not_finite(gradients(copy.deepcopy(model.module), step))
-say_once(f"step {step}, not finite on ranks: own loss {by_loss}, in the hook {by_hook}, after backward {after}")
-say_once(f"replayed alone: {by_replay}")
+if rank == 0:
+    say(f"step {step}, not finite on ranks: own loss {by_loss}, in the hook {by_hook}, after backward {after}")
+    say(f"replayed alone: {by_replay}")
 
 # %% [markdown]
 # FSDP's place for such a look is `set_custom_reduce_scatter`: what you give it gets each rank's own gradients before
@@ -1157,8 +1161,9 @@ B, T, V = 24_000_000, 2048, 50_280
 try:
     torch.empty(B, T, V, device=device)
 except RuntimeError as error:  # torch.OutOfMemoryError, on a GPU, is one
-    say_once(str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0])
-    say_once(f"predicted: {B * T * V * 4} bytes, {B * T * V * 4 / 2**50:.2f} PiB")
+    if rank == 0:
+        say(str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0])
+        say(f"predicted: {B * T * V * 4} bytes, {B * T * V * 4 / 2**50:.2f} PiB")
 
 # %% [markdown]
 # So read the number first. If it is large, look for the shape that makes it: the logits, or T·T scores where flash
@@ -1231,7 +1236,8 @@ for i, n in enumerate(sizes[1:]):
 if rank < sizes[-1]:
     found = whole(trainee)
     equal = [torch.equal(found[name], wanted[name]) for name in wanted]
-    say_once(f"{' -> '.join(map(str, sizes))} ranks: {len(equal)} tensors equal to the last bit: {all(equal)}")
+    if rank == 0:
+        say(f"{' -> '.join(map(str, sizes))} ranks: {len(equal)} tensors equal to the last bit: {all(equal)}")
     assert all(equal)
 
 # %% [markdown]
@@ -1261,7 +1267,8 @@ if rank < sizes[-1]:
     losses = [train_step(trainee) for _ in range(8)]
     apart = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
     assert apart < 1e-10, f"the losses differ by {apart:.1e}"
-    say_once(f"the next 8 losses on {sizes[0]} and on {sizes[-1]} ranks differ by {apart:.0e} at most")
+    if rank == 0:
+        say(f"the next 8 losses on {sizes[0]} and on {sizes[-1]} ranks differ by {apart:.0e} at most")
 metrics.exact(float64_losses=reference if rank < sizes[0] else None)
 metrics.close(float64_losses_close=reference if rank < sizes[0] else None)
 
@@ -1348,7 +1355,8 @@ import socket
 
 hosts = [None] * world_size
 dist.all_gather_object(hosts, socket.gethostname())  # a job prints this at its start, while all nodes live
-say_once(f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it")
+if rank == 0:
+    say(f"rank {guilty} runs on {hosts[guilty]}: sbatch --exclude={hosts[guilty]} keeps the next job away from it")
 
 # %% [markdown]
 # ## How often to save: is it so? (MORE, 4 min)
@@ -1535,7 +1543,8 @@ if rank == 0:
     os.truncate(shard, shard.stat().st_size // 2)  # as after "disk full"
 dist.barrier()
 trusted = newest(folder / "refused", fresh)
-say_once(f"{later.name} is newer, {trusted.name} is the one to go on from")
+if rank == 0:
+    say(f"{later.name} is newer, {trusted.name} is the one to go on from")
 
 # %% [markdown]
 # ### Exercise 3: nothing forgotten

@@ -86,7 +86,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import llm_pretraining as checks
 from manyhands.measure import wire
 
@@ -607,7 +607,8 @@ for name, *how in (
     ("document mask", mask_BTT, counting_T),
 ):
     before, after = (packed_logits(gpt, ids, *how) for ids in (ids_BT, other_BT))
-    say_once(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
+    if rank == 0:
+        say(f"{name:20} later documents change by {(before - after)[later_BT].abs().max():.1e}")
 
 # %% [markdown]
 # Restarted positions [do not help](../assets/handbook/12_llm_pretraining.md#packing-without-wasted-work). With mask *and*
@@ -808,7 +809,8 @@ def train(loss_of):
 # %%
 # %%ranks --timeout 120
 wrong, loss = train(shifted_loss)
-say_once(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
+if rank == 0:
+    say(f"loss after {zoo_steps} steps: {loss:.2f}; it began at {math.log(len(corpus.vocab)):.2f}")
 
 # %% [markdown]
 # Now measure how well the logits at t guess the characters at t to t + 3:
@@ -823,8 +825,9 @@ for name, model, last in (("theirs", wrong, loss), ("mended", mended, right_loss
         logits_BTV = model(text_BT[:, :32])[0].flatten(0, 1)
     nats = [F.cross_entropy(logits_BTV, text_BT[:, k : k + 32].flatten()).item() for k in range(4)]
     written = corpus.decode(model.generate(start_11, 60)[0])
-    say_once(f"{name}: training loss {last:.2f}; it writes {written!r}")
-    say_once("   nats for the character at " + ", ".join(f"t + {k}: {nats[k]:.2f}" for k in range(4)))
+    if rank == 0:
+        say(f"{name}: training loss {last:.2f}; it writes {written!r}")
+        say("   nats for the character at " + ", ".join(f"t + {k}: {nats[k]:.2f}" for k in range(4)))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -964,7 +967,8 @@ dirty = documents[:150] + held_out[::2] * 16
 random.Random(2).shuffle(dirty)
 mine_kept = [i for i in range(rank, len(dirty), world_size) if not runs_of_words(dirty[i]) & in_test]
 kept = sorted(i for part in everyone(mine_kept) for i in part)
-say_once(f"{len(dirty)} documents, {len(dirty) - len(kept)} share 8 words in a row with the test: removed")
+if rank == 0:
+    say(f"{len(dirty)} documents, {len(dirty) - len(kept)} share 8 words in a row with the test: removed")
 metrics.exact(kept=kept)
 
 # %% jupyter={"source_hidden": true}
@@ -1143,7 +1147,8 @@ tokens = [i for text in documents[rank::world_size] for i in encode(text)]
 for name, ids, size in (("characters", characters, len(corpus.vocab)), ("BPE tokens", tokens, 256 + merges)):
     nats, count = by_frequency(ids, size)
     bits = bits_per_byte(nats, count, num_bytes)
-    say_once(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
+    if rank == 0:
+        say(f"{name:11} {nats:.2f} nats per token, {bits:.2f} bits per byte, {num_bytes / count:.2f} bytes per token")
 
 # %% [markdown]
 # The model with the higher loss per token is better per byte. So never state a loss without its tokenizer.
@@ -1267,8 +1272,9 @@ for strategy in ("ddp", "zero1", "fsdp"):
     short[strategy] = train_point(Point(live_flops / 30, 24), corpus, ranks, strategy)
 peak = gemm_together(ranks)  # FLOP/s of large matrix products, all ranks at once
 flop_per_s = short["ddp"]["flops"] / short["ddp"]["seconds"]
-say_once(", ".join(f"{strategy} {row['val_loss']:.5f}" for strategy, row in short.items()))
-say_once(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
+if rank == 0:
+    say(", ".join(f"{strategy} {row['val_loss']:.5f}" for strategy, row in short.items()))
+    say(f"{flop_per_s / 1e9:.1f} of {peak / 1e9:.0f} GFLOP/s: MFU {100 * flop_per_s / peak:.2g}%")
 ends = [row["val_loss"] for row in short.values()]
 assert max(ends) - min(ends) < 1e-3
 metrics.measured(flop_per_s=flop_per_s)
@@ -1299,7 +1305,8 @@ bad = [speeches[0].upper(), speeches[1] + " Amen.", "3.14 1.61 2.71 " * 20, "Buy
 if rank == 0:
     (folder / "pages.txt").write_text("\n\n\n".join(speeches + bad), encoding="utf-8")
 report = prepare_text([folder / "pages.txt"], folder / "text", PrepareConfig(vocab_size=512), ranks, replace=True)
-say_once(shown_report(report))
+if rank == 0:
+    say(shown_report(report))
 metrics.exact(prepared=report["documents"])
 
 # %% [markdown]

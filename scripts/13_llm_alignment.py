@@ -86,7 +86,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.align.chat import END, LetterTask, encode, render, with_markers
 from manyhands.align.stage import complete, own_draws, rows
 from manyhands.checks import llm_alignment as checks
@@ -175,7 +175,8 @@ def own(rows_B):
 
 def once(text):
     """Print on rank 0."""
-    say_once(text)
+    if rank == 0:
+        say(text)
 
 
 def everyone(value):
@@ -1183,10 +1184,11 @@ ids_bT = own(conversations(gold_words(0))[0][:8])
 with torch.no_grad(), wire.watch() as seen:
     apart = (log_probs(reference, ids_bT) - log_probs(policy, ids_bT)).abs().max().item()
 gathered = sum(call.bytes for call in seen.calls)
-say_once(f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n")
-say_once(f"a forward makes {seen.count('all_gather')} all-gathers, one for each unit")
-say_once(f"together they gather {gathered:,} bytes; all weights once are 4 P = {4 * P:,}")
-say_once(f"largest difference from the policy: {apart:g}")
+if rank == 0:
+    say(f"{held:,} numbers on this rank, {held / (P / world_size):.3f} of P/n")
+    say(f"a forward makes {seen.count('all_gather')} all-gathers, one for each unit")
+    say(f"together they gather {gathered:,} bytes; all weights once are 4 P = {4 * P:,}")
+    say(f"largest difference from the policy: {apart:g}")
 assert apart < 1e-6
 
 # %% [markdown]
@@ -1321,7 +1323,8 @@ for name, value, found in (
     apart = max((found[key].cpu() - wanted[key].cpu()).abs().max().item() for key in wanted)
     apart = max(apart, (value - loss_1).abs().item())
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
-    say_once(f"{name} and one process: loss and all gradients equal to 1e-10")
+    if rank == 0:
+        say(f"{name} and one process: loss and all gradients equal to 1e-10")
 metrics.exact(dpo_loss=loss_1.detach())
 
 # %% [markdown] tags=["notes"]

@@ -84,7 +84,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import llm_serving as checks
 from manyhands.measure import wire
 
@@ -127,7 +127,8 @@ BANDWIDTH, PEAK = 3.35e12, 989e12  # an H100: bytes/s, and FLOP/s in bf16 withou
 # %%ranks
 prompt_BT = tokenizer.encode("ROMEO:\n")[None].to(device)
 written = tokenizer.decode(generate(target, prompt_BT, 200, Sampling(0.8), seed=1)[0])
-say_once(f"{target.num_params():,} parameters, up to {config.block_size} positions; it writes:\n{written}")
+if rank == 0:
+    say(f"{target.num_params():,} parameters, up to {config.block_size} positions; it writes:\n{written}")
 
 # %% [markdown]
 # ## Every token, all positions again (CORE, 4 min)
@@ -163,7 +164,8 @@ def counted(model, write):
 begin = tokenizer.encode("\n").tolist()
 greedy(target, begin, 2)  # warm
 plain, plain_positions, plain_s = counted(target, lambda: greedy(target, begin, 63))
-say_once(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
+if rank == 0:
+    say(f"63 tokens after one: {plain_positions:,} positions computed, {plain_positions / 63:g} for each token")
 
 # %% [markdown]
 # 1 + 2 + ... + 63 = 2,016. The model computes 32 positions for each new token, and uses the logits of one.
@@ -366,9 +368,10 @@ num_bytes = sum(part.nbytes for pair in cache.values() for part in pair)
 assert num_bytes == 2 * N * 3 * T * D * 8
 
 compare("times faster, measured", "guess_faster", round(plain_s / took_s, 1))
-say_once(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10:")
-say_once(tokenizer.decode(found))
-say_once("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
+if rank == 0:
+    say(f"the same text, {positions} positions instead of {plain_positions:,}; logits equal to 1e-10:")
+    say(tokenizer.decode(found))
+    say("one call: " + ", ".join(f"{ms:.2f} ms for {T} position{'s' * (T > 1)}" for T, ms in calls_ms.items()))
 
 # %% [markdown]
 # Why not 32? Both ways make **63 calls**, and each call has a fixed cost: Python starts every operation of every
@@ -481,7 +484,8 @@ for name, (P, *shape) in MODELS.items():
             f"{users / step_s:,.0f} tokens/s; arithmetic busy {busy_s / step_s:.0%}"
         )
 mla = (2 * 128 * 128) / (512 + 64)  # DeepSeek-V3, numbers per layer and position: 128 heads, or what MLA stores
-say_once(f"MLA stores {mla:.0f} times fewer bytes than the same heads without it")
+if rank == 0:
+    say(f"MLA stores {mla:.0f} times fewer bytes than the same heads without it")
 metrics.exact(full=full, mla=mla)
 if rank == 0:
     published = recorded_runs.published("14_serving")
@@ -536,9 +540,8 @@ ways = {
 }
 compare("the pause", "guess_pause", round(1e3 * whole_s), "ms")
 for name, (pause_s, first_s) in ways.items():
-    say_once(
-        f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms"
-    )
+    if rank == 0:
+        say(f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms")
 metrics.exact(ways=ways)
 
 # %% [markdown]
@@ -839,10 +842,9 @@ while not engine.idle():
 for i, sequence in enumerate(served):
     alone = generate(target, torch.tensor([asked[i]], device=device), 4 + 2 * i, Sampling(0.8), seed=i)
     assert sequence.ids == alone[0].tolist(), "another text in the batch has changed it"
-say_once(f"8 texts in {steps_taken} steps, each as if it were alone")
-say_once(
-    f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.num_cached_tokens for s in served]}"
-)
+if rank == 0:
+    say(f"8 texts in {steps_taken} steps, each as if it were alone")
+    say(f"of the {len(asked[0])} positions of each prompt, found in the cache: {[s.num_cached_tokens for s in served]}")
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: batching</summary>
@@ -917,7 +919,8 @@ metrics.measured(decode_s={str(b): statistics.median(taken[1:]) for b, taken in 
 # %%ranks
 draft = shipped_model("plays-draft")[0].to(device).double()
 prompt = val_ids[-20:].tolist()
-say_once(f"the large model has {target.num_params():,} parameters, the draft model {draft.num_params():,}")
+if rank == 0:
+    say(f"the large model has {target.num_params():,} parameters, the draft model {draft.num_params():,}")
 
 
 # %%
@@ -978,7 +981,8 @@ ways = {
 for name, tokens in ways.items():
     found, cells = chi_square(tokens, p_V)
     verdict = "follows p" if found < limit(cells) else "does not follow p"
-    say_once(f"{name:20} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
+    if rank == 0:
+        say(f"{name:20} chi-square {found:8,.1f}, limit {limit(cells):.1f}: {verdict}")
     assert found < limit(cells) or name == "q, unjudged"
 
 # %% [markdown]
@@ -1094,9 +1098,10 @@ if rank == 0:
 for users, S in ((119, 4096), (1900, 256)):
     caches = users * cache_bytes(32, 32, 8, 128, S)
     one_ms, five_ms = (1e3 * call_s(8.03e9, users * k, caches) for k in (1, 5))
-    say_once(
-        f"Llama 3 8B, {users:,} users with {S:,} positions: {one_ms:.0f} ms per step, {five_ms:.0f} with 4 draft tokens each"
-    )
+    if rank == 0:
+        say(
+            f"Llama 3 8B, {users:,} users with {S:,} positions: {one_ms:.0f} ms per step, {five_ms:.0f} with 4 draft tokens each"
+        )
 
 # %% [markdown]
 # With long caches draft tokens are nearly free, also when the server is full. With short ones arithmetic is the limit, and every
@@ -1203,8 +1208,9 @@ from manyhands.serve.decoder import quantize, weight_bytes
 small = quantize(copy.deepcopy(target))
 windows, answers = val_ids[: 16 * T].view(16, T), val_ids[1 : 16 * T + 1].view(16, T)
 before, after = (model(windows, answers)[1].item() for model in (target, small))
-say_once(f"weights: {weight_bytes(target):,} bytes in float64, {weight_bytes(small):,} with blocks in 8 bits")
-say_once(f"validation loss {before:.4f}, then {after:.4f}: a difference of {after - before:+.1e}")
+if rank == 0:
+    say(f"weights: {weight_bytes(target):,} bytes in float64, {weight_bytes(small):,} with blocks in 8 bits")
+    say(f"validation loss {before:.4f}, then {after:.4f}: a difference of {after - before:+.1e}")
 
 # %% [markdown]
 # ## Deploy: a server, a gate, a gauge (MORE, 8 min)
@@ -1290,7 +1296,8 @@ for name, text in (
     while not engine.idle():
         engine.step()
     nats = (engine.prompt_nats - before[0]) / (engine.prompt_tokens - before[1])
-    say_once(f"{name}: {nats:.2f} nats per token; the held-out text: {expected:.2f}")
+    if rank == 0:
+        say(f"{name}: {nats:.2f} nats per token; the held-out text: {expected:.2f}")
 
 # %% [markdown]
 # ## Exercises (MORE, 17 min)

@@ -77,7 +77,7 @@ wait_s = 60  # seconds that a cell watches the job before the lesson goes on, 0 
 # %%ranks
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, join, leave, say, say_once, show
+from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import on_your_cluster as checks
 from manyhands.launch import recorded_runs
 from manyhands.measure import one_core
@@ -117,7 +117,8 @@ folder = agreed[0]
 # %% tags=["nbval-check-output"]
 # %%ranks
 sick = recorded_runs.text("15_doctor_one_core.out").splitlines()
-say_once("\n".join(line for line in sick[1:] if not line.startswith(" " * 20)))
+if rank == 0:
+    say("\n".join(line for line in sick[1:] if not line.startswith(" " * 20)))
 
 # %% [markdown]
 # The job ended with exit status 0. Only the line `cores` shows that two ranks took turns on one core.
@@ -393,7 +394,8 @@ guess_calls = ____  # your turn: questions
 # %%ranks
 traced = recorded_runs.numbers("15_import_torch.json")
 compare("file-system calls of 256 ranks that import torch", "guess_calls", 256 * traced["calls"])
-say_once(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
+if rank == 0:
+    say(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
 
 # %% [markdown]
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
@@ -534,8 +536,9 @@ def micro_batches(global_batch, n, micro_batch):
     return f"{n} ranks: {share} per step" if not left else f"{n} ranks x {micro_batch} do not divide {global_batch}"
 
 
-say_once("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
-say_once(micro_batches(480, 24, 5))
+if rank == 0:
+    say("; ".join(micro_batches(512, n, 4) for n in (8, 64, 24)))
+    say(micro_batches(480, 24, 5))
 
 # %% [markdown]
 # Before you ask for nodes, ask whether the model fits. If no flag gives a micro-batch, the trainer takes the largest one
@@ -596,8 +599,9 @@ def one_step(flags, precision="fp32"):
 loss_1b, seen, placed = one_step("--preset olmo-1b --parallel.all-reduce buckets")
 P = placed.config.num_params()
 by_ddp = seen.payload_bytes("all_reduce") / P
-say_once(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
-say_once(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
+if rank == 0:
+    say(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
+    say(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
 
 # %% [markdown]
 # ### Wrapping and sharding
@@ -633,7 +637,8 @@ for name, flags in WAYS.items():
     gathers, gathered = seen.count("all_gather"), seen.payload_bytes("all_gather")
     formula = placed.sent_by_formula.get("all_gather")  # from the configuration alone
     assert formula is None or (gathers, gathered) == (formula.calls, formula.payload_bytes)
-    say_once(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
+    if rank == 0:
+        say(f"{name:20} loss {losses[name]:.4f}; all-gathers: {gathers:2}, {gathered / P:4.1f} bytes per parameter")
 
 # %% [markdown]
 # The calls and bytes are those of the dry run's formula. And the loss is equal to that of one process that reads the
@@ -649,7 +654,8 @@ with torch.no_grad():
     expected = alone(*(ids.to(device) for ids in whole_batch))[1].item()
 apart = {name: abs(loss - expected) for name, loss in losses.items()}
 assert max(gap for name, gap in apart.items() if "bf16" not in name) < 1e-5
-say_once(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
+if rank == 0:
+    say(f"one process: loss {expected:.4f}; in bf16 {apart['by block, in bf16']:.1e} away, the others less than 1e-5")
 
 # %% [markdown]
 # Fewer, longer messages cost memory: as one unit, the whole model is in memory at once. At full size, for ranks we do

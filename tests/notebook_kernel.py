@@ -29,6 +29,15 @@ length = 3         # numbers per rank, >= 1
 
 # %%
 # %%ranks
+import torch, os, time, signal
+import torch.distributed as dist
+from manyhands import join, leave, mpi_world, say, show
+
+ranks = join(globals(), quiet=True)
+rank = ranks.rank
+
+# %%
+# %%ranks
 def started():
     return length
 

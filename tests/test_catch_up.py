@@ -100,6 +100,20 @@ def test_a_name_that_stays_missing_is_said_with_its_cells_or_the_nearest_one(nam
     assert whose("90_tiny", name) == said
 
 
+@pytest.mark.parametrize(
+    ("cell", "plain"),
+    [
+        ("import torch\nranks = join(globals())\nrank, size = ranks.rank, ranks.world_size", True),
+        ("corpus = load_corpus(ranks)", False),
+        ("if length < 1:\n    refuse('no')", False),
+        ("class A:\n    x = make()", True),
+    ],
+)
+def test_start_cells_are_repeated_only_where_they_define_and_join(cell, plain):
+    script = f"# %% [markdown]\n# ## Start (CORE)\n\n# %%\n{cell}\n\n# %% [markdown]\n# ## Next\n"
+    assert bool(outline_of(script).begin) == plain
+
+
 def test_every_lesson_parses_cell_by_cell_and_each_build_has_a_solution_to_bring():
     for lesson in find_lessons(ROOT):
         text = lesson.script.read_text("utf-8")
@@ -172,6 +186,15 @@ def test_names_that_the_cell_binds_or_does_not_read_bring_nothing(notebook):
 def test_a_value_a_misspelt_name_and_one_of_the_start_stay_a_name_error_with_a_hint(notebook, cell, hint):
     kind, value, lines = notebook.run(f"%%ranks\n{cell}").error
     assert "NameError" in value and hint in " ".join(lines.split())
+
+
+@pytest.mark.ranks
+def test_after_a_restart_start_cells_that_only_define_and_join_run_by_themselves(notebook):
+    assert notebook.run("hands.restart()").error is None
+    output = notebook.run("%%ranks\nprint(started(), handed_on(), dist.get_world_size())")
+    lines = ["the ranks are fresh: the start cells were run again", f"{BROUGHT}handed_on, base", "all ranks | 3 42 2"]
+    assert output.text.splitlines() == lines
+    assert notebook.run("%%ranks\nprint(rank)").text == "rank 0 | 0\nrank 1 | 1\n", "once"
 
 
 @pytest.mark.ranks

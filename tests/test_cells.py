@@ -147,6 +147,9 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
         def catch_up(self, source, ranks):
             return ""
 
+        def start_cells(self, cell):
+            return ""
+
         def run(self, source, timeout_s, *_):
             given.append(timeout_s)
             raise KeyboardInterrupt

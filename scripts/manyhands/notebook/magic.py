@@ -82,6 +82,10 @@ def ranks(line, cell):
     pool = current_ranks()
     options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
+    if begin := pool.start_cells(cell):
+        print("the ranks are fresh: the start cells were run again")
+        if (started := pool.run(begin, START_CELL_S)).failed:
+            raise CellFailed(*report(started))
     if caught_up := pool.catch_up(get_ipython().transform_cell(source), options.ranks):
         print(caught_up)
     live = _Live(pool.control) if settings.live() else None

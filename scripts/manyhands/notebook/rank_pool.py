@@ -73,6 +73,7 @@ class RankPool:
         self.client = self.processes = self.control = None
         self.why_stopped = "the ranks are not running"
         self.joined = False  # whether they have met in a process group since they started
+        self.restarted = False  # and the start cells have not been run since
         self._cell = 0
         self._idle = None
 
@@ -155,9 +156,10 @@ class RankPool:
         return [answer.get() for answer in pending]
 
     def restart(self, quiet=False):
-        """Fresh ranks: all their variables are gone; run the start cells again."""
+        """Fresh ranks: all variables are gone; a lesson's start cells that only define and join run by themselves."""
         self.stop()
         self.start(quiet)
+        self.restarted = True
 
     def stop(self, why="the ranks were stopped"):
         """End all ranks, the controller and the watchdog; nothing is left behind."""
@@ -241,6 +243,12 @@ class RankPool:
             f"{name} is there on some of these ranks only: run the cell that defines it on all" for name in partly
         ]
         return "\n".join(filter(None, lines))
+
+    def start_cells(self, cell):
+        """Return the lesson's start cells, if the ranks were restarted and `cell` is none of them; else ""."""
+        again, self.restarted = self.restarted and self.lesson, False
+        begin = catch_up.outline(self.lesson).begin if again else ""
+        return "" if cell.strip() in begin else begin
 
     def _ask(self, ranks, function, *arguments):
         """Return the answers of ranks that run no cell; [] if one is gone or does not answer, as the cell will say."""
