@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from manyhands.data import plays, shakespeare
 from manyhands.data.corpus import Corpus, get_batch, load_corpus
 from manyhands.data.shakespeare import DataError
+from manyhands.launch import run_folder
 from rank_pool import run_on_ranks
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -152,6 +154,22 @@ def test_a_corrupt_download_is_refused_and_leaves_nothing_behind(fault, web, els
     with pytest.raises(DataError, match=r"sent is not the course's Shakespeare .* MANYHANDS_SHAKESPEARE to it"):
         load_corpus()
     assert not elsewhere.exists()
+
+
+def test_a_user_without_a_home_finds_the_text_and_a_place_for_outputs(elsewhere, monkeypatch, tmp_path):
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def no_home(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("MANYHANDS_OUTPUTS", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(run_folder, "ROOT", tmp_path / "no course")
+    assert run_folder.outputs_folder() == tmp_path / f"manyhands-{os.getuid()}/.local/share/manyhands/outputs"
+    assert shakespeare.at_hand() is None
 
 
 def test_a_read_only_course_keeps_its_copy_in_the_users_cache(elsewhere, monkeypatch, tmp_path):

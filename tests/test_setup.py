@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -421,6 +422,21 @@ def started(monkeypatch, tmp_path):
     command, given = [], {}
     monkeypatch.setattr(os, "execve", lambda _, words, environ: (command.extend(words), given.update(environ)))
     return command, given
+
+
+def test_where_home_cannot_be_written_jupyters_files_go_to_a_temporary_folder(started, tmp_path, monkeypatch, capsys):
+    (tmp_path / "course" / "notebooks" / "00_a.ipynb").write_text(PAIRED)
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    for name in jupyter.AT_HOME:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MPLCONFIGDIR", "/my/own")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert jupyter.main(["lab"]) == 0
+    assert "/proc/nobody cannot be written: JupyterLab's own files go to" in capsys.readouterr().out
+    _, environ = started
+    moved = [environ[name] for name in jupyter.AT_HOME if name != "MPLCONFIGDIR"]
+    assert all(place.startswith(str(tmp_path)) for place in moved) and environ["MPLCONFIGDIR"] == "/my/own"
 
 
 @pytest.mark.parametrize(("flag", "opens"), [("yes", True), ("no", False)])

@@ -84,7 +84,7 @@ def cache_folders():
     """Return where the file may lie, best first: MANYHANDS_DATA, else the course's, the environment's, the user's."""
     if named := settings.path("MANYHANDS_DATA"):
         return [named]
-    users = Path(settings.environment().get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "manyhands"
+    users = Path(settings.environment().get("XDG_CACHE_HOME") or settings.home() / ".cache") / "manyhands"
     shared = Path(sys.prefix) / "share" / "manyhands" / "data"  # `make shared` puts a class's data there
     # the course's is not there when the package was installed without the course around it
     return [*(folder for folder in (DATA, shared) if folder.is_dir()), users]

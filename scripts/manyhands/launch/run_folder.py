@@ -62,7 +62,7 @@ def outputs_folder() -> Path:
     # an installed package without the course has no course folder
     if (ROOT / "pyproject.toml").is_file() and can_be_written(course):
         return course
-    users = Path("~/.local/share/manyhands/outputs").expanduser()
+    users = settings.home() / ".local/share/manyhands/outputs"
     if not can_be_written(users):
         raise Refused(f"neither {course} nor {users} can be written; set MANYHANDS_OUTPUTS=/a/folder/of/yours")
     say(f"{course} cannot be written: the outputs of this run go to {users}")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def value(name: str, default: str | None = None) -> str | None:
 def path(name: str) -> Path | None:
     """Return the file or folder that one of these variables names, or None."""
     return named(os.environ[name]) if os.environ.get(name) else None
+
+
+def home() -> Path:
+    """Return the user's folder; without HOME and an entry in /etc/passwd, one among the temporary files."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(tempfile.gettempdir(), f"manyhands-{os.getuid()}")
 
 
 def device(environ: Mapping[str, str] | None = None) -> str:

@@ -192,9 +192,10 @@ def _is_statement(frame):
 
 def stopped():
     """The sockets of this user's ranks that wait for a terminal, in the order of their notebooks and ranks."""
+    from manyhands.launch.settings import home
     from manyhands.notebook.engine_processes import OURS
 
-    places = {Path(tempfile.gettempdir()), Path("/tmp"), Path.home() / ".manyhands"}
+    places = {Path(tempfile.gettempdir()), Path("/tmp"), home() / ".manyhands"}
     found = {path for place in places for path in place.glob(f"{OURS}*/*.pdb")}
     with suppress(OSError):  # Linux: also where the notebook has another TMPDIR
         bound = re.findall(rf"(/.*/{re.escape(OURS)}[^/]+/\d+\.pdb)$", Path("/proc/net/unix").read_text(), re.M)

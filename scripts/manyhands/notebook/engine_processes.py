@@ -154,7 +154,7 @@ class Processes:
                 "and set MANYHANDS_MPIEXEC, or ask for one node"
             )
         self.host = LOOPBACK if allocation.num_nodes == 1 else own_address()
-        shared = Path.home() / ".manyhands" if allocation.num_nodes > 1 else None
+        shared = settings.home() / ".manyhands" if allocation.num_nodes > 1 else None
         if shared:
             shared.mkdir(mode=0o700, exist_ok=True)
         sweep_folders(shared or Path(tempfile.gettempdir()))

@@ -11,15 +11,19 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
-from manyhands.launch.settings import environment
+from manyhands.launch.run_folder import can_be_written
+from manyhands.launch.settings import environment, home
 
 KERNEL = "manyhands"
 AT_START = ["--IPKernelApp.extra_extensions=manyhands.notebook.magic"]  # %%ranks is known before any ranks are there
+# where Jupyter, IPython and matplotlib write, unless they are set: below the user's home
+AT_HOME = ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "MPLCONFIGDIR")
 REMEMBERED = ".manyhands-env"  # one line in the course's folder: the environment that `make ... ENV=` named
 
 
@@ -78,6 +82,8 @@ def start_lab(open_browser):
 
     Raises ValueError where there is no lesson.
     """
+    from jupyter_core.paths import jupyter_runtime_dir
+
     course = course_here()
     lessons = [lesson for lesson in find_lessons(course) if lesson.notebook.exists()]
     if not lessons:
@@ -86,6 +92,10 @@ def start_lab(open_browser):
     environ = {"JUPYTER_PREFER_ENV_PATH": "1", **environment()}  # not another checkout's kernel of the same name
     # in its terminals `python` and `mpiexec` are the course's
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
+    if not can_be_written(Path(jupyter_runtime_dir())):  # OpenShift's HOME=/, a read-only home
+        place = tempfile.mkdtemp(prefix="manyhands-jupyter-")
+        environ |= {name: f"{place}/{name.lower()}" for name in AT_HOME if name not in environ}
+        print(f"{home()} cannot be written: JupyterLab's own files go to {place}, and are gone with it")
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
         f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",

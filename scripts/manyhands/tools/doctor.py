@@ -373,11 +373,12 @@ def limits(processes=..., files=None):
 def disk(usage=shutil.disk_usage):
     """Room and permission for what runs write; a full disk shows as strange errors."""
     from manyhands.launch.run_folder import outputs_folder
+    from manyhands.launch.settings import home
 
     try:
         with redirect_stdout(sys.stderr):  # where the course is read-only it says so, which is no finding
             outputs = outputs_folder()
-        places = {"home": Path.home(), "temporary files": Path(tempfile.gettempdir()), "outputs": outputs}
+        places = {"home": home(), "temporary files": Path(tempfile.gettempdir()), "outputs": outputs}
         for folder in places.values():
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(2**20))  # modes know no quota, so it tries
