@@ -86,12 +86,13 @@ _ = ctypes.CDLL(None).puts(b"of C, at the end")
 
 
 def test_what_a_ranks_children_and_c_print_is_in_the_cell_in_its_place(notebook):
-    notebook.run("%%ranks\nos.system('(sleep 0.3; echo too late) &')")
+    """What a child prints between two cells is in the next one."""
+    notebook.run("%%ranks 1\nos.system('(sleep 0.3; echo between two cells) &')")
     time.sleep(1)
     lines = [line.partition(" | ")[2] for line in notebook.run(PAST_PYTHON).text.splitlines()]
     assert lines == [
-        "first", "of a child", "then", "of another", "and its errors", "written à la main", "of C", "bytes",
-        "of a fork", "1 1", "last", "of C, at the end",
+        "between two cells", "first", "of a child", "then", "of another", "and its errors", "written à la main",
+        "of C", "bytes", "of a fork", "1 1", "last", "of C, at the end",
     ]  # fmt: skip
 
 

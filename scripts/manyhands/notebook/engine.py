@@ -53,6 +53,7 @@ _debugger = None  # of the cell that runs
 _pid = None  # this rank's, which its forked children do not have
 _exit = os._exit
 _outside = None  # open for reading: the file that stands for descriptors 1 and 2, where children and C++ print
+_read_to = 0  # so far cells have shown it: what a child prints between two cells, the next one shows
 
 
 def enter(identity, control, token, store_address, folder):
@@ -125,7 +126,17 @@ def join_again(cell):
     from manyhands.launch.join import rejoin  # late: it brings torch, which a lesson imports when it joins
 
     rendezvous.begin_cell(cell)
-    return rejoin()
+    try:
+        return rejoin()
+    finally:
+        _pass_over()
+
+
+def _pass_over():
+    """Show no cell what was printed past Python so far: it is about ranks that were freed."""
+    global _read_to
+    if _outside is not None:
+        _read_to = os.fstat(_outside).st_size
 
 
 def _tell(**message):
@@ -305,7 +316,7 @@ class Recorder(io.TextIOBase):
     encoding = "utf-8"
 
     def __init__(self, whole=False, cell=None, outside=None):
-        self.outside, self.seen = outside, os.fstat(outside).st_size if outside else 0
+        self.outside, self.seen = outside, _read_to
         self.decoder, self.buffer = codecs.getincrementaldecoder("utf-8")("replace"), _Bytes(self)
         self.cell = cell  # its number
         self.items, self.error, self.lock = [], None, threading.Lock()
@@ -398,6 +409,7 @@ class _Publisher(CapturingDisplayPublisher):
 @contextlib.contextmanager
 def recording(shell, whole=False, cell=None):
     """Within the block everything that IPython's `shell` puts out goes into the Recorder that this yields."""
+    global _read_to
     recorder = Recorder(whole, cell, _outside)
 
     def display_value(value):  # of a cell's last line
@@ -417,6 +429,9 @@ def recording(shell, whole=False, cell=None):
             recorder.read_outside()
         _flush_pyplot(recorder)
     finally:
+        _read_to = recorder.seen
+        if recorder.deaf:
+            _pass_over()
         shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
         del shell._showtraceback
 
