@@ -245,6 +245,9 @@ def test_the_report_says_what_was_dropped_and_why_with_an_example(prepared):
     assert (example["file"], example["line"], example["like"]["file"]) == ("posts.jsonl.gz", 31, "book.txt")
     text = shown_report(report)
     assert "such as posts.jsonl.gz line 32: 'short'" in text
+    assert f"train:      {report['splits']['train']['documents']} documents, " in text
+    alone = {"train": report["splits"]["train"] | {"documents": 1}}
+    assert "train:      1 document, " in shown_report(report | {"splits": alone})
     assert json.loads((folder / "report.json").read_text())["documents"] == report["documents"]
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
 
