@@ -91,6 +91,33 @@ def of_the_learner(lesson) -> tuple[float, int, int]:
     return minutes if first is None else first, own, visible
 
 
+def code_of_core(cells) -> tuple[int, int, int]:
+    """Return (visible, folded, longest): lines of code of CORE that one sees, that run unseen, of the longest cell.
+
+    Counted are statements and their comments, not imports; lines joined by `;` count apart. Folded is what a page or
+    JupyterLab hides: a collapsed cell, a hidden input, code that `exec`, `%run` or `%load` brings. The longest is
+    looked for in MORE as well.
+    """
+    visible = folded = longest = 0
+    section = core = True
+    for cell in cells:
+        meta, tags = cell.metadata, cell.metadata.get("tags", [])
+        if cell.cell_type == "markdown":
+            for level, title in re.findall(r"^(##+) (.*)$", cell.source, re.M):
+                section = "(MORE" not in title if level == "##" else section
+                core = section and "(MORE" not in title
+        elif "notes" not in tags and "solution" not in tags:
+            source = re.sub(r"^from \S+ import \([^)]*\).*$|^(import|from) .*$", "", cell.source, flags=re.M)
+            lines = [line for line in source.splitlines() if line.strip() and not line.startswith("%%")]
+            count = len(lines) + sum(line.count(";") for line in lines if not re.search(r"[\"'#].*;", line))
+            jupyter = meta.get("jupyter", {})
+            hidden = jupyter.get("source_hidden") or meta.get("collapsed") or {"hide-input", "remove-input"} & set(tags)
+            hidden = hidden or re.search(r"^\s*(exec\(|%run|%load)", source, re.M)
+            longest = max(longest, count)
+            visible, folded = visible + count * core * (not hidden), folded + count * core * bool(hidden)
+    return visible, folded, longest
+
+
 def estimate(found, core_only=True) -> float:
     """Minutes of the CORE, or of everything, with the waiting."""
     return WAIT + sum(part.minutes for part in found if part.core or not core_only)

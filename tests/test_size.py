@@ -1,5 +1,7 @@
 """The repository grows only where somebody says what for: sizes, each with a limit in sizes.toml, that ratchet down.
 
+Of each lesson also the code of CORE that runs unseen, and its longest cell: what you run is what you read.
+
 A line counts if a token lies on it: code, comments and docstrings, not blank lines. Statements joined by `;` count as
 one line each, and of a line longer than 120 characters each 120 as one, so that no layout hides anything.
 """
@@ -14,9 +16,13 @@ import tomllib
 from collections import defaultdict
 from functools import cache
 from math import ceil
+from types import SimpleNamespace
 
 import pytest
 from manyhands.course.folders import ROOT
+from manyhands.course.lessons import find_lessons
+from manyhands.course.pairs import read
+from minutes import code_of_core
 
 LIMITS = "tests/sizes.toml"
 SLACK = 0.01  # below its limit a size may lie by this share: then the limit falls, too
@@ -86,6 +92,9 @@ def sizes() -> dict[str, int]:
         for kind in kinds_of(path):
             found[kind] += lines
     found["names that learners meet"] = len(names_met())
+    for lesson in find_lessons(ROOT):
+        _, folded, longest = code_of_core(read(lesson.script).cells)
+        found[f"folded lines of {lesson.number}"], found[f"longest cell of {lesson.number}"] = folded, longest
     return found
 
 
@@ -178,6 +187,26 @@ def test_no_layout_hides_lines():
     assert count_lines("a = 1\nb = 2\n") == count_lines("a = 1; b = 2\n") == count_lines("a = 1\n\n\nb = 2\n") == 2
     assert count_lines(f"a = '{'x' * 200}'\n") == 2
     assert count_lines('a = """\nb = 1\n\nc = 2\n"""\n') == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "metadata", "counted"),
+    [
+        ("import torch\nx = 1\ny = 2", {}, (2, 0, 2)),
+        ("x = 1\n" * 40, {"jupyter": {"source_hidden": True}}, (0, 40, 40)),
+        ("x = 1\n" * 40, {"tags": ["hide-input"]}, (0, 40, 40)),
+        ("x = 1\n" * 40, {"collapsed": True}, (0, 40, 40)),
+        ("; ".join(["x = 1"] * 40), {}, (40, 0, 40)),
+        ("%run helpers.py", {}, (0, 1, 1)),
+        ("x = 1", {"tags": ["solution"]}, (0, 0, 0)),
+    ],
+)
+def test_what_runs_unseen_is_counted_however_it_is_hidden(source, metadata, counted):
+    head = SimpleNamespace(cell_type="markdown", source="## Start (CORE, 1 min)", metadata={})
+    more = SimpleNamespace(cell_type="markdown", source="## More of it (MORE, 1 min)", metadata={})
+    cell = SimpleNamespace(cell_type="code", source=source, metadata=metadata)
+    assert code_of_core([head, cell]) == counted
+    assert code_of_core([more, cell]) == (0, 0, counted[2])
 
 
 def test_a_lessons_module_counts_with_the_lessons():
