@@ -460,7 +460,7 @@ from manyhands.measure.timing import take_turns
 
 forty_s = 40 * ring_seconds(100e3, 4, *hops.fitted)
 one_s = ring_seconds(4e6, 4, *hops.fitted)
-compare("forty small all-reduces against one large", "guess", round(forty_s / one_s, 1), "times as long")
+compare("forty small all-reduces against one large", "guess", round(float(forty_s / one_s), 1), "times as long")
 small_N, large_N = torch.zeros(25_000), torch.zeros(1_000_000)
 calls = {"forty": lambda: [dist.all_reduce(small_N) for _ in range(40)], "one": lambda: dist.all_reduce(large_N)}
 took_s = take_turns(calls, repeats, ranks)
