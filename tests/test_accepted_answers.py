@@ -1,6 +1,6 @@
 """What a check accepts carries the lesson to its end: the k-th accepted answer of all its builds and exercises at once.
 
-A new answer joins by a line in the table `right` of the lesson's tests of checks, and here where it makes a list longer.
+A new answer joins by a line in the table `right` of the tests of its check, and here where it makes a list longer.
 """
 
 import os
@@ -37,8 +37,8 @@ def test_a_lesson_runs_to_its_end_with_answers_that_its_checks_accept(lesson, nu
     script = ["tests/each_section.py", "answers", str(number), str(lesson.script)]
     start = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *start, *script, *shortest.FLAGS[lesson.name].split()], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}, timeout=580,
+        [sys.executable, *start, *script, *shortest.FLAGS[lesson.name].split()], cwd=ROOT,
+        capture_output=True, text=True, env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)}, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"answer {number} to " in done.stdout
