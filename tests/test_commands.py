@@ -76,7 +76,7 @@ def of_make(words, folder):
     target, *given = words
     assert re.search(rf"^{target}:", MAKEFILE, re.M), f"there is no `make {target}`"
     variables = dict(word.split("=", 1) for word in given)
-    assert [name for name in variables if not re.search(rf"\$\({name}\)|\$\${name}\b", MAKEFILE)] == []
+    assert [name for name in variables if not re.search(rf"\$(\({name}\)|\${name}\b)", MAKEFILE)] == []
     if target in PROGRAM_OF_TARGET and "ARGS" in variables:
         assert unknown_flags(shlex.split(variables["ARGS"]), f"scripts/{PROGRAM_OF_TARGET[target]}") == []
     if target == "jobs" and "SITE" in variables:
