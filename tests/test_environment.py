@@ -74,3 +74,8 @@ def test_the_extra_notebook_brings_every_package_that_ranks_in_a_notebook_import
     named = {Requirement(line).name for line in lines}
     assert imported - {"manyhands", "mpi4py", "IPython"} <= named, "mpi4py only where MPI is; ipykernel brings IPython"
     assert {"jupyterlab", "tyro"}.isdisjoint(named), "a user's notebook has its own JupyterLab"
+
+
+def test_transformers_is_the_tests_yardstick_and_the_course_imports_none_of_it(root):
+    for file in (root / "scripts").rglob("*.py"):
+        assert not re.search(r"^ *(?:import|from) transformers\b", file.read_text("utf-8"), re.M), file

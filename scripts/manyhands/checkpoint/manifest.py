@@ -28,7 +28,7 @@ from pydantic import AfterValidator, Field, PositiveInt, create_model, model_val
 
 from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular
 from manyhands.data.tokenizer import Tokens
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.model import OF_A_LLAMA, GPTConfig
 from manyhands.launch.program import Refused, explained
 
 MANIFEST = "manifest.json"
@@ -46,8 +46,8 @@ class File(Schema):
     sha256: Sha256
 
 
-# the config of a GPT, with all its names; those of experts came later, and older files lack them
-LATER = ("experts", "top_k", "shared_experts", "router")
+# the config of a GPT, with all its names; those of experts and of a llama came later, and older files lack them
+LATER = ("experts", "top_k", "shared_experts", "router", "style", *OF_A_LLAMA)
 Sizes = create_model(
     "Sizes",
     __base__=Schema,

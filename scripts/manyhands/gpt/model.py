@@ -8,13 +8,17 @@ LayerNorms with bias, the query-key-value projection without, all other linear l
 positions, and an untied output head with bias. Weights start as in GPT-2 (Radford et al. 2019, section 2.3). With
 `experts` above 1 a mixture of experts stands in place of each MLP: see `gpt.experts`.
 
+`style="llama"` makes it a Llama (Touvron et al. 2023; Grattafiori et al. 2024) or, with `norm="layer"`, an OLMo
+(Groeneveld et al. 2024): no biases, rotary positions, SwiGLU, grouped queries; see `gpt.llama`.
+
 Where documents are packed into one sequence, `separator` keeps attention within them; positions count on.
 
-Shapes: B sequences, T positions, V tokens in the vocabulary, D = n_embd, H heads of size E, M = 4 D hidden, N layers.
+Shapes: B sequences, T positions, V tokens in the vocabulary, D = n_embd, H heads of size E, of which K have keys and
+values, M hidden (4 D), N layers.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -24,7 +28,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.gpt.chunked_loss import chunk_share, chunked_loss
-from manyhands.gpt.experts import Experts
+from manyhands.gpt.experts import Experts, multiplied_in
+from manyhands.gpt.llama import SwiGLU, norm_of, rotated, rotation
 from manyhands.gpt.sampling import drawing, extended
 
 
@@ -46,19 +51,31 @@ class GPTConfig:
     top_k: int = 2  # with experts: the number of them that each token passes through
     shared_experts: int = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: str = "softmax"  # or sigmoid: what makes an expert's score of a logit
+    style: str = "gpt"  # or llama, which alone has what follows
+    n_kv_head: int | None = None  # K, heads of keys and values; None: as many as heads
+    n_hidden: int | None = None  # M; None: 4 D
+    head_dim: int | None = None  # E, where heads together are not as wide as the model; None: D / H
+    norm: str = "rms"  # or layer: OLMo's, without weight and bias
+    norm_eps: float = 1e-5  # of rms
+    clip_qkv: float | None = None  # the largest size of a number in queries, keys and values; None: any
+    rope_theta: float = 10000.0  # the slowest pair of numbers turns once in some 2 pi theta positions
+    rope_factor: float = 1.0  # by how much slow pairs turn slower, as in Llama 3.1; 1: not at all
+    rope_low: float = 1.0  # turns within rope_original positions: a pair with fewer is slow
+    rope_high: float = 4.0  # and one with more stays as it is
+    rope_original: int = 8192
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "experts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small; use at least 1")
-        if self.n_embd % self.n_head:
+        for name in AT_LEAST_1:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} is too small; use at least 1")
+        if self.head_dim is None and self.n_embd % self.n_head:
             why = f"n_embd={self.n_embd} does not split over {self.n_head} heads; use a multiple of {self.n_head}"
             raise ValueError(why)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout} is not a probability; use 0 or more and less than 1")
         if self.separator is not None and not 0 <= self.separator < self.vocab_size:
             raise ValueError(f"unknown token separator={self.separator}; use 0 to {self.vocab_size - 1}, or None")
-        for fault in self._experts_faults():
+        for fault in (*self._experts_faults(), *self._style_faults()):
             raise ValueError(fault)
 
     def _experts_faults(self):
@@ -71,9 +88,55 @@ class GPTConfig:
         if self.experts > 1 and not 1 <= self.top_k <= self.experts:
             yield f"top_k={self.top_k} of {self.experts} experts is not possible; use 1 to {self.experts}"
 
+    def _style_faults(self):
+        if self.style not in ("gpt", "llama"):
+            yield f"style={self.style!r} is unknown; use gpt or llama"
+        if self.style == "gpt":
+            names = [f.name for f in fields(self) if f.name in OF_A_LLAMA and getattr(self, f.name) != f.default]
+            yield from (f"{name}={getattr(self, name)} is for style=llama; use that, or leave it out" for name in names)
+            return
+        if self.experts > 1:
+            yield f"experts={self.experts} do not go with style=llama yet; use style=gpt, or experts=1"
+        if self.qkv_bias:
+            yield "qkv_bias is for style=gpt, and a llama has no biases; leave it out"
+        if self.n_head % self.kv_heads:
+            yield f"n_head={self.n_head} does not split over n_kv_head={self.kv_heads}; use a divisor of {self.n_head}"
+        if self.head_size % 2:
+            yield f"heads of {self.head_size} numbers do not turn in pairs; use an even head_dim"
+        if self.norm not in ("rms", "layer"):
+            yield f"norm={self.norm!r} is unknown; use rms or layer"
+        if self.norm == "layer" and self.norm_eps != 1e-5:
+            yield f"norm_eps={self.norm_eps:g} is not that of norm=layer, which is 1e-05; leave it out"
+        for name, least in (("norm_eps", 0), ("clip_qkv", 0), ("rope_theta", 1), ("rope_low", 0)):
+            if (value := getattr(self, name)) is not None and not least < value < math.inf:
+                yield f"{name}={value:g} is no size; use more than {least}"
+        if not 1 <= self.rope_factor < math.inf:
+            yield f"rope_factor={self.rope_factor:g} makes nothing slower; use 1 or more"
+        if not self.rope_low < self.rope_high < math.inf:
+            yield f"rope_high={self.rope_high:g} is not above rope_low={self.rope_low:g}; use 4 and 1"
+
+    @property
+    def kv_heads(self):
+        """K: heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def head_size(self):
+        """E: the numbers of one head."""
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def hidden(self):
+        """M: the MLP's width."""
+        return self.n_hidden or 4 * self.n_embd
+
     def num_params(self):
         """Parameters of the model, by formula; lesson 01 says where each term comes from."""
         N, D, V, T = self.n_layer, self.n_embd, self.vocab_size, self.block_size
+        if self.style == "llama":
+            attention = 2 * D * self.head_size * (self.n_head + self.kv_heads)
+            norm = D if self.norm == "rms" else 0
+            return N * (attention + 3 * D * self.hidden + 2 * norm) + V * D * (1 if self.tie else 2) + norm
         layer = 4 * D**2 + (8 if self.qkv_bias else 5) * D + self._mlp_params()
         head = 0 if self.tie else V * (D + 1)
         return N * layer + D * (V + T) + 2 * D + head
@@ -84,6 +147,16 @@ class GPTConfig:
         if E == 1:
             return 8 * D**2 + 5 * D
         return E * D + 8 * E * D**2 + (S > 0) * (8 * S * D**2 + 4 * S * D + D)
+
+
+OF_A_LLAMA = (
+    "n_kv_head", "n_hidden", "head_dim", "norm", "norm_eps", "clip_qkv", "rope_theta", "rope_factor", "rope_low",
+    "rope_high", "rope_original",
+)  # fmt: skip
+AT_LEAST_1 = (
+    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "experts", "n_kv_head", "n_hidden", "head_dim",
+    "rope_original",
+)  # fmt: skip
 
 
 def within_documents(ids_BT, separator):
@@ -124,21 +197,51 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.qkv_bias)
         self.out = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x_BTD, allowed_B1TT=None):
+    def heads(self, x_BTD, turn=None):
+        """Queries, keys and values, each [B, H, T, E]."""
         # rows of the projection lie head by head (q, k, v of head 0, then of head 1, ...), as in Megatron-LM:
         # a rank that holds the first rows of the matrix holds whole heads, and runs the same lines
-        qkv_BHT3E = self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2)
-        q_BHTE, k_BHTE, v_BHTE = qkv_BHT3E.unbind(-2)
+        return self.qkv(x_BTD).unflatten(-1, (-1, 3, self.head_size)).transpose(1, 2).unbind(-2)
+
+    def forward(self, x_BTD, allowed_B1TT=None, turn=None):
+        q_BHTE, k_BHTE, v_BHTE = self.heads(x_BTD, turn)
+        grouped = k_BHTE.shape[1] < q_BHTE.shape[1]
         if callable(allowed_B1TT):  # the attention itself: context ranks have a part of each sequence
             y_BHTE = allowed_B1TT(q_BHTE, k_BHTE, v_BHTE)
         elif isinstance(allowed_B1TT, BlockMask):
-            y_BHTE = flex_attention(q_BHTE, k_BHTE, v_BHTE, block_mask=allowed_B1TT)
+            y_BHTE = flex_attention(q_BHTE, k_BHTE, v_BHTE, block_mask=allowed_B1TT, enable_gqa=grouped)
         else:
             y_BHTE = F.scaled_dot_product_attention(
                 q_BHTE, k_BHTE, v_BHTE, attn_mask=allowed_B1TT, is_causal=allowed_B1TT is None,
-                dropout_p=self.dropout if self.training else 0.0,
+                dropout_p=self.dropout if self.training else 0.0, enable_gqa=grouped,
             )  # fmt: skip
         return self.out(y_BHTE.transpose(1, 2).flatten(2))
+
+
+class GroupedAttention(Attention):
+    """A Llama's: H / K neighbouring heads of queries share keys and values (Ainslie et al. 2023), and positions turn.
+
+    Keys and values [B, K, T, E] are not copied for each head: on CPUs and, with the kernels that know of groups, on
+    GPUs. Elsewhere torch copies them.
+    """
+
+    def __init__(self, config):
+        nn.Module.__init__(self)
+        self.head_size, self.dropout, self.clip = config.head_size, config.dropout, config.clip_qkv
+        wide, narrow = config.n_head * config.head_size, config.kv_heads * config.head_size
+        self.q = nn.Linear(config.n_embd, wide, bias=False)
+        self.k = nn.Linear(config.n_embd, narrow, bias=False)
+        self.v = nn.Linear(config.n_embd, narrow, bias=False)
+        self.out = nn.Linear(wide, config.n_embd, bias=False)
+
+    def heads(self, x_BTD, turn=None):
+        """Queries [B, H, T, E], keys and values [B, K, T, E]."""
+        x_BTD = x_BTD.to(multiplied_in(x_BTD))  # once for all three, where autocast would do it for each
+        parts = [layer(x_BTD).unflatten(-1, (-1, self.head_size)) for layer in (self.q, self.k, self.v)]
+        if self.clip is not None:
+            parts = [part.clamp(-self.clip, self.clip) for part in parts]
+        q_BHTE, k_BKTE, v_BKTE = (part.transpose(1, 2) for part in parts)
+        return rotated(q_BHTE, turn), rotated(k_BKTE, turn), v_BKTE
 
 
 class MLP(nn.Module):
@@ -156,6 +259,8 @@ class MLP(nn.Module):
 
 def mlp_of(config):
     """The MLP of a block, or the experts in its place."""
+    if config.style == "llama":
+        return SwiGLU(config)
     if config.experts == 1:
         return MLP(config)
     shared = MLP(config, config.shared_experts) if config.shared_experts else None
@@ -167,15 +272,15 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.norm_1 = nn.LayerNorm(config.n_embd)
-        self.attention = Attention(config)
-        self.norm_2 = nn.LayerNorm(config.n_embd)
+        self.norm_1 = norm_of(config)
+        self.attention = GroupedAttention(config) if config.style == "llama" else Attention(config)
+        self.norm_2 = norm_of(config)
         self.mlp = mlp_of(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD, allowed_B1TT=None):
+    def forward(self, x_BTD, allowed_B1TT=None, turn=None):
         # by name: what tensor parallelism does to the inputs of a module, it does to those without one
-        x_BTD = x_BTD + self.drop(self.attention(self.norm_1(x_BTD), allowed_B1TT=allowed_B1TT))
+        x_BTD = x_BTD + self.drop(self.attention(self.norm_1(x_BTD), allowed_B1TT=allowed_B1TT, turn=turn))
         return x_BTD + self.drop(self.mlp(self.norm_2(x_BTD)))
 
 
@@ -219,11 +324,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.n_embd)
-        self.positions = nn.Embedding(config.block_size, config.n_embd)
+        self.positions = nn.Embedding(config.block_size, config.n_embd) if config.style == "gpt" else None
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = nn.LayerNorm(config.n_embd)
-        self.head = Head(config.n_embd, config.vocab_size, bias=not config.tie)
+        self.norm = norm_of(config)
+        self.head = Head(config.n_embd, config.vocab_size, bias=config.style == "gpt" and not config.tie)
         if config.tie:
             self.head.weight = self.tokens.weight
         self.init_weights()
@@ -232,7 +337,7 @@ class GPT(nn.Module):
     def init_weights(self, draw=nn.init.normal_):
         """Draw all weights from torch's global generator: draw(weight, std=...) fills one, always in the same order."""
         for module in self.modules():
-            if isinstance(module, nn.LayerNorm):
+            if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
                 module.reset_parameters()
             elif isinstance(module, (nn.Linear, nn.Embedding)):
                 draw(module.weight, std=0.02)
@@ -261,10 +366,11 @@ class GPT(nn.Module):
             raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
         if positions_T is None:
             positions_T = torch.arange(T, device=ids_BT.device)
-        x_BTD = self.drop(self.tokens(ids_BT) + self.positions(positions_T)).to(self.stream)
+        x_BTD, turn = self.embed(ids_BT, positions_T)
+        x_BTD = self.drop(x_BTD).to(self.stream)
         allowed_B1TT = attention or self.allowed(ids_BT, self.config.separator)
         for block in self.blocks:
-            x_BTD = block(x_BTD, allowed_B1TT)
+            x_BTD = block(x_BTD, allowed_B1TT, turn)
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD), None
@@ -274,6 +380,13 @@ class GPT(nn.Module):
             balance = self.balance_loss * sum(layer.balance_loss for layer in experts_of(self))
             loss = loss + (balance - balance.detach())  # it has gradients, and the loss stays what it says
         return logits_BTV, loss
+
+    def embed(self, ids_BT, positions_T):
+        """What the first block gets of tokens at positions [T] or [B, T]: x [B, T, D] and, of a llama, `rotation`."""
+        x_BTD = self.tokens(ids_BT)
+        if self.positions is None:
+            return x_BTD, rotation(self.config, positions_T, multiplied_in(x_BTD))
+        return x_BTD + self.positions(positions_T), None
 
     @staticmethod
     def loss(logits_BTV, targets_BT):
@@ -321,8 +434,8 @@ class Checkpointed(Block):
 
     how = {"use_reentrant": False}
 
-    def forward(self, x_BTD, allowed_B1TT=None):
-        return checkpoint(super().forward, x_BTD, allowed_B1TT, **self.how)
+    def forward(self, x_BTD, allowed_B1TT=None, turn=None):
+        return checkpoint(super().forward, x_BTD, allowed_B1TT, turn, **self.how)
 
 
 class SelectivelyCheckpointed(Checkpointed):

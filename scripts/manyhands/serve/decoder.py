@@ -19,11 +19,10 @@ from manyhands.gpt.model import GPT
 
 def run(model, ids_BT, positions_BT, attend):
     """Return logits [B, T, V] of tokens at given positions; `attend` provides the earlier positions."""
-    x_BTD = model.tokens(ids_BT) + model.positions(positions_BT)
+    x_BTD, turn = model.embed(ids_BT, positions_BT)
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        qkv_BHT3E = attention.qkv(block.norm_1(x_BTD)).unflatten(-1, (-1, 3, attention.head_size)).transpose(1, 2)
-        y_BHTE = attend(layer, *qkv_BHT3E.unbind(-2))
+        y_BHTE = attend(layer, *attention.heads(block.norm_1(x_BTD), turn))
         x_BTD = x_BTD + attention.out(y_BHTE.transpose(1, 2).flatten(2))
         x_BTD = x_BTD + block.mlp(block.norm_2(x_BTD))
     return model.head(model.norm(x_BTD))
