@@ -24,6 +24,9 @@ CONFIGS = {
     "GPT-2's variant": GPTConfig(
         vocab_size=300, block_size=48, n_layer=3, n_head=4, n_embd=96, tie=True, qkv_bias=True
     ),
+    "a Llama": GPTConfig(17, 9, 3, 4, 24, style="llama", n_kv_head=2, n_hidden=40),
+    "a Llama with wide heads": GPTConfig(17, 9, 3, 4, 24, style="llama", n_kv_head=1, head_dim=10, tie=True),
+    "an OLMo": GPTConfig(17, 9, 3, 2, 24, style="llama", norm="layer", clip_qkv=0.1),
 }
 
 
@@ -52,9 +55,10 @@ def test_experts_keep_what_the_formula_says_within_one_per_cent(experts):
     assert expected < count_saved(call, model).bytes < 1.01 * expected
 
 
+@pytest.mark.parametrize("name", ["the lessons' GPT", "a Llama"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_formula_holds_in_other_precisions_within_two_per_cent(dtype):
-    config = CONFIGS["the lessons' GPT"]
+def test_the_formula_holds_in_other_precisions_within_two_per_cent(dtype, name):
+    config = dataclasses.replace(CONFIGS[name], n_embd=128, n_hidden=300 if name == "a Llama" else None)
     model, call = forward(config, 2, dtype)
     expected = sum(saved_bytes(config, 2, dtype.itemsize).values())
     assert count_saved(call, model).bytes == pytest.approx(expected, rel=0.02)

@@ -71,11 +71,18 @@ def test_it_says_how_large_how_much_and_how_many():
     assert f"a checkpoint: {816_705 * 12 / 2**20:.2f} MiB" in text
 
 
-def test_it_refuses_what_the_run_would_refuse_with_status_2(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--ranks", "5", "--dry-run"])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--ranks 5", "train.global_batch=24 does not split over 5 data-parallel ranks"),
+        ("--preset llama-nano --parallel.tensor 2 --ranks 2", "model.style=llama does not run on 2 tensor ranks yet"),
+    ],
+)
+def test_it_refuses_what_the_run_would_refuse_with_status_2(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split(), "--dry-run"])
     with pytest.raises(SystemExit) as ended:  # and no traceback
         dry_run.dry_run(read_options(sys.argv[1:]))
-    shown, words = capsys.readouterr(), "train.global_batch=24 does not split over 5 data-parallel ranks"
+    shown = capsys.readouterr()
     assert ended.value.code == 2 and shown.err.count(words) == 1 and shown.out == ""
 
 

@@ -20,6 +20,10 @@ CONFIGS = {
     "2 of 6 experts, and a shared one": GPTConfig(
         vocab_size=65, block_size=16, n_layer=3, n_head=2, n_embd=32, experts=6, top_k=2, shared_experts=1
     ),
+    "a Llama": GPTConfig(
+        vocab_size=65, block_size=16, n_layer=3, n_head=4, n_embd=32, style="llama", n_kv_head=2, n_hidden=50,
+        head_dim=10,
+    ),
 }  # fmt: skip
 
 

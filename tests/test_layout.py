@@ -175,6 +175,15 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.context 2 --model.block-size 66", 4, ("block_size=66", "2 x 2 equal pieces", "multiple of 4")),
         ("--parallel.context 2 --parallel.strategy pp", 4, ("parallel.context=2", "pipeline", "parallel.strategy=ddp")),
         ("--parallel.context 2 --model.dropout 0.1", 2, ("parallel.context=2", "model.dropout=0, not 0.1")),
+        # a llama
+        *(
+            (f"--preset llama-nano {flags}", 2, ("model.style=llama", ranks, "model.style=gpt"))
+            for flags, ranks in (
+                ("--parallel.tensor 2", "2 tensor ranks"), ("--parallel.strategy tp", "2 tensor ranks"),
+                ("--parallel.strategy pp", "2 pipeline ranks"), ("--parallel.context 2", "2 context ranks"),
+                ("--parallel.expert 2", "2 expert ranks"), ("--parallel.strategy deepspeed", "deepspeed"),
+            )
+        ),
         # schedules and wrapping
         ("--parallel.strategy pp --parallel.schedule 1F1B --parallel.stages-per-rank 2", 2,
          ("1F1B", "not 2", "Interleaved1F1B")),

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from manyhands.gpt import llama
 from manyhands.gpt.llama import RMSNorm, rotated, rotation
+from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.serve import decoder
+from manyhands.serve.engine import Engine
 
 SMALL = GPTConfig(11, 16, n_layer=2, n_head=4, n_embd=24, style="llama", n_kv_head=2, n_hidden=40)
 T = 64
@@ -98,17 +100,17 @@ def test_the_logits_are_those_of_transformers_at_every_position(case):
     assert apart(case) <= 1e-5
 
 
-def in_neighbouring_pairs(x_BHTE, turn):
+def in_neighbouring_pairs(x_BTHE, turn):
     """As Meta's own files have it: number 2i turns with number 2i + 1."""
-    x_BHTE = torch.cat((x_BHTE[..., ::2], x_BHTE[..., 1::2]), dim=-1)
-    return rotated(x_BHTE, turn)
+    x_BTHE = torch.cat((x_BTHE[..., ::2], x_BTHE[..., 1::2]), dim=-1)
+    return rotated(x_BTHE, turn)
 
 
 @pytest.mark.parametrize(
     "part, wrong",
     [
         ("rotated", in_neighbouring_pairs),
-        ("rotated", lambda x_BHTE, turn: x_BHTE),
+        ("rotated", lambda x_BTHE, turn: x_BTHE),
         ("rotation", lambda config, *rest: rotation(dataclasses.replace(config, rope_factor=1.0), *rest)),
     ],
     ids=["interleaved rows", "no positions", "no scaling"],
@@ -148,7 +150,7 @@ def test_angles_are_float32_whatever_the_model_is():
     cos, _ = rotation(SMALL, far_T, torch.float64)
     half, _ = rotation(SMALL, far_T, torch.bfloat16)
     assert cos.dtype == torch.float64 and torch.equal(cos, cos.float().double())
-    assert torch.equal(half, cos.to(torch.bfloat16)) and len(half[0, :, 0].unique()) == 4
+    assert torch.equal(half, cos.to(torch.bfloat16)) and len(half[:, 0, 0].unique()) == 4
     assert not list(build().buffers()), "what is stored would be cast with the model"
 
 
@@ -218,6 +220,13 @@ def test_a_few_steps_learn_a_repeating_text():
         optimizer.step()
     assert loss.item() < 0.1
     assert model.generate(ids_BT[:1, :4], 12, temperature=0).tolist() == [[0, 1, 2, 3] * 4]
+
+
+def test_adapters_and_the_servers_cache_refuse_a_llama():
+    with pytest.raises(ValueError, match="adapters do not stand in a model of style=llama yet; use one of style=gpt"):
+        add_lora(build(), rank=2, alpha=4.0)
+    with pytest.raises(ValueError, match="a model of style=llama is not served yet: use scripts/sample.py, or one of"):
+        Engine(build(), "step 1")
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,19 @@ ON_TWO = [
         "--parallel.strategy fsdp --model.tie --model.qkv-bias",
     )
 ]
+LLAMA = f"{SMALL} --model.style llama --model.head-dim 6 --model.n-kv-head 1 --model.n-hidden 31"
+LLAMA_ON_TWO = [
+    f"{LLAMA} {flags}"
+    for flags in (
+        "",
+        "--train.precision bf16",
+        "--parallel.strategy zero1 --model.tie",
+        "--parallel.strategy fsdp --parallel.wrapping block_and_size",
+        "--parallel.strategy fsdp --parallel.wrapping size:250 --model.norm layer",
+        "--parallel.strategy fsdp --parallel.sharding grad_op --train.precision bf16",
+        "--parallel.strategy fsdp --model.tie --train.micro-batch 1",
+    )
+]
 ON_FOUR = [
     f"{SMALL} {flags}"
     for flags in (
@@ -104,10 +117,11 @@ ON_FOUR = [
     "world_size, all_flags",
     [
         (2, ON_TWO[::3]),
+        (2, LLAMA_ON_TWO),
         (4, ON_FOUR[2:4]),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, ON_TWO), (4, ON_FOUR))),
     ],
-    ids=["2", "4", "all on 2", "all on 4"],
+    ids=["2", "2, a llama", "4", "all on 2", "all on 4"],
 )
 def test_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool, world_size, all_flags):
     measured = pool.run(world_size, measure_all, all_flags, timeout_s=120)
@@ -150,7 +164,10 @@ def test_a_checkpoint_is_as_large_under_every_strategy():
 
 
 @pytest.mark.parametrize(
-    "variant", ["", "--model.tie", "--model.qkv-bias", "--model.tie --model.qkv-bias --model.n-layer 7"]
+    "variant",
+    ["", "--model.tie", "--model.qkv-bias", "--model.tie --model.qkv-bias --model.n-layer 7"]
+    + [f"--model.style llama {flags}" for flags in ("", "--model.norm layer", "--model.n-kv-head 2 --model.tie")]
+    + ["--model.style llama --model.n-kv-head 1 --model.head-dim 20 --model.n-hidden 300"],
 )
 def test_the_weights_that_are_counted_are_those_of_the_model_in_its_order(variant):
     config, _, _ = read(f"--model.vocab-size 65 {variant}", 1)
@@ -167,6 +184,9 @@ def test_the_weights_that_are_counted_are_those_of_the_model_in_its_order(varian
         "--model.vocab-size 5000 --train.global-batch 16",
         "--model.vocab-size 5000 --train.global-batch 16 --train.precision bf16",
         "--model.vocab-size 65 --train.global-batch 16 --model.n-layer 8",
+        "--preset llama-nano --model.vocab-size 5000 --train.global-batch 16",
+        "--preset llama-nano --model.vocab-size 5000 --train.global-batch 16 --train.precision bf16",
+        "--preset llama-nano --train.global-batch 16 --model.norm layer --model.clip-qkv 1 --model.n-layer 8",
     ],
 )
 def test_the_peak_of_a_step_is_what_is_counted_workspace_included(flags):

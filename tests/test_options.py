@@ -82,6 +82,9 @@ def test_what_a_checkpoint_writes_down_of_the_options_is_read_back():
         ("gpt2-xl", 1_557_611_200),
         ("olmo-1b", 941_346_148),
         ("olmo-7b", 6_715_153_764),
+        ("llama-nano", 742_784),  # 4 (2 x 128^2 + 2 x 128 x 64 + 3 x 128 x 344 + 2 x 128) + 2 x 65 x 128 + 128
+        ("smollm2-135m", 134_515_008),  # as the published weights
+        ("llama3.2-1b", 1_235_814_400),
     ],
 )
 def test_each_preset_has_the_size_that_its_name_says(preset, num_params):
@@ -125,6 +128,8 @@ def test_a_file_with_a_wrong_key_or_type_is_refused_with_its_place(write, text, 
         ("--log.prompt=", ("log.prompt is empty", "log.sample=0")),
         ("--model.n-head 3", ("model.n_embd=128 does not split over 3 heads", "multiple of 3")),
         ("--model.dropout 1", ("model.dropout=1.0",)),
+        ("--model.n-kv-head 2", ("model.n_kv_head=2 is for style=llama",)),
+        ("--preset llama-nano --model.experts 4", ("model.experts=4 do not go with style=llama yet", "experts=1")),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_with_its_number(flags, words):

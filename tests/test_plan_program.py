@@ -15,7 +15,7 @@ from manyhands.predict.layouts import SCHEDULES, Question
 from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import bytes_per_rank, room, with_micro_batch
 from manyhands.predict.models import preset_model
-from manyhands.predict.planner import plan
+from manyhands.predict.planner import plan, program_for
 from manyhands.predict.report import start_lines, train_flags
 from manyhands.predict.step_time import planned_work, step_time
 
@@ -158,6 +158,26 @@ def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypa
 def test_a_model_that_train_py_does_not_train_gets_no_command(run):
     status, out, _ = run("--preset llama3-8b --gpus 16 --global-batch 128")
     assert status == 0 and "train.py has no command for this" in out and "sbatch" not in out
+
+
+def test_a_llama_without_experts_gets_a_command_that_trains_it_on_data_ranks(run):
+    found = answer("llama3.2-1b", 8, program=program_for(preset_model("llama3.2-1b")))
+    assert found.ranked and all(one.layout.tensor == one.layout.pipeline == 1 for one in found.ranked)
+    assert {"2 tensor ranks", "2 pipeline ranks"} <= {
+        " ".join(said.split()[5:8]) for _, said in found.refused if said.startswith("model.style=llama does not run on")
+    }
+    for one in found.ranked:
+        options = read_options(train_flags(found.question, one))
+        config = model_config(options, 65)
+        assert config == model_config(read_options(["--preset", "llama3.2-1b"]), 65)
+        assert resolve_layout(options, config, 8).shard == one.layout.shard
+    sizes = "--vocab 65 --positions 64 --layers 4 --heads 4 --width 128 --gpus 1 --global-batch 24"
+    status, out, _ = run(f"{sizes} --style llama --kv-heads 1 --hidden 512")
+    assert status == 0 and "--model.style llama --model.n-kv-head 1 --model.n-hidden 512" in out
+    status, out, _ = run(f"{sizes} --style llama --experts 4")
+    assert status == 0 and "train.py has no command for this" in out and "scripts/train.py" not in out
+    status, out, _ = run(f"{sizes} --style llama --experts 4 --program train.py")
+    assert status == 0 and "train.py trains no llama with experts yet" in out and "scripts/train.py" not in out
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import bytes_per_rank, state_of_rank
 from manyhands.predict.models import PlannedModel, preset_model
 from manyhands.predict.planner import plan, unbalanced_s
+from manyhands.predict.program import MEGATRON
 from manyhands.predict.report import as_text, train_flags
 from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
@@ -148,7 +149,7 @@ def test_balanced_routing_is_named_as_an_assumption_with_what_it_costs():
     question = Question(MOE, H100, 8, 32)
     one = next(p for p in plan(question).ranked if p.layout.expert == 8)
     assert unbalanced_s(question, one) > 1.1 * one.step_s
-    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 16, 16, schedule="1F1B")))
+    text = as_text(plan(Question(preset_model("mixtral-8x7b"), H100, 16, 16, schedule="1F1B", program=MEGATRON)))
     assert "46,702,792,704 parameters (12,879,925,248 active: 2 of 8 experts)" in text
     assert "assumed of the experts: balanced routing" in text and "sbatch" not in text
 

@@ -145,6 +145,7 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
     degrees = _degrees(parallel, world_size, ranks_per_node or world_size)
     stages_per_rank = _stages_per_rank(parallel, degrees["pipeline"])
     faults = [
+        _style(options, config, degrees),
         _foreign_options(parallel, degrees),
         filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
         _combinations(options, degrees),
@@ -204,6 +205,19 @@ def _stages_per_rank(parallel, pipeline):
     if least == 1 and wanted > 1:
         raise LayoutError(f"{asked} has one stage per rank, not {wanted}; use Interleaved1F1B")
     return wanted
+
+
+def _style(options, config, degrees):
+    """A sentence for each way in which a llama does not run yet."""
+    if config.style == "gpt":
+        return
+    parallel, cure = options.parallel, "use parallel.strategy=ddp, zero1 or fsdp without them, or model.style=gpt"
+    counts = {axis: degrees[axis] for axis in ("tensor", "pipeline")}
+    for axis, count in (counts | {"context": parallel.context, "expert": parallel.expert}).items():
+        if count > 1:
+            yield f"model.style=llama does not run on {count} {axis} ranks yet; {cure}"
+    if parallel.strategy == "deepspeed":
+        yield "model.style=llama does not run under deepspeed; use parallel.strategy=fsdp, or model.style=gpt"
 
 
 def _foreign_options(parallel, degrees):

@@ -57,6 +57,19 @@ class ModelOptions:
     top_k: Positive = 2  # with experts: the number of them that each token passes through
     shared_experts: Count = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: Literal["softmax", "sigmoid"] = "softmax"  # with experts: what makes an expert's score
+    # llama: RMSNorm, rotary positions, SwiGLU, no biases; what follows is for llama alone
+    style: Literal["gpt", "llama"] = "gpt"
+    n_kv_head: Positive | None = None  # heads of keys and values, which share out the others; none: as many
+    n_hidden: Positive | None = None  # width of the MLP; none: 4 times that of the model
+    head_dim: Positive | None = None  # width of a head; none: that of the model over its heads
+    norm: Literal["rms", "layer"] = "rms"  # layer: OLMo's LayerNorm, without weight and bias
+    norm_eps: float = 1e-5  # of rms: what is added to the mean square
+    clip_qkv: float | None = None  # the largest size of a number in queries, keys and values; none: any
+    rope_theta: float = 10000.0  # larger: positions turn more slowly
+    rope_factor: float = 1.0  # Llama 3.1's scaling: slow turns become slower by this; 1: none
+    rope_low: float = 1.0  # turns within rope_original positions: with fewer, a turn is slow
+    rope_high: float = 4.0  # and with more it stays as it is
+    rope_original: Positive = 8192  # positions that the scaling goes by
 
 
 @dataclass(frozen=True)
@@ -167,7 +180,7 @@ class Options:
     """All options of a run."""
 
     # sizes under a name: nano, shakespeare, shakespeare-moe, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl,
-    # olmo-1b, olmo-7b
+    # olmo-1b, olmo-7b, llama-nano, smollm2-135m, llama3.2-1b
     preset: str = "nano"
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end

@@ -1,7 +1,7 @@
 """Define the parts of a Llama that a GPT lacks: RMSNorm, rotary positions and SwiGLU.
 
     turn = rotation(config, positions_T, torch.float32)      # (cos, sin), the same for all layers and heads
-    q_BHTE = rotated(q_BHTE, turn)
+    q_BTHE = rotated(q_BTHE, turn)
 
 Weights and their order are those of the library transformers: number i of a head turns with number i + E/2.
 
@@ -71,7 +71,7 @@ class SwiGLU(nn.Module):
 
 
 def rotation(config, positions_T, dtype):
-    """(cos, sin) [1, T, e] of the angles by which the pairs of a head turn; positions [B, T] give [B, 1, T, e].
+    """(cos, sin) [T, 1, e] of the angles by which the pairs of a head turn; positions [B, T] give [B, T, 1, e].
 
     Pair i turns by position / theta^(i / e) (Su et al. 2021, equation 15). Angles are float32, whatever the model is:
     with few bits, far positions would share one. They are computed, not stored, so that nothing casts them.
@@ -84,12 +84,12 @@ def rotation(config, positions_T, dtype):
         times_e = config.rope_original * turns_e / (2 * math.pi)
         kept_e = ((times_e - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
         turns_e = turns_e * (kept_e + (1 - kept_e) / config.rope_factor)
-    angles = positions_T[..., None, :, None] * turns_e
+    angles = positions_T[..., None, None] * turns_e
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotated(x_BHTE, turn):
-    """Queries or keys [B, H, T, E], each pair (i, i + e) turned by its angle."""
+def rotated(x_BTHE, turn):
+    """Queries or keys [B, T, H, E], each pair (i, i + e) turned by its angle."""
     cos, sin = turn
-    x_BHTe, y_BHTe = x_BHTE.chunk(2, dim=-1)
-    return torch.cat((x_BHTe * cos - y_BHTe * sin, y_BHTe * cos + x_BHTe * sin), dim=-1)
+    x_BTHe, y_BTHe = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((x_BTHe * cos - y_BTHe * sin, y_BTHe * cos + x_BTHe * sin), dim=-1)

@@ -37,8 +37,11 @@ class LoRALinear(nn.Linear):
 def add_lora(model, rank, alpha, seed=0):
     """Freeze `model`, a GPT, and put an adapter beside each linear layer of its blocks, in place; returns the model.
 
-    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width.
+    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width, and
+    for a llama.
     """
+    if model.config.style == "llama":
+        raise ValueError("adapters do not stand in a model of style=llama yet; use one of style=gpt")
     widest = model.config.n_embd
     if not 1 <= rank <= widest:
         raise ValueError(f"lora.rank={rank} does not fit a model of width {widest}; use 1 to {widest}")

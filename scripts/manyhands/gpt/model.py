@@ -92,8 +92,10 @@ class GPTConfig:
         if self.style not in ("gpt", "llama"):
             yield f"style={self.style!r} is unknown; use gpt or llama"
         if self.style == "gpt":
-            names = [f.name for f in fields(self) if f.name in OF_A_LLAMA and getattr(self, f.name) != f.default]
-            yield from (f"{name}={getattr(self, name)} is for style=llama; use that, or leave it out" for name in names)
+            own = {"n_kv_head": self.n_head, "n_hidden": 4 * self.n_embd}
+            for f in fields(self):
+                if f.name in OF_A_LLAMA and (value := getattr(self, f.name)) not in (f.default, own.get(f.name)):
+                    yield f"{f.name}={value} is for style=llama; use that, or leave it out"
             return
         if self.experts > 1:
             yield f"experts={self.experts} do not go with style=llama yet; use style=gpt, or experts=1"
@@ -240,8 +242,10 @@ class GroupedAttention(Attention):
         parts = [layer(x_BTD).unflatten(-1, (-1, self.head_size)) for layer in (self.q, self.k, self.v)]
         if self.clip is not None:
             parts = [part.clamp(-self.clip, self.clip) for part in parts]
-        q_BHTE, k_BKTE, v_BKTE = (part.transpose(1, 2) for part in parts)
-        return rotated(q_BHTE, turn), rotated(k_BKTE, turn), v_BKTE
+        q_BTHE, k_BTKE, v_BTKE = parts
+        # turned before they are transposed: attention's output lies as q does, and `out` reads it without a copy
+        parts = rotated(q_BTHE, turn), rotated(k_BTKE, turn), v_BTKE
+        return [part.transpose(1, 2) for part in parts]
 
 
 class MLP(nn.Module):

@@ -53,16 +53,19 @@ def saved_bytes(config, sequences: int, itemsize: int = 4) -> dict[str, float]:
     terms = {term: count * tokens * itemsize for term, count in per_token.items()}
     terms["attention"] += N * H * tokens * max(itemsize, 4)  # the softmax's sums are never kept in 16 bits
     terms["loss"] = V * tokens * max(itemsize, 4)
-    # of each token its id and its target, and each position once; the number of targets, as a float, is the loss's
-    return {**terms, "ids": ID_BYTES * (2 * tokens + T) + max(itemsize, 4)}
+    # of each token its id and its target, and each position once: its number, or what turns a head there; the number of
+    # targets, as a float, is the loss's
+    position = ID_BYTES if model.style == "gpt" else model.attention_width // H * itemsize
+    return {**terms, "ids": ID_BYTES * 2 * tokens + position * T + max(itemsize, 4)}
 
 
 def _numbers(model):
     """{term: numbers per token} of all layers and what is around them.
 
-    A Llama's (see `models`): a fused RMSNorm keeps one statistic, grouped queries shrink K and V. SwiGLU,
+    A Llama's (see `models`): an RMSNorm keeps one statistic, grouped queries shrink K and V. SwiGLU,
     down(silu(gate) up), keeps both products and silu(gate), and the linear behind it its input: 4 M. Its input is the
     norm's output, kept once for both. What turns queries and keys by their positions is linear: it keeps tables alone.
+    What clips them keeps its inputs.
 
     Where `routed` copies of a token pass through experts: each MLP's terms `routed` times, and for routing the router's
     input (D) and its probabilities (E), and each expert's output for the gradient of its weight. Shared experts have
@@ -70,11 +73,12 @@ def _numbers(model):
     """
     N, D, M, routed = model.n_layer, model.n_embd, model.n_hidden, model.routed
     passed = routed + model.n_shared
-    statistics, gelu = (1, 3 * M) if model.style == "llama" else (2, M)
+    statistics, gelu = 2 if model.norm_weights != 1 else 1, (3 if model.style == "llama" else 1) * M
+    clipped = 1 if model.clip_qkv is None else 2
     return {
         "norms": N * 2 * (D + statistics),
         "qkv": N * D,
-        "attention": N * (model.attention_width + 2 * model.kv_width),
+        "attention": N * (model.attention_width + 2 * model.kv_width) * clipped,
         "attention out": N * model.attention_width,
         "mlp up": N * D * routed,
         "gelu": N * gelu * passed,
@@ -228,9 +232,9 @@ def _kept(config, layout, options, program, terms, a_layer):
     # the layer's input, of which sequence parallelism leaves each tensor rank a share
     kept = tokens * config.n_embd * stream_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave
-        D, routed = config.n_embd, config.routed
+        D, wide, routed = config.n_embd, config.attention_width, config.routed
         up = config.n_hidden * (2 if config.style == "llama" else 1)
-        split = 2 * D + 2 * config.kv_width + up * routed  # over tensor ranks
+        split = 2 * wide + 2 * config.kv_width + up * routed  # over tensor ranks
         # whole on each: with experts also what came to them, so that no token is sent again
         whole = D + routed * D * (2 if config.n_expert > 1 else 1)
         kept += tokens * (split / layout.tensor + whole) * PRECISION_BYTES[options.train.precision]

@@ -120,9 +120,10 @@ class Question:
     def base(self) -> Options:
         """Return the options a command line starts from: the model's preset, or nano with the model's sizes."""
         name = self.model.name
-        own = "dropout", "vocab_size", "experts", "top_k", "shared_experts", "router"
         options = from_preset(name if name in PRESETS else "nano")
-        sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
+        own = {"dropout", "vocab_size", "top_k"} | ({"n_kv_head", "n_hidden"} if self.model.style == "gpt" else set())
+        names = [f.name for f in fields(ModelOptions) if f.name not in own and hasattr(self.model, f.name)]
+        sizes = {name: getattr(self.model, name) for name in names}
         if trains_experts(self):
             sizes |= {"experts": self.model.n_expert, "top_k": self.model.top_k, "shared_experts": self.model.n_shared}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size

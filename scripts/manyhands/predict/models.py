@@ -1,18 +1,18 @@
 """The sizes of a model that is planned and not built: the course's GPT, or one of Llama's kind. Needs no torch.
 
-    model = preset_model("olmo-7b")                          # a preset of the trainer
+    model = preset_model("llama3.2-1b")                      # a preset of the trainer
     model = PlannedModel("mine", vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
-al. 2024): it can be planned, and `train.py` does not train it. With `n_expert` above 1 a router sends each token to
+al. 2024); without experts `train.py` trains it, on data ranks. With `n_expert` above 1 a router sends each token to
 `top_k` of `experts` MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -66,6 +66,8 @@ class PlannedModel:
     # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
     capacity: float | None = None
     head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
+    norm: str = "rms"  # of a llama; or layer, without weights
+    clip_qkv: float | None = None  # of a llama
 
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
@@ -107,6 +109,11 @@ class PlannedModel:
         return self.n_embd if self.head_dim is None else self.head_dim * self.n_head
 
     @property
+    def norm_weights(self) -> int:
+        """Weights of a norm, each as wide as the model."""
+        return 2 if self.style == "gpt" else 1 if self.norm == "rms" else 0
+
+    @property
     def routed(self) -> int | float:
         """Copies of a token that a layer's MLPs compute with, padding included: 1 without experts."""
         return self.top_k * (self.capacity or 1)
@@ -119,7 +126,7 @@ class PlannedModel:
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
         """Return one layer's weights, in the order of `GPT.parameters()`, with this number of experts (None: all)."""
         D, kv, wide, llama = self.n_embd, self.kv_width, self.attention_width, self.style == "llama"
-        norms = [[Weight(name, (D,))] * (1 if llama else 2) for name in ("norm_1", "norm_2")]
+        norms = [[Weight(name, (D,))] * self.norm_weights for name in ("norm_1", "norm_2")]
         if llama:
             linears = [("q", (wide, D), 0), ("k", (kv, D), 0), ("v", (kv, D), 0), ("out", (D, wide), 1)]
         else:
@@ -155,8 +162,7 @@ class PlannedModel:
         """Behind the layers: the last norm and, unless it is tied, the head."""
         D, V = self.n_embd, self.vocab_size
         shapes = [] if self.tie else [(V, D)] if self.style == "llama" else [(V, D), (V,)]
-        norm = [Weight("norm", (D,))] * (1 if self.style == "llama" else 2)
-        return norm + [Weight("head", shape, 0, True) for shape in shapes]
+        return [Weight("norm", (D,))] * self.norm_weights + [Weight("head", shape, 0, True) for shape in shapes]
 
     @cache  # noqa: B019 - models are few, and asked thousands of times
     def num_params(self) -> int:
@@ -209,21 +215,18 @@ def _gpt_mlp(D: int, M: int) -> list[tuple]:
 
 
 def flops_per_token(config: object) -> int:
-    """Floating-point operations per trained token of a GPT: its matrix products, forward and backward, exactly.
+    """Floating-point operations per trained token of a model: its matrix products, forward and backward, exactly.
 
     MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is this x tokens/s / a device's peak.
 
-    6 (12 N D^2 + V D) + 12 N D T. Each weight of a matrix is multiplied and added once in the forward pass (2
-    operations) and twice in the backward pass (4). Attention's two products with T positions cost 4 D T per layer
-    forward and twice that backward. This is PaLM's 6N + 12 L H Q T with N = the weights that are in a matrix product.
-    As there, the causal mask saves nothing, and recomputed activations do not count twice. Left out: biases, norms,
-    softmax, GELU, the loss, the look-up of embeddings, and the optimizer. Of experts those that a token passes through.
+    Of a GPT 6 (12 N D^2 + V D) + 12 N D T, of a Llama 6 (N (2 H E D + 2 K E D + 3 M D) + V D) + 12 N H E T. Each
+    weight of a matrix is multiplied and added once in the forward pass (2 operations) and twice in the backward pass
+    (4). Attention's two products with T positions cost 4 D T per layer forward and twice that backward. This is PaLM's
+    6N + 12 L H Q T with N = the weights that are in a matrix product. As there, the causal mask saves nothing, and
+    recomputed activations do not count twice. Left out: biases, norms, softmax, GELU, the loss, the look-up of
+    embeddings, and the optimizer. Of experts those that a token passes through.
     """
-    N, D, V, T = config.n_layer, config.n_embd, config.vocab_size, config.block_size
-    mlp = 8 * D**2
-    if config.experts > 1:  # the router, and the experts that a token passes through
-        mlp = config.experts * D + (config.top_k + config.shared_experts) * mlp
-    return 6 * (N * (4 * D**2 + mlp) + V * D) + 12 * N * D * T
+    return model_of(config).flops_per_token()
 
 
 @cache
@@ -231,7 +234,7 @@ def model_of(config: object) -> PlannedModel:
     """The PlannedModel of a GPTConfig; a PlannedModel as it is."""
     if isinstance(config, PlannedModel):
         return config
-    names = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "tie", "qkv_bias", "dropout")
+    names = [f.name for f in fields(PlannedModel) if f.name != "top_k" and hasattr(config, f.name)]
     return PlannedModel("a GPT", **{name: getattr(config, name) for name in names}, **_mixture(config))
 
 

@@ -27,7 +27,7 @@ from manyhands.predict.layouts import (
     families,
 )  # fmt: skip
 from manyhands.predict.memory import RankBytes, bytes_per_rank, room, state_of_rank, with_micro_batch
-from manyhands.predict.models import PlannedModel
+from manyhands.predict.models import OTHERS, PlannedModel
 from manyhands.predict.program import MEGATRON, TRAIN_PY, Program
 from manyhands.predict.step_time import Assumptions, StepTime, planned_work, step_time
 from manyhands.predict.traffic import spreads_experts
@@ -98,19 +98,26 @@ class Answer:
 
 
 def program_for(model: PlannedModel) -> Program:
-    """Return the program that would train a model: train.py its own GPT, one of Megatron-LM's kind any other."""
-    return TRAIN_PY if model.style == "gpt" and model.capacity is None else MEGATRON
+    """Return the program that would train a model: train.py what it can, one of Megatron-LM's kind any other.
+
+    And those of models.toml, as published: train.py runs a llama on data ranks alone.
+    """
+    dense = model.n_expert == 1 and model.name not in OTHERS
+    return TRAIN_PY if model.capacity is None and (model.style == "gpt" or dense) else MEGATRON
 
 
 def not_trained(question: Question, candidate: Candidate) -> str:
     """Why train.py cannot run a plan, in a sentence; "" where it can."""
     if not question.is_trained:
         return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
-    if question.model.style != "gpt":
-        return "train.py trains the course's GPT alone: there is no command for this model"
+    layout, llama = candidate.layout, question.model.style == "llama"
+    if llama and question.model.n_expert > 1:
+        return "train.py trains no llama with experts yet: there is no command for this model"
+    if llama and layout.tensor * layout.pipeline * layout.context > 1:
+        return "train.py trains a llama on data ranks alone: there is no command for this layout"
     if question.model.capacity is not None:
         return "train.py drops no token: there is no command for experts with a capacity"
-    if candidate.layout.context > 1:
+    if layout.context > 1:
         return "train.py's ring holds a block of scores, which is not planned: there is no command for this layout"
     return ""
 

@@ -120,9 +120,11 @@ class BlockPool:
 
 
 class PagedCache:
-    """The tensors of `num_blocks` blocks for each layer; the pool manages their holders."""
+    """The tensors of `num_blocks` blocks for each layer; the pool manages holders. Raise ValueError for a llama."""
 
     def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
+        if config.style == "llama":
+            raise ValueError("a model of style=llama is not served yet: use scripts/sample.py, or one of style=gpt")
         # keys and values of a position are adjacent: one write and one gather for both; an extra block stays zero
         shape = (config.n_layer, num_blocks + 1, block_size, config.n_head, 2, config.n_embd // config.n_head)
         self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
