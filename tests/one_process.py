@@ -9,6 +9,10 @@ from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import GPT, GPTConfig, experts_of
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
+LLAMA = replace(
+    CONFIG, style="llama", n_kv_head=2, n_hidden=50, head_dim=10, tie=True, rope_factor=8.0, rope_original=8
+)
+OLMO = replace(CONFIG, style="llama", norm="layer", clip_qkv=0.02)
 TIED = replace(CONFIG, tie=True, qkv_bias=True)
 STEPS, BATCH, LR, ADAM_LR, MAX_NORM = 2, 8, 0.5, 1e-3, 0.1
 EXACT = 1e-10  # float64, SGD, relative to max(1, |expected|)

@@ -12,7 +12,9 @@ from manyhands.parallel.strategy import full_model
 from one_process import (
     CONFIG,
     EXACT,
+    LLAMA,
     MAX_NORM,
+    OLMO,
     TIED,
     assert_equal,
     batches,
@@ -26,7 +28,7 @@ from one_process import (
 
 @pytest.fixture(scope="module")
 def references():
-    return {config: one_process(options_of(), config) for config in (CONFIG, TIED)}
+    return {config: one_process(options_of(), config) for config in (CONFIG, TIED, LLAMA, OLMO)}
 
 
 SHARDINGS = ("full", "grad_op", "hybrid", "none")
@@ -95,6 +97,29 @@ def test_tied_weights_stay_one_weight(pool, references, case):
     assert_equal(pool.run(4, steps_of, options_of(**parallel), TIED), references[TIED])
 
 
+# --- a llama
+
+OF_A_LLAMA = [
+    dict(strategy="ddp", all_reduce="flat", micro_batch=1), dict(strategy="ddp", all_reduce="buckets"),
+    dict(strategy="zero1"), dict(strategy="fsdp", wrapping="size:3000"),
+    dict(strategy="fsdp", sharding="grad_op", activation_checkpointing="block"),
+    dict(strategy="fsdp", sharding="hybrid", micro_batch=1, wrapping="block_and_size"),
+    dict(strategy="fsdp", sharding="none", activation_checkpointing="selective"), dict(strategy="fsdp", offload=True),
+]  # fmt: skip
+
+
+def steps_of_all(ranks, cases):
+    return [steps_of(ranks, options_of(**parallel), config) for parallel, config in cases]
+
+
+def test_a_llama_takes_the_steps_of_one_process_under_each_strategy(pool, references):
+    cases = [(parallel, (LLAMA, OLMO)[i % 2]) for i, parallel in enumerate(OF_A_LLAMA)]
+    cases += [(dict(strategy="fsdp"), LLAMA), (dict(strategy="fsdp"), OLMO)]
+    results = pool.run(4, steps_of_all, cases, timeout_s=240)
+    for i, (_, config) in enumerate(cases):
+        assert_equal([own[i] for own in results], references[config])
+
+
 # --- the start: under FSDP alone no rank ever has the whole model
 
 
@@ -111,6 +136,13 @@ def held_at_the_start(ranks, options, config):
         assert own.dtype == expected.dtype and torch.equal(own, expected), name
     sizes = [weight.nbytes for weight in whole.values()]
     return held.peak, sum(own.nbytes for own in rows.values()), sum(sizes), max(sizes)
+
+
+@pytest.mark.parametrize("config", [replace(LLAMA, tie=False), OLMO], ids=["llama", "olmo"])
+def test_fsdp_draws_a_llamas_weights_in_shares_as_one_process(pool, config):
+    config = replace(config, n_layer=6, n_embd=40, vocab_size=66)
+    for peak, rows, whole, largest in pool.run(4, held_at_the_start, options_of(strategy="fsdp"), config):
+        assert rows < 0.3 * whole and peak < rows + 3 * largest < whole
 
 
 @pytest.mark.parametrize(
@@ -288,7 +320,14 @@ def look_and_train(ranks, options, config, looks):
     ids=str,
 )
 def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
-    config = replace(CONFIG, dropout=0.3)
+    assert_samples_are_one_processs(pool, case, replace(CONFIG, dropout=0.3))
+
+
+def test_evaluation_and_samples_of_a_llama_are_one_processs(pool):
+    assert_samples_are_one_processs(pool, dict(strategy="fsdp"), replace(LLAMA, dropout=0.3))
+
+
+def assert_samples_are_one_processs(pool, case, config):
     n_ranks = 4 if case.get("sharding") == "hybrid" else 2
     looked = pool.run(n_ranks, look_and_train, options_of(**case), config, True)
     blind = pool.run(n_ranks, look_and_train, options_of(**case), config, False)
@@ -296,7 +335,7 @@ def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
         assert all(torch.equal(result["weights"][name], weight) for name, weight in other["weights"].items())
     result, seen = looked[0]
     model = GPT(config).double()
-    model.load_state_dict(result["weights"])
+    model.load_state_dict(result["weights"], strict=not config.tie)
     model.eval()
     ids, targets = next(batches())
     expected_logits, expected_loss = model(ids, targets)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,52 @@ def test_a_wrong_flag_is_said_once_before_anything_starts(tmp_path):
     assert done.stderr.count("train.py:") == 1
     assert "3 tensor" in done.stderr or "tensor=3" in done.stderr
     assert not (tmp_path / "train").exists()
+
+
+# --- a llama
+
+LLAMA = ["--model.style", "llama", "--model.n-kv-head", "2", "--model.tie", "--train.precision", "fp64"]
+
+
+def last_loss(folder):
+    return json.loads((folder / "manifest.json").read_text())["val_loss"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The checkpoints of a llama: 6 steps of two ranks under fsdp, and 6 more of one process."""
+    folder = tmp_path_factory.mktemp("llama")
+    saved = ["--checkpoint.folder", str(folder / "two"), "--checkpoint.every", "6"]
+    done = run("torchrun", folder, *LLAMA, *saved, "--parallel.strategy", "fsdp")
+    assert done.returncode == 0, done.stderr
+    shutil.move(folder / "two" / "step-00000012", folder / "of-two")
+    done = run("alone", folder, *LLAMA, *saved)
+    assert done.returncode == 0 and "saved by 2 ranks (shard 2)" in done.stdout, done.stderr + done.stdout
+    return folder
+
+
+def test_a_llama_goes_on_under_another_strategy_on_another_number_of_ranks(llama):
+    assert last_loss(llama / "two" / "step-00000012") == pytest.approx(last_loss(llama / "of-two"), abs=1e-10)
+    done = run("alone", llama, *FLAGS, "--checkpoint.folder", str(llama / "two"))
+    assert done.returncode == 2 and "holds another model (" in done.stderr and "style=llama" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "words"),
+    [
+        (["sample.py", "--prompt", "ROMEO:", "--length", "80"], 0, ["ROMEO:"]),  # beyond its 64 positions
+        (["align.py", "sft", "--from"], 2, ["is a model of style=llama, which align.py does not teach yet; name one"]),
+        (["serve.py", "--port", "0"], 2, ["is a model of style=llama, which is not served yet; use scripts/sample.py"]),
+    ],
+    ids=["sample", "align", "serve"],
+)
+def test_a_trained_llama_writes_and_what_does_not_run_yet_refuses_it_at_once(llama, tmp_path, program, status, words):
+    name, *flags = program
+    place = [*flags, str(llama / "two")] if flags[-1] == "--from" else [str(llama / "two"), *flags]
+    done = subprocess.run(
+        [sys.executable, f"scripts/{name}", *place], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    assert all(word in (done.stderr if status else done.stdout) for word in words), done.stderr
+    assert "Traceback" not in done.stderr
