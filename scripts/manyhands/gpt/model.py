@@ -386,7 +386,7 @@ class GPT(nn.Module):
         return logits_BTV, loss
 
     def embed(self, ids_BT, positions_T):
-        """What the first block gets of tokens at positions [T] or [B, T]: x [B, T, D] and, of a llama, `rotation`."""
+        """Return x [B, T, D] of tokens at positions [T] or [B, T], and what `rotation` gives of a llama (else None)."""
         x_BTD = self.tokens(ids_BT)
         if self.positions is None:
             return x_BTD, rotation(self.config, positions_T, multiplied_in(x_BTD))
