@@ -321,7 +321,9 @@ def test_a_killed_rank_is_named_and_the_next_start_works(notebook):
     assert output.error[1].startswith("rank 2 died")
     assert ": lost its connection to a rank that died" in output.error[2]
     after = notebook.run("%%ranks\nprint(1)")
-    assert after.error[1].startswith("rank 2 died: run the cell with start_ranks(...) at the top, the next one,")
+    assert after.error[1].startswith(
+        "rank 2 died: run the cell with start_ranks(...) at the top, then those of Start below it"
+    )
     notebook.start()
     assert notebook.run("%%ranks\nprint(length)").text == "all ranks | 3\n"
 

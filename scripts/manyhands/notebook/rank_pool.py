@@ -245,7 +245,7 @@ class RankPool:
         return "\n".join(filter(None, lines))
 
     def start_cells(self, cell):
-        """Return the lesson's start cells, if the ranks were restarted and `cell` is none of them; else ""."""
+        """Return the lesson's start cells, if the ranks were restarted and `cell` is not one of them; else ""."""
         again, self.restarted = self.restarted and self.lesson, False
         begin = catch_up.outline(self.lesson).begin if again else ""
         return "" if cell.strip() in begin else begin

@@ -111,6 +111,8 @@ def not_trained(question: Question, candidate: Candidate) -> str:
     if not question.is_trained:
         return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
     layout, llama = candidate.layout, question.model.style == "llama"
+    if question.model.name in OTHERS:
+        return "planned by its sizes, without its rotary positions: there is no command for this model"
     if llama and question.model.n_expert > 1:
         return "train.py trains no llama with experts yet: there is no command for this model"
     if llama and layout.tensor * layout.pipeline * layout.context > 1:
