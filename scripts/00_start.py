@@ -223,7 +223,7 @@ checks.roll_call(roll_call, ranks)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-say(f"{world_size} started, the roll is {roll_call(rank, world_size).int().tolist()}")
+say(f"{world_size} started, the roll is {torch.as_tensor(roll_call(rank, world_size)).int().tolist()}")
 
 # %% [markdown]
 # Only ones: one world. Your tick and all-reduce, put into the first program (unfold it), catch the four that are

@@ -324,10 +324,10 @@ mean_P = gradient(mine)
 dist.all_reduce(mean_P)  # all ranks: the sum ...
 mean_P /= world_size  # ... and the mean
 apart = (mean_P - gradient(range(global_batch))).abs().max().item()
-say(f"node {node}, local rank {local_rank}: sequences {mine.start} to {mine.stop - 1}")
+say(f"node {node}, local rank {local_rank}: sequences {mine[0]} to {mine[-1]}")
 if rank == 0:
     say(f"gradient of all shares = gradient of one process, to 1e-10: {apart < 1e-10}")
-metrics.exact(sequences=[mine.start, mine.stop])
+metrics.exact(sequences=[mine[0], mine[-1] + 1])
 metrics.close(gradient_norm=mean_P.norm())
 
 # %% [markdown]

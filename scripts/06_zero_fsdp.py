@@ -1002,7 +1002,7 @@ def clipped_sgd(model, optimizer, clip, **reads):
     for step in range(steps):
         _, loss = model(*batch(step, **reads))
         loss.backward()
-        norms.append(clip(0.3))
+        norms.append(torch.tensor(float(clip(0.3)), dtype=torch.float64))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())

@@ -621,7 +621,7 @@ def pairs_of(at, group):
 
 layouts, work = {"in order": in_order, "zig-zag": zig_zag}, {}
 for name, layout in layouts.items():
-    at = [layout(T, c, r).to(device) for r in range(c)]
+    at = [torch.as_tensor(layout(T, c, r)).to(device) for r in range(c)]
     apart = far_from_full(at)[0]
     assert apart < 1e-10, f"{name}: {apart:.1e} away"
     mine = torch.tensor(pairs_of(at, group), device=device)

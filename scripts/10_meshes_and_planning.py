@@ -442,7 +442,8 @@ def waited_ms(order):
     for number, axis in enumerate(order):
         group = groups_of([SIZES[name] for name in order], number)[0]
         cards = sum(rank < PER_NODE for rank in group)  # its ranks on node 0, each with a network card
-        found[axis] = 1e3 * exposed_s(SENT[axis], FAST if cards == len(group) else cards * SLOW, BEHIND_S[axis])
+        link = FAST if cards == len(group) else cards * SLOW
+        found[axis] = 1e3 * float(exposed_s(SENT[axis], link, BEHIND_S[axis]))
     return found
 
 
@@ -479,7 +480,7 @@ if rank == 0:
     for many in (1, 8):
         part = many / 8
         outside = 1e3 * part * SENT["pipeline"] / SLOW, 1e3 * part * SENT["pipeline"] / FAST
-        hidden = [1e3 * exposed_s(SENT["data"], link, part * BEHIND_S["data"]) for link in (FAST, SLOW)]
+        hidden = [1e3 * float(exposed_s(SENT["data"], link, part * BEHIND_S["data"])) for link in (FAST, SLOW)]
         told = f"pipeline outermost {outside[0] + hidden[0]:3.0f} ms, data outermost {outside[1] + hidden[1]:3.0f} ms"
         say(f"{many} sequence{'s' * (many > 1)} per micro-batch: pipeline and data wait with {told}")
 

@@ -532,7 +532,7 @@ def newest(folder, trainee):
         if not any(faults):
             return path
         if trainee.rank == 0:
-            names = ", ".join(sorted(set(sum(faults, []))))
+            names = ", ".join(sorted(set().union(*faults)))
             say(f"{path.name} is passed over: {names} is not as it was written")
 
 
