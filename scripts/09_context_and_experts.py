@@ -764,6 +764,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, leaving, arriving, group):
+        leaving, arriving = [*map(int, leaving)], [*map(int, arriving)]
         ctx.sizes, ctx.group = (leaving, arriving), group
         received = rows.new_empty(sum(arriving), *rows.shape[1:])
         dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=group)

@@ -18,6 +18,16 @@ RUNS = {
     "00": 2, "01": 4, "02": 3, "03": 6, "04": 3, "05": 4, "06": 4, "07": 2, "08": 2, "09": 2, "10": 3, "11": 2, "12": 2,
     "13": 3, "14": 2, "15": 10,
 }  # fmt: skip
+# (lesson, run): what of its answers a cell below does not take yet, although its check accepts it
+NOT_CARRIED = {
+    ("01", 0): "a block recomputed by autograd.grad inside of a count of FLOPs",
+    ("06", 0): "a norm that was summed in float32, where a cell below compares to 1e-10",
+    ("07", 0): "parallelize_module says that inputs and layouts differ in number",
+    ("07", 1): "an assertion in the cell behind the linear layers",
+    ("08", 1): "actions as lists, which the simulation uses as keys",
+    ("10", 0): "coordinates as a tuple, from which this run's groups_of takes an element",
+    ("10", 1): "coordinates as an iterator, likewise",
+}
 LESSONS = find_lessons(ROOT)
 
 
@@ -30,8 +40,12 @@ def test_every_accepted_answer_has_a_run(lesson):
 @pytest.mark.lesson
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("lesson", "number"), [(lesson, k) for lesson in LESSONS for k in range(RUNS[lesson.number])],
-    ids=lambda value: getattr(value, "name", value),
+    ("lesson", "number"),
+    [
+        pytest.param(lesson, k, marks=[pytest.mark.xfail(reason=why, strict=True)] * bool(why), id=f"{lesson.name}-{k}")
+        for lesson in LESSONS for k in range(RUNS[lesson.number])
+        for why in (NOT_CARRIED.get((lesson.number, k), ""),)
+    ],
 )  # fmt: skip
 def test_a_lesson_runs_to_its_end_with_answers_that_its_checks_accept(lesson, number, tmp_path):
     script = ["tests/each_section.py", "answers", str(number), str(lesson.script)]
