@@ -373,8 +373,9 @@ class GPT(nn.Module):
         x_BTD, turn = self.embed(ids_BT, positions_T)
         x_BTD = self.drop(x_BTD).to(self.stream)
         allowed_B1TT = attention or self.allowed(ids_BT, self.config.separator)
+        turned = () if turn is None else (turn,)  # plans of tensor ranks count what a gpt's block is given
         for block in self.blocks:
-            x_BTD = block(x_BTD, allowed_B1TT, turn)
+            x_BTD = block(x_BTD, allowed_B1TT, *turned)
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD), None
