@@ -40,7 +40,7 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Let everyone run the first cells before you talk. The five builds take about three minutes each; walk around while
+# Let everyone run the first cells before you talk. The six builds take about three minutes each; walk around while
 # people write.
 #
 # *Say:* one sentence carries the lesson: "same start, same averaged gradient, same update, so the replicas never part".
@@ -49,7 +49,7 @@
 # *Three usual mistakes:* thinking that DDP averages weights; thinking that rank 0 is a server that the others report to;
 # reading the loss of rank 0 as the loss of the batch.
 #
-# *When late:* open the solutions of builds C and D, start the training run before you explain it, keep the zoo.
+# *When late:* open the solutions of builds C to E, start the training run before you explain it, keep the zoo.
 #
 # *Ask the room:* "Rank 2 drew different first weights. After a thousand steps of perfect averaging, what is
 # different on rank 2?" Let them type a guess before the section on the same start.
@@ -66,7 +66,7 @@ n_ranks = 4  # processes; in a script the launcher decides
 steps = 150  # training steps, at least 1
 global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
 bucket_mib = 1.0  # size of a gradient bucket in MiB, > 0
-ddp = "library"  # which DDP trains the GPT, one of library, ours
+ddp = "ours"  # which DDP trains the GPT, one of ours, library
 repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
@@ -84,67 +84,29 @@ import functools
 
 import torch
 import torch.distributed as dist
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
+from manyhands import ____, card, compare, fingerprint, join, leave, say, say_once
 from manyhands.checks import data_parallel as checks
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.lessons import data_parallel as lesson
 from manyhands.measure import wire
 from manyhands.measure.replicas import flat, spread
+from manyhands.train.shakespeare import Shakespeare
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
+shakespeare = Shakespeare(ranks, global_batch, steps=steps, bucket_mib=bucket_mib, ddp=ddp)
+new_model, batch, sgd_steps = shakespeare.new_model, shakespeare.batch, shakespeare.sgd_steps
 
 # %% [markdown]
-# The next cell is folded. It defines what every section uses:
+# What every section uses:
 #
 # - `new_model()` returns **ShakespeareGPT**, which reads 64 characters and guesses the next: 816,705 parameters;
 # - `batch(step)` returns this rank's share of one [**global batch**](../assets/glossary.md#global-batch), everything that
 #   all ranks process in one step. Every rank reads *different* text.
+# - `sgd_steps(model, finish)` trains a few steps. After each `loss.backward()` it calls `finish()`, before the update.
+# - `spread(tensors)` is the largest difference between any two ranks. **0.0 means that the replicas are bit-identical.**
 #
-# One instrument comes from the package: `spread(tensors)` is the largest difference between any two ranks. **0.0 means that
-# the replicas are bit-identical.**
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-if global_batch == 0:
-    global_batch = -(-12 // world_size) * world_size
-if global_batch % world_size:
-    refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
-these_ranks = f"{world_size} rank{'s' * (world_size > 1)}"
-corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.vocab))
-gradient_bytes = 4 * config.num_params()  # one float32 for each parameter
-given = {"steps": steps, "global_batch": global_batch, "bucket_mib": bucket_mib, "ddp": ddp}
-metrics = Metrics(ranks, corpus, given)
-
-
-def new_model(dtype=torch.float32, seed=1337):
-    """ShakespeareGPT with its first weights, the same on every rank as long as the seed is."""
-    torch.manual_seed(seed)
-    return GPT(config).to(device, dtype)
-
-
-def batch(step, ids=corpus.train_ids, part=rank, parts=world_size):
-    """One part of global batch number `step`, this rank's unless told otherwise: inputs and targets, both [b, T]."""
-    share = get_batch(ids, step, global_batch, config.block_size, part, parts, seed=1)
-    return [ids_bT.to(device) for ids_bT in share]
-
-
-def few_steps(model, batch_of, finish=lambda: None, lr=0.5, num_steps=3):
-    """Plain SGD: the last gradients [P], the weights [P] after it, and the losses, the mean over the ranks."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        _, loss = model(*batch_of(step))
-        loss.backward()
-        finish()
-        optimizer.step()
-        losses.append(loss.detach())
-    losses = torch.stack(losses)
-    dist.all_reduce(losses)  # the loss of the batch is the mean of the ranks' losses
-    return flat(p.grad for p in model.parameters()), flat(model.parameters()), losses / world_size
-
+# `lesson` is this lesson's module of the package: plots, and what a look at the training prints.
 
 # %% [markdown]
 # **Predict.** A model of 7 billion parameters trains on 8 GPUs, then on 512, with the same work for each GPU. Each must now
@@ -234,21 +196,10 @@ guess_gap = ____  # your turn: type "smaller", "the same" or "larger"
 
 # %%
 # %%ranks
-def averaged_steps(model, num_steps):
-    """SGD on this rank's share with averaged gradients. All ranks call it."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        _, loss = model(*batch(step))
-        loss.backward()
-        average_gradients(model)
-        optimizer.step()
-
-
 model = new_model(seed=rank)  # the mistake
-before = spread(model.parameters())
-averaged_steps(model, 2 * repeats)
-say(f"apart before: {before:.4f}, after {2 * repeats} averaged steps: {spread(model.parameters()):.4f}")
+say_once(f"apart before: {spread(model.parameters()):.4f}")
+sgd_steps(model, lambda: average_gradients(model), 2 * repeats)
+say_once(f"after {2 * repeats} averaged steps: {spread(model.parameters()):.4f}")
 compare("the gap after averaged steps", "guess_gap", "the same")
 
 # %% [markdown]
@@ -291,7 +242,7 @@ checks.same_start(broadcast_state, ranks)
 # %% tags=["nbval-check-output"]
 # %%ranks
 broadcast_state(model)
-averaged_steps(model, 2 * repeats)
+sgd_steps(model, lambda: average_gradients(model), 2 * repeats)
 say(f"after a broadcast and more averaged steps the replicas are {spread(model.parameters())} apart")
 
 # %% [markdown]
@@ -305,16 +256,15 @@ say(f"after a broadcast and more averaged steps the replicas are {spread(model.p
 # %%
 # %%ranks
 model = new_model()
-_, loss = model(*batch(0))
-loss.backward()
+model(*batch(0))[1].backward()
 with wire.watch() as seen:
     average_gradients(model)
 say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f} MB together")
 
 # %% [markdown]
 # Correct but slow: one call for each gradient, while every GPU idles. A call for a LayerNorm's 512 bytes costs almost
-# only latency (lesson 02). Two cures follow: **call less often**, and **call while there is still something to
-# compute**.
+# only latency (lesson 02). Two cures follow: **call less often**, and **start the call while backward still
+# runs**.
 
 # %% [markdown]
 # ## Buckets that leave early (CORE, 13 min)
@@ -330,9 +280,34 @@ say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f}
 # ![Forward runs from the embedding to the head, backward from the head to the embedding; each layer's gradient is ready when
 # backward has passed it, and its hook fires](../assets/03_hooks.svg)
 #
-# A `bucket` has `bucket.flat_P`, all its gradients in one row. Each `p.grad` is a view of it: average the row, and every
-# gradient is averaged.
-#
+# A `Bucket` holds the gradients of some parameters in one row, `flat_P`. `take(p)` moves a gradient in; from then on
+# `p.grad` is a view of the row. Average the row, and every gradient is averaged.
+
+
+# %%
+# %%ranks
+class Bucket:
+    """The gradients of some parameters in one flat piece of memory, `flat_P`."""
+
+    def __init__(self, parameters):
+        self.parameters, self.missing = parameters, set(parameters)  # those that have not come yet
+        self.flat_P = torch.zeros_like(flat(parameters))
+        views = self.flat_P.split([p.numel() for p in parameters])
+        self.view = {p: view.view_as(p) for p, view in zip(parameters, views, strict=True)}
+
+    def take(self, p):
+        self.view[p].copy_(torch.zeros_like(p) if p.grad is None else p.grad)  # None: not used in this rank's loss
+        p.grad = self.view[p]
+        self.missing.discard(p)
+
+    def start(self):
+        for p in list(self.missing):
+            self.take(p)
+        start_all_reduce(self)  # your build C
+        self.missing = set(self.parameters)  # of the next step
+
+
+# %% [markdown]
 # ### Build C: start a bucket
 #
 # Begin **one** all-reduce that will turn `bucket.flat_P` into its mean over the ranks, and return at once. With
@@ -365,12 +340,12 @@ checks.bucket_start(start_all_reduce, ranks)
 # %% [markdown]
 # ### Build D: the hook of a bucket
 #
-# Backward calls your hook when `p.grad` is final. `bucket.take(p)` moves that gradient into its bucket;
-# `bucket.missing` is the set of parameters that have not come yet; `bucket.start()` calls your build C.
+# Backward calls your hook when `p.grad` is final.
 #
-# One rule is easy to miss: **all ranks must start their buckets in the same order**, because the n-th all-reduce of one
-# rank meets the n-th of the others, whatever is in it. So `waiting` lists the buckets that have not started, in order.
-# A bucket that fills early waits; when the first is full, several may leave at once.
+# One rule is easy to miss: **all ranks must start their buckets in the same order**, because ranks match all-reduces by
+# their order, not by their content. If rank 0 starts bucket 1 first and rank 1 bucket 0, the two are added. So
+# `waiting` lists the buckets that have not started, in the order in which they must start. A bucket that fills early
+# waits. When the first is full, several may leave at once.
 
 
 # %%
@@ -379,7 +354,7 @@ def bucket_hook(waiting, bucket, p):
     """Backward has finished p.grad, which belongs in `bucket`."""
     ____  # p's gradient moves into its bucket
     while waiting and ____:  # the first in line has all its gradients
-        ____  # strike it from the list, and start it
+        ____  # remove it from the list, and start it
 
 
 checks.bucket_hook(bucket_hook, ranks)
@@ -398,80 +373,68 @@ checks.bucket_hook(bucket_hook, ranks)
 # </details>
 
 # %% [markdown]
-# The folded cell puts your pieces together: `BucketedDDP(model)` broadcasts at construction (build B), puts your hook (D) on
-# every parameter, and `model.finish()` starts what is left and waits for all. A step is `loss.backward(); model.finish()`.
+# ### Build E: finish
+#
+# Backward is over. Some buckets may not have started, because this rank's loss did not use all parameters: `waiting`
+# lists them. Others may still travel. Start what has not started, then wait for **all** `buckets`, with the handles of
+# build C.
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
-def pack(module, bucket_mib):
-    """The trainable parameters in the order of backward, in lists of at most bucket_mib MiB (or one parameter)."""
-    buckets, room = [], 0
-    for p in reversed([p for p in module.parameters() if p.requires_grad]):
-        if not buckets or p.nbytes > room or p.dtype != buckets[-1][-1].dtype:
-            buckets.append([])
-            room = bucket_mib * 2**20
-        buckets[-1].append(p)
-        room -= p.nbytes
-    return buckets
+def finish(buckets, waiting):
+    """Start the buckets that are waiting, in their order, then wait for all. All ranks call it."""
+    for bucket in ____:
+        ____
+    for bucket in ____:
+        ____
 
 
-class Bucket:
-    """The gradients of some parameters in one flat piece of memory, `flat_P`."""
+checks.finish(finish, ranks)
 
-    def __init__(self, parameters):
-        self.parameters, self.missing = parameters, set(parameters)
-        self.flat_P = torch.zeros_like(flat(parameters))
-        views = self.flat_P.split([p.numel() for p in parameters])
-        self.view = {p: view.view_as(p) for p, view in zip(parameters, views, strict=True)}
+# %% [markdown] tags=["solution"]
+# <details><summary>Solution E</summary>
+#
+# ```python
+# def finish(buckets, waiting):
+#     """Start the buckets that are waiting, in their order, then wait for all. All ranks call it."""
+#     for bucket in waiting:
+#         bucket.start()
+#     for bucket in buckets:
+#         bucket.work.wait()
+# ```
+#
+# </details>
 
-    def take(self, p):
-        """Move p's gradient in; a parameter that this rank's loss did not use gives zeros."""
-        if p.grad is None:
-            self.view[p].zero_()
-        elif p.grad is not self.view[p]:
-            self.view[p].copy_(p.grad)
-        p.grad = self.view[p]
-        self.missing.discard(p)
-
-    def start(self):
-        for p in list(self.missing):
-            self.take(p)
-        start_all_reduce(self)
-
-    def finish(self):
-        self.work.wait()
-        self.missing = set(self.parameters)  # of the next step
+# %% [markdown]
+# Now put your pieces together. `lesson.pack` lists the parameters in the order of backward, in lists of at most
+# `bucket_mib`. A step is `loss.backward(); model.finish()`.
 
 
+# %%
+# %%ranks
 class BucketedDDP(torch.nn.Module):
     """Data parallel: loss = model(...); loss.backward(); model.finish(); optimizer.step()"""
 
-    def __init__(self, module, bucket_mib=1.0, overlap=True):
+    def __init__(self, module, bucket_mib=1.0):
         super().__init__()
-        broadcast_state(module)  # the same start
-        self.module, self.overlap, self.sync = module, overlap, True
-        self.buckets = [Bucket(parameters) for parameters in pack(module, bucket_mib)]
-        self.waiting = list(self.buckets)  # those that have not started in this step
+        broadcast_state(module)  # build B: the same start
+        self.module, self.sync = module, True
+        self.buckets = [Bucket(parameters) for parameters in lesson.pack(module, bucket_mib)]
         for bucket in self.buckets:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self.ready, bucket))
 
     def forward(self, *args):
+        self.waiting = list(self.buckets)  # those that have not started in this step
         return self.module(*args)
 
-    def ready(self, bucket, p):  # the hook: backward has finished p's gradient
-        if self.sync and self.overlap:
-            bucket_hook(self.waiting, bucket, p)
-        elif self.sync:
-            bucket.take(p)
+    def ready(self, bucket, p):  # backward has finished p's gradient
+        if self.sync:
+            bucket_hook(self.waiting, bucket, p)  # build D
 
-    def finish(self):  # after backward: all ranks start what is left, and wait
-        for bucket in self.waiting:
-            bucket.start()
-        for bucket in self.buckets:
-            bucket.finish()
-        self.waiting = list(self.buckets)
+    def finish(self):
+        finish(self.buckets, self.waiting)  # build E
 
 
 # %% [markdown] tags=["notes"]
@@ -490,27 +453,19 @@ class BucketedDDP(torch.nn.Module):
 #
 # Is it right? Your DDP, the library's and one process that reads the whole global batch must get the same *gradients*,
 # under plain SGD, in float64. (Adam divides by the gradient's size and hides a wrong factor; a falling loss hides
-# nearly everything.) `few_steps`, folded, trains three steps and returns the last gradients, the weights and the
-# losses.
+# nearly everything.)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-double, few = functools.partial(new_model, torch.float64), min(3, repeats)
-ours = BucketedDDP(double(), bucket_mib)
-found = {
-    "ours": few_steps(ours, batch, ours.finish, num_steps=few),
-    "the library": few_steps(DDP(double()), batch, num_steps=few),
-    "one process": few_steps(double(), functools.partial(batch, part=0, parts=1), num_steps=few),
-}
-for name, of_one in found.items():
-    for what, mine, theirs in zip(("gradients", "weights", "losses"), found["ours"], of_one, strict=True):
-        assert (mine - theirs).abs().max() < 1e-10, f"{what} of {name} differ by {(mine - theirs).abs().max():.1e}"
-say("ours, the library, one process: gradients, weights and losses are equal to 1e-10")
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-metrics.exact(float64_gradient=fingerprint([found["ours"][0]]), float64_losses=found["ours"][2])
-metrics.close(float64_losses_close=found["ours"][2])
+double, found = functools.partial(new_model, torch.float64), {}
+for name, model, part in (
+    ("ours", BucketedDDP(double(), bucket_mib), {}),
+    ("the library", DDP(double()), {}),
+    ("one process", double(), {"part": 0, "parts": 1}),
+):
+    losses = sgd_steps(model, getattr(model, "finish", lambda: None), **part)
+    found[name] = flat(p.grad for p in model.parameters()), flat(model.parameters()), losses
+lesson.expect_equal(found, shakespeare.metrics)
 
 # %% [markdown]
 # You have built the heart of DDP. The [handbook](../assets/handbook/03_data_parallel.md) says what else the library
@@ -527,112 +482,54 @@ metrics.close(float64_losses_close=found["ours"][2])
 # %% [markdown]
 # ## Train ShakespeareGPT (CORE, 5 min)
 #
-# The loop below is a loop for one process with one line more: `DDP(...)`. Two habits to copy:
+# The loop below is a loop for one process with two lines more: yours, `BucketedDDP(...)` and `finish()`. With the
+# library's `DDP` the second is not needed: the end of its backward waits. Two habits to copy:
 #
 # - **Evaluate on all ranks.** Each takes its share of the validation batches; one all-reduce gives the mean.
 # - **Average the losses once, at the end.** Each rank keeps the loss of its own share until the last step.
 #
-# `look(step)`, folded, prints the validation loss and lets the model write, at steps 0, 50, 100 and 150.
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import time
-
-from manyhands.measure.timing import synchronise, tok_per_s
-
-
-def validation_loss(model, num_batches, part=rank, parts=world_size):
-    """Mean loss over one part of each of the first validation batches, this rank's unless told otherwise."""
-    model.eval()
-    with torch.no_grad():
-        losses = [model(*batch(i, corpus.val_ids, part, parts))[1] for i in range(num_batches)]
-    model.train()  # on every rank that called eval(): dropout must not stay off on some
-    return torch.stack(losses).mean()
-
-
-def evaluate(model, num_batches):
-    """Mean validation loss over num_batches global batches. All ranks call it."""
-    mean = validation_loss(model, num_batches)
-    dist.all_reduce(mean)
-    return mean.item() / world_size
-
-
-def sample(model, seed, num):
-    """Text that the model makes up, beginning after a line break."""
-    start_BT = corpus.encode("\n")[None].to(device)
-    return corpus.decode(model.generate(start_BT, num, generator=torch.Generator().manual_seed(seed))[0, 1:])
-
-
-looks, looking_s = [], []  # (step, validation loss, text); when each look began and ended
-
-
-def look(step):
-    """Validation loss and a sample at four of the steps. All ranks call it."""
-    if step not in [steps * third // 3 for third in range(4)]:
-        return
-    synchronise(device)
-    begin = time.perf_counter()
-    val_loss = evaluate(model.module, num_batches=max(1, steps // 20))
-    looks.append((step, val_loss, sample(model.module, seed=0, num=min(90, steps)) if rank == 0 else None))
-    say_once(f"step {step:3d}: validation loss {val_loss:.3f}")
-    looking_s.append((begin, time.perf_counter()))
+# `diary.look` prints the validation loss and lets the model write, at steps 0, 50, 100 and 150.
 
 
 # %%
 # %%ranks --timeout 600
-model = DDP(new_model()) if ddp == "library" else BucketedDDP(new_model(), bucket_mib)
+model = BucketedDDP(new_model(), bucket_mib) if ddp == "ours" else DDP(new_model())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-losses = torch.zeros(steps, device=device)
+diary, losses = lesson.Diary(shakespeare, steps), torch.zeros(steps, device=device)
 for step in range(steps):
-    look(step)
+    diary.look(model.module, step)
     _, loss = model(*batch(step))
-    loss.backward()  # all ranks: the gradients are averaged in here
+    loss.backward()  # the library's DDP averages in here
     if ddp == "ours":
         model.finish()
     optimizer.step()  # each rank updates its own replica
     optimizer.zero_grad()
-    losses[step] = loss.detach()
-look(steps)
+    losses[step] = loss.detach() / world_size  # this rank's part of the mean
+diary.look(model.module, steps)
 
 # %% [markdown]
 # A model that has learned nothing gives each of the 65 tokens the same probability: loss ln 65 = 4.17.
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
 dist.all_reduce(losses)
-losses /= world_size
-if rank == 0:
-    from manyhands.plots.times import training
-
-    figure = training(losses.cpu(), looks, len(corpus.vocab), f"ShakespeareGPT on {these_ranks}")
-    show(figure, "training", "the loss falls from ln 65; beside it samples that turn from noise into lines of a play")
-say(f"after {steps} steps the replicas are {spread(model.parameters())} apart")
-train_s = looking_s[-1][0] - looking_s[0][1] - sum(end - begin for begin, end in looking_s[1:-1])
-metrics.exact(losses=losses, validation=[v for _, v, _ in looks], weights=fingerprint(model.parameters()))
-metrics.close(first_losses=losses[:6], first_validation=looks[0][1])
-metrics.close(tolerance=0.05, last_validation=looks[-1][1])
-metrics.measured(training_tok_per_s=tok_per_s(global_batch, 64, train_s / steps))
+say_once(f"after {steps} steps the replicas are {spread(model.parameters())} apart")
+diary.draw(losses)
+diary.record(losses, model)
 
 # %% [markdown]
 # Your run ends here. The course's trainer went on: a larger model, 36 plays, 14,000 steps on one GPU, in four minutes
 # ([how it was made](../assets/models/README.md)). It writes like this:
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
-from manyhands.checkpoint.export import shipped_model, tokenizer_of
-from manyhands.gpt.sampling import Sampling
-from manyhands.serve.engine import generate
-
-if rank == 0:  # no other rank takes part
-    plays, about = shipped_model("plays")
-    letters = tokenizer_of(about)
-    say(letters.decode(generate(plays, letters.encode("\n")[None], 240, Sampling(0.8), seed=4)[0, 1:]))
+lesson.say_what_a_trained_model_writes(ranks)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: training</summary>
 #
 # The run takes a quarter of a minute on two cores; talk while it runs, about what each rank is doing
-# *now*. Ask: "which line of the loop would be different without DDP?" (None but the wrap.) Usual mistakes: printing the loss
+# *now*. Ask: "which line of the loop would be different without DDP?" (None but the wrap and `finish`.) Usual mistakes: printing the loss
 # every step with an all-reduce; `if rank == 0: evaluate(...)`, which hangs, because evaluate holds a collective.
 #
 # </details>
@@ -643,7 +540,7 @@ if rank == 0:  # no other rank takes part
 # Many small buckets start early and pay the latency many times. One large bucket pays once and starts when backward is over.
 # A laptop cannot show which is best, because its ranks compute and send on the same cores. The [**virtual
 # network**](../assets/glossary.md#virtual-network) can: ranks and messages are real, the *time* is computed. Backward takes
-# 20 ms, a message 0.1 ms plus its bytes at 0.4 GB/s, and sending costs no core.
+# 20 ms, a message 0.1 ms plus its bytes at 0.4 GB/s, and sending uses no CPU core.
 #
 # **Predict.** Four ranks average 3.3 MB. Averaged after backward in one bucket, the step takes 33 ms. Which is fastest: 1, 8 or
 # 32 buckets?
@@ -652,67 +549,27 @@ if rank == 0:  # no other rank takes part
 # %%ranks
 guess_buckets = ____  # your turn: type 1, 8 or 32
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
+# %%
+# %%ranks --timeout 120
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
-link = Link(latency_s=0.1e-3, bytes_per_s=0.4e9)
-network, backward_s = VirtualNetwork(ranks, link), 20e-3
-numbers = 819_200  # about as many gradients as ShakespeareGPT has, and they split into 32 equal buckets
-spans = {}
-
-
-def virtual_step(k):
-    """Virtual seconds until k equal buckets are averaged, each started when backward has filled it."""
-    network.reset()
-    works = []
-    for i in range(k):
-        network.compute(backward_s / k, "backward")
-        with network.asynchronous(f"bucket {i}") as work:
-            network.all_reduce(torch.ones(numbers // k))
-        works.append(work)
-    network.wait(*works)
-    of_all = network.gather_spans()
-    spans[f"{k} bucket{'s' * (k > 1)}"] = [span for span in of_all or () if span.rank == 0]
-    return network.clock_s
-
-
-# %%
-# %%ranks --timeout 120
-took_s = {k: virtual_step(k) for k in (1, 8, 32)}
-compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s.get))
-
-# %% jupyter={"source_hidden": true}
-# %%ranks --timeout 120
-if rank == 0:
-    from manyhands.plots.schedule import gantt
-
-    figure = gantt(spans, "when rank 0 computes and sends", virtual=True)
-    show(figure, "buckets", "hatched communication under solid backward: 8 buckets end first, 32 pile up behind it")
+network = VirtualNetwork(ranks, Link(latency_s=0.1e-3, bytes_per_s=0.4e9))
+took_s = {k: lesson.virtual_step(network, k) for k in (1, 8, 32)}
+folded = compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s.get))
+lesson.draw_spans(network, took_s, folded)
 
 # %% [markdown]
-# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up and the
-# network falls behind. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
+# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up: each
+# bucket waits for the one before, and the network is busy until long after backward. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
 #
 # **What is left on 512 GPUs?** Below are others' measurements on H100s, with the work per GPU fixed ([**weak
-# scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (FSDP, lesson 06), which sends 1.5 times DDP's
-# bytes and overlaps in the same way. How good was your guess from the start?
+# scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (fully sharded data parallel, lesson 06), which
+# sends 1.5 times DDP's bytes and overlaps in the same way. How good was your guess from the start?
 
 # %%
 # %%ranks
-from manyhands.launch import recorded_runs
-
-published = recorded_runs.published("03_weak_scaling")
-(_, on_8), *_, (_, on_512) = published[0]["points"]  # tokens per second and GPU
-compare("speed per GPU that is left on 512", "guess_kept", round(100 * on_512 / on_8), "%")
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-if rank == 0:
-    from manyhands.plots.times import kept_per_gpu
-
-    figure = kept_per_gpu(published, "MPT on H100: speed per GPU")
-    show(figure, "weak_scaling_published", "7b keeps 91 % from 8 to 512 GPUs, 1b 90 % from 128 to 512")
+folded = compare("speed per GPU that is left on 512", "guess_kept", lesson.kept_on_512(), "%")
+lesson.draw_kept_per_gpu(ranks, folded)
 
 # %% [markdown]
 # Source: [MosaicML's benchmarks](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72/scripts/train/benchmarking/README.md)
@@ -744,13 +601,12 @@ def clear_and_wrong(model):
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(average)
+    return model
 
 
-suspect = new_model()
-clear_and_wrong(suspect)
-for name, model in {"suspect": suspect, "library": DDP(new_model())}.items():
-    gradients_P, _, losses = few_steps(model, batch, lr=0.1, num_steps=repeats)
-    say(f"{name}: losses {' '.join(f'{loss:.3f}' for loss in losses)}; gradients {spread([gradients_P]):.1e} apart")
+for name, model in {"suspect": clear_and_wrong(new_model()), "library": DDP(new_model())}.items():
+    losses = " ".join(f"{loss:.3f}" for loss in sgd_steps(model, num_steps=repeats))
+    say(f"{name}: losses {losses}; gradients {spread(p.grad for p in model.parameters()):.1e} apart")
 
 # %% [markdown]
 # Both losses fall. Without the library's line, would you have noticed? Only the spread of the **gradients** gives it
@@ -764,7 +620,7 @@ for name, model in {"suspect": suspect, "library": DDP(new_model())}.items():
 #
 # </details>
 #
-# ### Build E: mend it
+# ### Build F: mend it
 #
 # Write the hook so that after `loss.backward()`, with nothing called afterwards, each `p.grad` is the mean over the ranks.
 
@@ -785,7 +641,7 @@ def average_by_hooks(model):
 checks.gradient_hook(average_by_hooks, ranks)
 
 # %% [markdown] tags=["solution"]
-# <details><summary>Solution E</summary>
+# <details><summary>Solution F</summary>
 #
 # ```python
 # def average_by_hooks(model):
@@ -850,6 +706,7 @@ card(
 
 # %%
 # %%ranks
+gradient_bytes = 4 * shakespeare.config.num_params()  # one float32 for each parameter
 on_ring = wire.ring_all_reduce_bytes(gradient_bytes, world_size)
 for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model())}.items():
     for _ in range(2):  # DDP puts its buckets into another order after the first backward: watch the second
@@ -862,7 +719,7 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
     say_once(f"{name}: {seen.count('all_reduce')} all-reduces")
     say_once(f"  {payload / 1e6:.2f} MB communicated, predicted {gradient_bytes / 1e6:.2f} MB")
     say_once(f"  {sent} sent, predicted {on_ring / 1e6:.2f} MB")
-    metrics.exact(**{f"{name}_bytes": payload})
+    shakespeare.metrics.exact(**{f"{name}_bytes": payload})
 
 # %% [markdown]
 # ## Lab: time it on this machine (MORE, 10 min)
@@ -876,11 +733,12 @@ for name, model in {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP
 from manyhands.measure.timing import take_turns
 
 
-def step_of(model, finish=lambda: None):
+def step_of(model, finish=lambda: None, overlap=True):
     """Forward, backward and `finish()` as a function without arguments."""
 
     def step():
         model.zero_grad()
+        model.sync = overlap  # False: `finish` starts all buckets
         model(*batch(0))[1].backward()
         finish()
 
@@ -889,39 +747,18 @@ def step_of(model, finish=lambda: None):
 
 # %%
 # %%ranks --timeout 120
-naive, hooked = new_model(), new_model()
+naive, hooked, buckets, overlapping = new_model(), new_model(), *(BucketedDDP(new_model(), bucket_mib) for _ in "12")
 average_by_hooks(hooked)
-buckets, overlapping = (BucketedDDP(new_model(), bucket_mib, overlap) for overlap in (False, True))
 calls = {
     "no averaging": step_of(new_model()),
-    "naive": step_of(naive, functools.partial(average_gradients, naive)),
+    "naive": step_of(naive, lambda: average_gradients(naive)),
     "hooks": step_of(hooked),
-    "buckets": step_of(buckets, buckets.finish),
+    "buckets": step_of(buckets, buckets.finish, overlap=False),
     "buckets, overlap": step_of(overlapping, overlapping.finish),
 }
 step_s = take_turns(calls, repeats, ranks)
-metrics.measured(step_s=step_s)
-
-# %%
-# %%ranks
-import statistics
-
-
-def in_ms(seconds, minus):
-    """By how much `seconds` exceed `minus`, round by round: the median and the range, as 12 ms (11 to 14)."""
-    ms = [1e3 * (a - b) for a, b in zip(seconds, minus, strict=True)]
-    return f"{round(statistics.median(ms))} ms ({round(min(ms))} to {round(max(ms))})"
-
-
-if rank == 0:
-    from manyhands.plots.times import compared
-
-    num_calls, alone = len(list(naive.parameters())), step_s["no averaging"]
-    show(compared(step_s, f"a step on {these_ranks}"), "four_ways", "step times of five versions")
-    say(f"naive averaging adds {in_ms(step_s['naive'], alone)} in {num_calls} calls")
-    say(f"buckets add {in_ms(step_s['buckets'], alone)} in {len(buckets.buckets)}")
-    saved = in_ms(step_s["buckets"], step_s["buckets, overlap"])
-    say(f"overlap saves {saved} of that (less than 0: it costs)")
+shakespeare.metrics.measured(step_s=step_s)
+lesson.draw_and_say_times(ranks, step_s)
 
 # %% [markdown]
 # ### See the overlap
@@ -981,44 +818,6 @@ if rank == 0:
         say(f"{name:28} ready at {100 * (moment - begin) / whole_s:3.0f} % of backward")
 
 # %% [markdown]
-# ### Ours or the library's: which is faster?
-#
-# Both DDPs have buckets of the same size and take turns. Expect a ratio near 1: the work is the same, and a
-# handful of Python calls per bucket costs little.
-
-# %%
-# %%ranks --timeout 120
-import statistics
-from manyhands.measure.timing import take_turns, tok_per_s
-
-rivals = {"ours": BucketedDDP(new_model(), bucket_mib), "library": DDP(new_model(), bucket_cap_mb=bucket_mib)}
-
-
-def full_step(model, optimizer, finish):
-    model(*batch(0))[1].backward()
-    finish()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-calls = {
-    name: functools.partial(
-        full_step, model, torch.optim.AdamW(model.parameters()), getattr(model, "finish", lambda: None)
-    )
-    for name, model in rivals.items()
-}
-samples = take_turns(calls, repeats, ranks)
-
-# %%
-# %%ranks
-ratios = [b / a for a, b in zip(samples["ours"], samples["library"], strict=True)]
-ratio = statistics.median(ratios)
-rate = {name: tok_per_s(global_batch, 64, statistics.median(times)) for name, times in samples.items()}
-say_once(f"tokens per second: ours {rate['ours']:,.0f}, library {rate['library']:,.0f}")
-say_once(f"ours / library in each round: {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-metrics.measured(tok_per_s=rate, ours_to_library=ratio)
-
-# %% [markdown]
 # ## Lab: a formula for the number of buckets (MORE, 5 min)
 #
 # Let c be the time of one bucket's ring, and k the number of buckets. Backward takes B. If the network keeps up, only
@@ -1027,67 +826,30 @@ metrics.measured(tok_per_s=rate, ours_to_library=ratio)
 # with growing k the bytes of a bucket shrink, its latency does not, and k·c grows without end. Plotted against k, the
 # time is a U.
 
-# %% jupyter={"source_hidden": true}
-# %%ranks
+# %%
+# %%ranks --timeout 120
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 link = Link(latency_s=0.1e-3, bytes_per_s=0.4e9)
-network, backward_s = VirtualNetwork(ranks, link), 20e-3
-numbers, spans = 819_200, {}
+network, backward_s, numbers = VirtualNetwork(ranks, link), 20e-3, 819_200
 
 
-# %%
-# %%ranks --timeout 120
 def predicted_step(k):
     ring_s = 2 * (world_size - 1) * link.cost_s(4 * numbers / k / world_size)
     return max(backward_s + ring_s, backward_s / k + k * ring_s)
 
 
 counts = [1, 2, 4, 8, 16, 32]
-virtual_s, predicted_s = ([step_s(k) for k in counts] for step_s in (virtual_step, predicted_step))
-if rank == 0:
-    worst = max(abs(v / p - 1) for v, p in zip(virtual_s, predicted_s, strict=True))
-    say(f"virtual against predicted: {100 * worst:.2f} % off at most")
-metrics.exact(virtual_step_s=virtual_s)
+virtual_s = [lesson.virtual_step(network, k, backward_s, numbers) for k in counts]
+predicted_s = [predicted_step(k) for k in counts]
+worst = max(abs(v / p - 1) for v, p in zip(virtual_s, predicted_s, strict=True))
+say_once(f"virtual against predicted: {100 * worst:.2f} % off at most")
+shakespeare.metrics.exact(virtual_step_s=virtual_s)
+lesson.draw_u(ranks, counts, virtual_s, predicted_s)
 
 # %% [markdown]
-# Now your own class on this machine, at three sizes, with overlap and without. One bucket is complete only when backward is
-# over, so there is nothing to overlap: the first line prints only noise. Compare the other lines with it.
-
-# %%
-# %%ranks --timeout 200
-import functools
-import statistics
-from manyhands.measure.timing import take_turns
-
-sizes_mib = [4.0, 1.0, 0.1]
-keys = [(size_mib, overlap) for size_mib in sizes_mib for overlap in (False, True)]
-models = {key: BucketedDDP(new_model(), *key) for key in keys}
-calls = {key: step_of(model, model.finish) for key, model in models.items()}
-step_s = take_turns({"no averaging": step_of(new_model()), **calls}, repeats, ranks)
-bucket_counts = [len(models[size_mib, True].buckets) for size_mib in sizes_mib]
-plain, overlapped = ([step_s[size_mib, overlap] for size_mib in sizes_mib] for overlap in (False, True))
-if rank == 0:
-    for k, without, with_overlap in zip(bucket_counts, plain, overlapped, strict=True):
-        say(f"{k:2d} bucket{'s' * (k > 1)}: overlap saves {in_ms(without, with_overlap)}")
-metrics.measured(bucket_counts=bucket_counts, bucket_step_s=overlapped, bucket_no_overlap_s=plain)
-
-# %%
-# %%ranks
-if rank == 0:
-    from manyhands.plots.times import bucket_sizes
-
-    samples = {"no overlap": plain, "overlap": overlapped, "no averaging": step_s["no averaging"]}
-    title = f"this machine, {these_ranks}"
-    figure = bucket_sizes(counts, virtual_s, predicted_s, bucket_counts, samples, title)
-    show(figure, "bucket_size", "step time against the number of buckets: virtual, a U; measured, whiskers")
-
-# %% [markdown]
-# On the left, the formula and the virtual network agree. On the right, where ranks share cores, gloo's all-reduce runs
-# on the cores that compute. There the number of calls matters most, and what overlap saves hardly stands out from the
-# noise of the first line. On GPUs a few processors and the
-# network card do the sending, so large gradients give such a U. DDP's 25 MiB are its authors' estimate of where the U
-# is lowest (Li et al. 2020).
+# The formula and the virtual network agree. On GPUs a few processors and the network card do the sending, so large
+# gradients give such a U. DDP's authors chose 25 MiB as a size at which it is near its lowest (Li et al. 2020).
 
 # %% [markdown]
 # ## Lab: where the time goes (MORE, 3 min)
@@ -1121,17 +883,18 @@ model, num_batches = new_model(), 2 * repeats
 
 def rank_0_evaluates():
     if rank == 0:  # whole batches, all by itself
-        validation_loss(model, num_batches, part=0, parts=1)
+        shakespeare.validation_loss(model, num_batches, part=0, parts=1)
     dist.barrier()  # the others wait here
 
 
-eval_s = take_turns({"alone": rank_0_evaluates, "all": lambda: evaluate(model, num_batches)}, repeats, ranks)
+eval_s = take_turns(
+    {"alone": rank_0_evaluates, "all": lambda: shakespeare.evaluate(model, num_batches)}, repeats, ranks
+)
 faster = [alone / together for alone, together in zip(eval_s["alone"], eval_s["all"], strict=True)]
-if rank == 0:
-    alone_ms, all_ms = (1e3 * statistics.median(eval_s[name]) for name in ("alone", "all"))
-    say(f"{num_batches} batches: {alone_ms:.0f} ms by rank 0 alone, {all_ms:.0f} ms by {these_ranks}")
-    say(f"{statistics.median(faster):.1f} times faster ({min(faster):.1f} to {max(faster):.1f})")
-metrics.measured(evaluation_s=eval_s)
+alone_ms, all_ms = (1e3 * statistics.median(eval_s[name]) for name in ("alone", "all"))
+say_once(f"{num_batches} batches: {alone_ms:.0f} ms by rank 0 alone, {all_ms:.0f} ms by all")
+say_once(f"{statistics.median(faster):.1f} times faster ({min(faster):.1f} to {max(faster):.1f})")
+shakespeare.metrics.measured(evaluation_s=eval_s)
 
 # %% [markdown]
 # ## Lab: half the bytes: a communication hook (MORE, 3 min)
@@ -1169,9 +932,8 @@ exact(*batch(0))[1].backward()
 average_gradients(exact)
 full = flat(p.grad for p in exact.parameters())
 worst = ((half - full).abs().max() / full.abs().max()).item()
-if rank == 0:
-    share = seen.payload_bytes("all_reduce") / gradient_bytes
-    say(f"{share:.2f} of the bytes, worst error {100 * worst:.2f} %")
+share = seen.payload_bytes("all_reduce") / (4 * len(full))
+say_once(f"{share:.2f} of the bytes, worst error {100 * worst:.2f} %")
 
 # %% [markdown]
 # ## Lab: `no_sync`: average once for several backward passes (MORE, 4 min)
@@ -1208,7 +970,8 @@ with wire.watch() as seen:
     (model(*batch(2))[1] / 3).backward()  # this one averages, with what the others have left in p.grad
     model.finish()
 apart = spread(p.grad for p in model.parameters())
-say_once(f"3 passes communicated {seen.payload_bytes() / gradient_bytes:.2f} times the gradient's bytes")
+whole = 4 * shakespeare.config.num_params()
+say_once(f"3 passes communicated {seen.payload_bytes() / whole:.2f} times the gradient's bytes")
 say_once(f"the gradients are {apart} apart")
 
 # %% [markdown]
@@ -1257,8 +1020,7 @@ say_once(f"gradients are {apart:.1e} apart, the largest is {largest:.1e}")
 import functools
 from manyhands.measure.timing import take_turns
 
-three = get_batch(corpus.train_ids, 0, 3, 64, 0, 1, seed=rank)  # sequences for each rank, however many ranks
-three = [ids_bT.to(device) for ids_bT in three]
+three = [ids_bT[:1].expand(3, -1) for ids_bT in batch(0)]  # sequences for each rank, however many ranks
 
 
 def training_step(model, optimizer):
@@ -1281,16 +1043,12 @@ step_s = take_turns(calls, repeats, ranks)
 import statistics
 
 slower = {n: sorted(s / one for s, one in zip(step_s[n], step_s[1], strict=True)) for n in sizes}
-if rank == 0:
-    from manyhands.plots.times import weak_scaling
-
-    for n in sizes[1:]:
-        best, worst, middle = (f"{100 / f:.0f}" for f in (slower[n][0], slower[n][-1], statistics.median(slower[n])))
-        say(f"{n} ranks: efficiency {middle} % ({worst} to {best})")
-    figure = weak_scaling(sizes, list(step_s.values()), 3 * 64, "weak scaling on this machine")
-    show(figure, "weak_scaling", "tokens per second against ranks, measured with whiskers, and the ideal line")
+for n in sizes[1:]:
+    best, worst, middle = (f"{100 / f:.0f}" for f in (slower[n][0], slower[n][-1], statistics.median(slower[n])))
+    say_once(f"{n} ranks: efficiency {middle} % ({worst} to {best})")
 rates = [3 * 64 * n / statistics.median(step_s[n]) for n in sizes]
-metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
+shakespeare.metrics.measured(weak_scaling={"ranks": sizes, "tok_per_s": rates})
+lesson.draw_weak_scaling(ranks, sizes, list(step_s.values()), 3 * 64)
 
 # %% [markdown]
 # Find the first number of ranks whose efficiency is far below 100 %; on the CPU compare it with the number of cores. An
@@ -1435,9 +1193,7 @@ say_once(f"after 3 steps the weights have changed: {fingerprint(model.parameters
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-from dataclasses import replace
-
-model = GPT(replace(config, dropout=0.1)).to(device)
+model = new_model(dropout=0.1)
 model.eval()  # all ranks, before sampling
 if rank == 0:
     model.generate(batch(0)[0][:1, :1], 5)
@@ -1471,7 +1227,7 @@ say(f"the same batch twice: {'the same loss' if once == again else 'another loss
 
 # %%
 # %%ranks
-metrics.write()
+shakespeare.metrics.write()
 leave()
 
 # %% tags=["active-ipynb"]

@@ -31,9 +31,7 @@ FEWER = {
         ("GPTConfig(vocab_size=len(corpus.vocab))", "GPTConfig(vocab_size=len(corpus.vocab), n_layer=2)"),
         ("shakespeare.vocab_size, 64, 128, 4)", "shakespeare.vocab_size, 64, 128, 2)"),
     ],
-    "03_data_parallel": [
-        ("GPTConfig(vocab_size=len(corpus.vocab))", "GPTConfig(vocab_size=len(corpus.vocab), n_layer=2)"),
-    ],
+    "03_data_parallel": [("Shakespeare(ranks, global_batch, steps", "Shakespeare(ranks, global_batch, 2, steps")],
     "05_same_science": [("num=256", "num=32"), ("0, 256, T, 0, 1, seed=9", "0, 16, T, 0, 1, seed=9")],
     "10_meshes_and_planning": [
         ('"olmo-7b", "--parallel.tensor"', '"olmo-1b", "--model.n-layer", "2", "--parallel.tensor"'),

@@ -19,8 +19,11 @@ KNOWN = outline_of(TINY, "90_tiny")
         ("y = f(x)", {"f", "x"}),
         ("x = 1\nprint(x)", {"print"}),
         ("print(x)\nx = 1", {"print", "x"}),
-        ("def g():\n    return f(later)\nlater = 1", {"f"}),
-        ("class A(Base):\n    size = 3\n    def m(self):\n        return self.f + size", {"Base", "__name__", "size"}),
+        ("def g():\n    return f(later)\nlater = 1\ng()", {"f"}),
+        ("def g():\n    return f(later)", set()),
+        ("def g():\n    return f()\ndef h():\n    return g()\ny.hook(h)", {"f", "y"}),
+        ("class A(Base):\n    size = n\n    def m(self):\n        return self.f + size", {"Base", "__name__", "n"}),
+        ("class A(Base):\n    size = 3\n    def m(self):\n        return size\nA()", {"Base", "__name__", "size"}),
         ("y = [f(i) for i in range(3)]", {"f", "range"}),
         ("x += 1", {"x"}),
         ("'f(x)'; y.f; y.f.g(z=1)", {"y"}),
@@ -30,7 +33,7 @@ KNOWN = outline_of(TINY, "90_tiny")
         ("await f()", {"f"}),
     ],
 )
-def test_a_name_counts_if_its_first_use_is_a_read_or_a_function_reads_it(cell, names):
+def test_a_name_counts_if_its_first_use_is_a_read_or_a_function_that_the_cell_uses_reads_it(cell, names):
     assert reads(cell)[0] == names
 
 

@@ -165,6 +165,16 @@ REJECTED = {
         (LOOP, "", "bucket 0 was not started: nothing is missing"),
         (LOOP, "    waiting[0].start()", "was started too early: it misses"),
     ],
+    "finish": [
+        ("in waiting", "in buckets", "bucket 0 was started twice: start those in `waiting`, each once"),
+        ("in buckets", "in waiting", "nobody waited for bucket 0: it began in backward, and may still travel"),
+        ("        bucket.work.wait()", "        pass", "nobody waited for bucket 0: it began in backward"),
+        ("        bucket.start()", "        pass", "you wait for bucket 2, which has not started"),
+        ("        bucket.start()", "        bucket.start()\n        bucket.work.wait()",
+         "a bucket was started after a wait for another: start all first, so that they travel together"),
+        ("in waiting", "in reversed(waiting)", "the buckets were started in the order [3, 2]: the n-th"),
+        ("in waiting", "in waiting[:1]", "in buckets", "in buckets[:3]", "bucket 3 was not started: start each"),
+    ],
     "gradient_hook": [
         (DIVIDE, "", SUM, "dist.all_reduce(p)\n        p /= world_size",  # picotron#39
          "the hook is handed the parameter; send its grad"),
@@ -241,7 +251,7 @@ REJECTED = {
 }  # fmt: skip
 SOLUTIONS = {
     "same_start": "broadcast_state", "mean_gradient": "average_gradients", "bucket_start": "start_all_reduce",
-    "gradient_hook": "average_by_hooks", "untidy": "average_untidy", "accumulation": "accumulate",
+    "finish": "finish", "gradient_hook": "average_by_hooks", "untidy": "average_untidy", "accumulation": "accumulate",
 }  # fmt: skip
 RIGHT = {
     "same_start": [(ALL, "model.state_dict().values()"), ("tensor.detach()", "tensor.data")],
@@ -253,6 +263,9 @@ RIGHT = {
     "bucket_hook": [
         (LOOP, "    ready = next((i for i, one in enumerate(waiting) if one.missing), len(waiting))\n"
          "    for one in waiting[:ready]:\n        one.start()\n    del waiting[:ready]"),
+    ],
+    "finish": [
+        ("    for bucket in waiting:\n", "    while waiting:\n        bucket = waiting.pop(0)\n"),
     ],
     "gradient_hook": [DIVIDES_LATER],
     "untidy": [one_flat_message],

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from definitions import taken_from
+from manyhands.lessons.data_parallel import pack
 from manyhands.measure import wire
 from manyhands.measure.replicas import flat, spread
 from rank_pool import run_on_ranks
@@ -32,7 +33,7 @@ def ours():
         "broadcast_state",
         "start_all_reduce",
         "bucket_hook",
-        "pack",
+        "finish",
         "Bucket",
         "BucketedDDP",
         "no_sync",
@@ -131,7 +132,8 @@ def three_ways(ranks, lesson):
         found[kind.__name__, "library"] = train(library, share)
         for overlap in (True, False):
             for bucket_mib in BUCKETS_MIB:
-                model = lesson.BucketedDDP(make(kind), bucket_mib, overlap)
+                model = lesson.BucketedDDP(make(kind), bucket_mib)
+                model.sync = overlap  # without: `finish` starts all buckets
                 found[kind.__name__, f"ours {overlap} {bucket_mib}"] = train(model, share, model.finish)
     return found
 
@@ -169,6 +171,7 @@ def order_of_starts(ranks, lesson):
         bucket.start = lambda b=bucket: sizes.append(b.flat_P.numel()) or lesson.Bucket.start(b)
     x = torch.ones(1, 4, dtype=torch.float64)
     chain = (first, second) if ranks.rank else (second, first)
+    model.waiting = list(model.buckets)  # as `forward` does, which here is not called
     chain[1](chain[0](x)).sum().backward()
     model.finish()
     return sizes
@@ -293,10 +296,9 @@ def test_broadcast_gives_every_rank_rank_0s_parameters_and_buffers(measured):
 
 
 def test_buckets_keep_to_their_size_their_order_and_one_dtype():
-    lesson = taken_from(LESSON, "pack")
     layers = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], nn.Linear(300, 300))
     layers[1].double()
-    buckets = lesson.pack(layers, 0.05)
+    buckets = pack(layers, 0.05)
     assert [p for bucket in buckets for p in bucket] == list(reversed(list(layers.parameters())))
     assert all(len(b) == 1 or sum(p.nbytes for p in b) <= 0.05 * 2**20 for b in buckets)
     assert all(len({p.dtype for p in bucket}) == 1 for bucket in buckets)

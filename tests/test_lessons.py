@@ -265,7 +265,7 @@ def test_a_world_of_one_and_a_world_of_four_agree(lesson, short_run, tmp_path):
 @pytest.mark.lesson
 def test_our_own_ddp_trains_as_the_librarys_does(short_run):
     (lesson,) = find_lessons(ROOT, only=["03"])
-    ours, library = short_run(lesson, "torchrun", 2, ddp="ours"), short_run(lesson, "torchrun", 2)
+    ours, library = short_run(lesson, "torchrun", 2), short_run(lesson, "torchrun", 2, ddp="library")
     assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
     assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
 

@@ -68,7 +68,7 @@ def mean_gradient(answer, ranks):
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, volume=enough)
 
 
-@exercise("E", "gradient hook")
+@exercise("F", "gradient hook")
 def gradient_hook(answer, ranks):
     """`answer(model)` attaches hooks; after backward each gradient must be the mean over the ranks."""
     model = _mlp()
@@ -148,12 +148,41 @@ def bucket_hook(answer, ranks):
         expect_traffic(seen, "the buckets are right", "start each bucket once", calls=len(buckets))
 
 
+@exercise("E", "finish")
+def finish(answer, ranks):
+    """`answer(buckets, waiting)` starts the buckets in `waiting`, in their order, then waits for all buckets."""
+    for started in (2, 0, 4):
+        buckets, told = [_Slot(number, 1, ranks) for number in range(4)], []
+        for bucket in buckets[:started]:
+            bucket.start()
+        for bucket in buckets:
+            bucket.told = told
+        with wire.watch() as seen:
+            answer(list(buckets), buckets[started:])
+        begun, waited = ([number for what, number in told if what == which] for which in ("start", "wait"))
+        if late := [bucket.number for bucket in buckets if not bucket.starts]:
+            raise Wrong(f"bucket {late[0]} was not started: start each bucket of `waiting`")
+        if again := [bucket.number for bucket in buckets if bucket.starts > 1]:
+            raise Wrong(f"bucket {again[0]} was started twice: start those in `waiting`, each once")
+        if left := sorted({0, 1, 2, 3} - set(waited)):
+            why = "it began in backward, and may still travel" if left[0] < started else "you have started it"
+            raise Wrong(f"nobody waited for bucket {left[0]}: {why}; wait for each of `buckets`")
+        if "start" in [what for what, _ in told[len(begun) :]]:
+            raise Wrong("a bucket was started after a wait for another: start all first, so that they travel together")
+        if begun != sorted(begun):
+            raise Wrong(f"the buckets were started in the order {begun}: {ORDER}")
+        of_all = [[_Slot.value(number, rank) for rank in range(ranks.world_size)] for number in range(4)]
+        for bucket, values in zip(buckets, of_all, strict=True):
+            expect_number(bucket.flat_P.item(), sum(values), f"bucket {bucket.number} after its all-reduce", "")
+        expect_traffic(seen, "the buckets are right", "start each bucket of `waiting` once", calls=4 - started)
+
+
 def _expect_started(buckets, waiting):
     """Raise Wrong unless the buckets that have started are exactly those that are complete and next in order."""
     begun = [bucket for bucket in buckets if bucket.starts]
     for bucket in begun:
         if bucket.starts > 1:
-            raise Wrong(f"bucket {bucket.number} was started {bucket.starts} times: strike it from `waiting`")
+            raise Wrong(f"bucket {bucket.number} was started {bucket.starts} times: remove it from `waiting`")
         if bucket.missing:
             raise Wrong(
                 f"bucket {bucket.number} was started too early: it misses {count(len(bucket.missing), 'gradient')}"
@@ -166,14 +195,15 @@ def _expect_started(buckets, waiting):
         why = "it was complete before, and waited for this one" if begun else "nothing is missing, and it is first"
         raise Wrong(f"bucket {len(begun)} was not started: {why}; go on until waiting[0] misses a gradient")
     if waiting != buckets[len(begun) :]:
-        raise Wrong("`waiting` should list what has not started yet, in order: strike a bucket from its front, pop(0)")
+        raise Wrong("`waiting` should list what has not started yet, in order: remove a bucket from its front, pop(0)")
 
 
 class _Slot:
-    """A bucket that counts how often it was started and which parameters it took."""
+    """A bucket that counts how often it was started and which parameters it took, and tells in `told` what it did."""
 
     def __init__(self, number, size, ranks):
-        self.number, self.ranks, self.starts, self.taken, self.work = number, ranks, 0, [], None
+        self.number, self.ranks, self.starts, self.taken, self.told = number, ranks, 0, [], []
+        self.handle, self.work = None, SimpleNamespace(wait=self._wait)
         self.parameters = [nn.Parameter(torch.full((1,), float(i))) for i in range(size)]
         self.missing = set(self.parameters)
         self.flat_P = torch.tensor([self.value(number, ranks.rank)], dtype=torch.float64)
@@ -188,8 +218,15 @@ class _Slot:
 
     def start(self):
         self.starts += 1
+        self.told.append(("start", self.number))
         if self.starts == 1:
-            self.work = dist.all_reduce(self.flat_P, async_op=True)
+            self.handle = dist.all_reduce(self.flat_P, async_op=True)
+
+    def _wait(self):
+        if self.handle is None:
+            raise Wrong(f"you wait for bucket {self.number}, which has not started: start those in `waiting` first")
+        self.told.append(("wait", self.number))
+        self.handle.wait()
 
 
 class _OnItsWay(TorchDispatchMode):

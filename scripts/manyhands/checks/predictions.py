@@ -29,7 +29,8 @@ def compare(what, guess, answer, unit=""):
 
     what: the question in a few words; asked again, it replaces the first comparison. guess: the name of the caller's
     variable, "guess_100", which may be missing, or a number or a text; None or ... is no guess. answer: a finite
-    number, or a text. unit: printed after each number. Returns None.
+    number, or a text. unit: printed after each number. Returns "", or where nobody has guessed the line to click for a
+    figure that shows the answer.
     """
     if isinstance(guess, str) and re.fullmatch(r"guess\w*", guess):
         guess = sys._getframe(1).f_globals.get(guess)
@@ -40,6 +41,7 @@ def compare(what, guess, answer, unit=""):
         say_once(f"{what}: {sentence}")
     elif joined() is None or joined().rank == 0:
         _show_folded(what, sentence.removeprefix(f"{NONE_YET}: "))
+    return f"{what}: the figure" * folded
 
 
 def card(*lines, figure, command):

@@ -126,7 +126,7 @@ def _add(pieces, text, file, solution=False):
         if not is_import and (not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or _is_stub(node)):
             continue
         # a solution is taken with its imports and helpers
-        found = reads(ast.Module(nodes if solution else [node], []))[0]
+        found = reads(ast.Module(nodes if solution else [node], []), in_use=True)[0]
         for name in own:
             if not is_import or name not in pieces:
                 pieces[name] = Piece(name, file, text, frozenset(found), is_import)
@@ -153,24 +153,25 @@ def whose(lesson, name):
 # ------------------------------------------------------------------ what a cell needs
 
 
-def reads(source):
-    """Return (names that a cell reads, modules of which it imports all names), `source` as text or as a tree.
+def reads(source, in_use=False):
+    """Return (names that a cell reads before it binds them, modules of which it imports all names).
 
-    A name counts if its first use at the cell's top is a read, or if a function or class there reads it, and the cell
-    does not bind it. Raise SyntaxError for what is no Python.
+    `source` is text or a tree. What a function or class of the cell reads counts if the cell uses that function, or
+    with `in_use`: what is only defined is looked at when a cell calls it. Raise SyntaxError for what is no Python.
     """
     code = compile(source, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    found, bound, stars = _first_uses(code)
+    found, bound, stars = _first_uses(code, of_a_cell=not in_use)
     return found - bound, stars
 
 
-def _first_uses(code, of_a_class=False):
+def _first_uses(code, of_a_class=False, of_a_cell=False):
     """(names read first, names bound first, modules imported whole) of code, in the order of its steps."""
-    found, bound, later, stars, module = set(), set(), set(), set(), ""
+    found, bound, later, stars, module, used = set(), set(), {}, set(), "", {"<lambda>"}
     for step in dis.get_instructions(code):
         name = step.argval
-        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and name not in bound:
-            found.add(name)
+        if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+            used.add(name)
+            found |= {name} - bound
         elif step.opname in ("STORE_NAME", "STORE_GLOBAL") and name not in found:
             bound.add(name)
         elif step.opname == "IMPORT_NAME":
@@ -178,14 +179,25 @@ def _first_uses(code, of_a_class=False):
         elif "IMPORT_STAR" in (step.opname, step.argrepr.removeprefix("INTRINSIC_")):
             stars.add(module)
         elif isinstance(name, CodeType):
-            inner, _, more = _first_uses(name, of_a_class=not name.co_flags & CO_OPTIMIZED)
+            is_class = not name.co_flags & CO_OPTIMIZED
+            inner, _, more = _first_uses(name, of_a_class=is_class)
             stars |= more
             if name.co_name in AT_ONCE:
+                used |= inner
                 found |= inner - bound
-            else:  # a function, or the body of a class
-                later |= inner
+                continue
+            if of_a_cell and is_class:  # its body runs now, its methods when they are called
+                found |= _first_uses(name, of_a_class=True, of_a_cell=True)[0] - bound
+            later.setdefault(name.co_name, set()).update(inner)
+    todo = list(used if of_a_cell else later)
+    asked = set()
+    while todo:
+        name = todo.pop()
+        new = later.pop(name, set())
+        asked |= new
+        todo += new
     # the methods of a class do not see what its body binds
-    return found | (later if of_a_class else later - bound), bound, stars
+    return found | (asked if of_a_class else asked - bound), bound, stars
 
 
 def lacking(namespace, wanted, stars, graph):

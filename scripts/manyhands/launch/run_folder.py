@@ -1,5 +1,7 @@
 """Create a run's folder and the link `latest`, and show figures inline or save them there."""
 
+import base64
+import html
 import io
 import os
 import tempfile
@@ -96,10 +98,11 @@ def save_figure(figure, file, **how) -> None:
         figure.savefig(file, **how)
 
 
-def show(figure, name: str, alt: str) -> None:
+def show(figure, name: str, alt: str, folded: str = "") -> None:
     """Show a matplotlib Figure: inline in a notebook, as `<run folder>/<name>.svg` in a script.
 
-    `alt` says in a sentence what the figure shows. Call it only on the rank that has the figure.
+    `alt` says in a sentence what the figure shows. Call it only on the rank that has the figure. `folded`: the line to
+    click in a notebook, where the figure shows the answer to a question that nobody has answered yet.
     """
     ranks = joined()
     if ranks is not None and ranks.launcher == "notebook":
@@ -107,6 +110,12 @@ def show(figure, name: str, alt: str) -> None:
 
         picture = io.BytesIO()
         save_figure(figure, picture, format="png", dpi=100)
+        if folded:
+            data = base64.b64encode(picture.getvalue()).decode()
+            image = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+            page = f"<details><summary>{html.escape(folded)}</summary>{image}</details>"
+            display({"text/html": page, "text/plain": f"[figure, folded: {folded}]"}, raw=True)
+            return
         content = {"image/png": picture.getvalue(), "text/plain": f"[figure: {alt}]"}
         display(content, metadata={"image/png": {"alt": alt}}, raw=True)
         return
