@@ -487,6 +487,7 @@ def gradient_and_flops(run_block):
     model = new_model(torch.float64)
     # attention as plain products: the counter has no entry for the fused kernel of a CPU
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        counter.mod_tracker.__exit__()  # we need the total alone; per module, a backward in a backward may not count
         forward_with(model, run_block, *batch()).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()]), counter.get_total_flops()
 
@@ -1200,6 +1201,7 @@ def recompute_some(k):
         return Recompute.apply(block, x_BTD) if block in [*model.blocks[:k]] else block(x_BTD)
 
     with FlopCounterMode(display=False) as counter:
+        counter.mod_tracker.__exit__()  # the total alone, as above
         kept = count_saved(lambda: forward_with(model, run_block, *batch()), model)
         kept.result.backward()
     return kept.bytes, counter.get_total_flops()

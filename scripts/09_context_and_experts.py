@@ -896,7 +896,7 @@ def dense_mixture(x_ND, router_ED, up_EDM, down_EMD, k):
 
 def by_library(rows, leaving, arriving, group):
     """Exchange.apply, as torch has it. (Its namesake in torch.distributed has no backward: gradients end there.)"""
-    return functional.all_to_all_single(rows.contiguous(), arriving, leaving, group)
+    return functional.all_to_all_single(rows.contiguous(), [*map(int, arriving)], [*map(int, leaving)], group)
 
 
 def far_from_dense(exchange):

@@ -237,7 +237,7 @@ checks.groups_of(groups_of, ranks)
 # def groups_of(shape, axis):
 #     groups = {}
 #     for rank in range(math.prod(shape)):
-#         place = coordinates(rank, shape)
+#         place = list(coordinates(rank, shape))
 #         place.pop(axis)
 #         groups.setdefault(tuple(place), []).append(rank)
 #     return list(groups.values())
@@ -252,12 +252,13 @@ checks.groups_of(groups_of, ranks)
 # %%ranks
 mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
 mine = {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in AXES}
-same = all(group in groups_of(shape, number) for number, group in enumerate(mine.values()))
-say(f"at {coordinates(rank, shape)}; my groups: {mine}; yours are the same: {same}".replace("'", ""))
+same = all(group in map(list, groups_of(shape, number)) for number, group in enumerate(mine.values()))
+at = [int(i) for i in coordinates(rank, shape)]
+say(f"at {at}; my groups: {mine}; yours are the same: {same}".replace("'", ""))
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-assert same and list(mesh.get_coordinate()) == coordinates(rank, shape)
+assert same and list(mesh.get_coordinate()) == at
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: grids</summary>
@@ -440,7 +441,7 @@ def waited_ms(order):
     """{axis: ms that a GPU waits for messages in a step}, with the axes in this order, the outermost first."""
     found = {}
     for number, axis in enumerate(order):
-        group = groups_of([SIZES[name] for name in order], number)[0]
+        group = min(map(list, groups_of([SIZES[name] for name in order], number)))  # rank 0 is in it
         cards = sum(rank < PER_NODE for rank in group)  # its ranks on node 0, each with a network card
         link = FAST if cards == len(group) else cards * SLOW
         found[axis] = 1e3 * float(exposed_s(SENT[axis], link, BEHIND_S[axis]))

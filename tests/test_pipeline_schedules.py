@@ -197,6 +197,14 @@ def asleep(ranks):
     return [(slot.rank, slot.action, slot.start, slot.end) for slot in slots]
 
 
+@pytest.mark.parametrize("kind", [lambda found: map(list, found), set])
+def test_what_an_action_needs_may_come_as_any_kind_of_row(kind):
+    orders = orders_of("1F1B", 3, 4)
+    assert simulate(orders, needs=lambda action, p: kind(needs(action, p))).slots == simulate(orders).slots
+    with pytest.raises(ValueError, match="rank 0 waits with B of micro-batch 0 on stage 0 for F of micro-batch 9"):
+        simulate(orders, needs=lambda action, p: kind([("F", 0, 9)] if action.kind == "B" else []))
+
+
 def test_sleeping_stages_do_their_order_after_what_it_needs_and_every_rank_knows_it(pool):
     everybody = pool.run(2, asleep)
     assert everybody[0] == everybody[1]

@@ -191,7 +191,7 @@ def simulate(orders: list[list[Action]], times: dict = TIMES, message: float = 0
     if waits := [
         f"rank {rank} waits with {named(order[at])} for {named(other)}"
         for rank, (at, order) in enumerate(zip(next_up, orders, strict=True)) if at < len(order)
-        for other in [next(before for before in needs(order[at], num_stages) if before not in ended)]
+        for other in [next(before for before in needs(order[at], num_stages) if Action(*before) not in ended)]
     ]:  # fmt: skip
         raise ValueError(f"the schedule never ends: {', '.join(waits)}")
     return Run(slots, [in_flight(order) for order in orders], len(orders))
@@ -207,7 +207,7 @@ def as_far_as_it_goes(orders, num_stages, times=TIMES, message=0, needs=needs):
         for rank, order in enumerate(orders):
             while next_up[rank] < len(order):
                 action = order[next_up[rank]]
-                before = needs(action, num_stages)
+                before = [Action(*other) for other in needs(action, num_stages)]
                 if any(other not in ended for other in before):
                     break
                 ready = max([free[rank], *(ended[other] for other in before)])
