@@ -8,6 +8,7 @@ from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
 from manyhands.measure.tensor_bytes import count_saved
+from manyhands.parallel.strategy import parallelize
 from manyhands.predict.activation_memory import (
     activation_bytes,
     published_bytes,
@@ -15,6 +16,7 @@ from manyhands.predict.activation_memory import (
     sequences_at_once,
     slide_values,
 )
+from manyhands.predict.memory import bytes_per_rank
 from torch import nn
 
 CONFIGS = {
@@ -208,6 +210,33 @@ def test_tensor_ranks_share_what_is_inside_a_layer():
         "--parallel.strategy tp --train.global-batch 12 --parallel.sequence-parallel --parallel.loss-parallel", 2
     )
     assert whole / 2 < less < halves < whole
+
+
+def kept_on_tensor_ranks(ranks, all_flags):
+    found = []
+    for flags in all_flags:
+        config, layout, options = resolved(flags, ranks.world_size)
+        model = parallelize(config, layout, options, ranks).model
+        ids_bT, targets_bT = torch.randint(300, (2, sequences_at_once(layout, options), config.block_size))
+        found.append(count_saved(lambda model=model, batch=(ids_bT, targets_bT): model(*batch), model).bytes)
+    return found
+
+
+OF_A_LLAMA = "--model.style llama --model.n-hidden 172 --parallel.strategy tp --train.global-batch 12"
+ON_TENSOR_RANKS = [
+    f"{OF_A_LLAMA} {flags}"
+    for flags in (
+        "--model.n-kv-head 2", "--model.n-kv-head 1", "--model.n-kv-head 1 --model.norm layer --model.clip-qkv 1",
+        "--model.n-kv-head 1 --parallel.sequence-parallel",
+    )
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+def test_tensor_ranks_keep_of_a_llama_what_the_formula_says_each_a_head_of_keys(pool):
+    for found in pool.run(2, kept_on_tensor_ranks, ON_TENSOR_RANKS):
+        for flags, seen in zip(ON_TENSOR_RANKS, found, strict=True):
+            assert bytes_per_rank(*resolved(flags)).activations == seen, flags
 
 
 def test_a_pipeline_holds_a_micro_batch_per_stage_and_gpipe_all():

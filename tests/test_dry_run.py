@@ -75,7 +75,7 @@ def test_it_says_how_large_how_much_and_how_many():
     ("flags", "words"),
     [
         ("--ranks 5", "train.global_batch=24 does not split over 5 data-parallel ranks"),
-        ("--preset llama-nano --parallel.tensor 2 --ranks 2", "model.style=llama does not run on 2 tensor ranks yet"),
+        ("--preset llama-nano --parallel.tensor 3 --ranks 3", "model.n_kv_head=2 does not split over 3 tensor ranks"),
     ],
 )
 def test_it_refuses_what_the_run_would_refuse_with_status_2(monkeypatch, capsys, flags, words):

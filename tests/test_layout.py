@@ -176,12 +176,18 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.context 2 --parallel.strategy pp", 4, ("parallel.context=2", "pipeline", "parallel.strategy=ddp")),
         ("--parallel.context 2 --model.dropout 0.1", 2, ("parallel.context=2", "model.dropout=0, not 0.1")),
         # a llama
+        ("--preset smollm2-135m --parallel.tensor 2", 2,
+         ("model.n_head=9 with model.n_kv_head=3 does", "over 2 tensor ranks", "use 1, 3 or 9")),
+        ("--preset llama-nano --model.n-head 12 --model.n-embd 48 --model.n-kv-head 6 --parallel.strategy tp", 4,
+         ("n_kv_head=6", "over 4 tensor ranks", "use 1, 2, 3, 6 or 12")),
+        ("--preset llama-nano --model.n-hidden 342 --parallel.strategy tp", 4,
+         ("model.n_hidden=342", "4 tensor ranks", "use a divisor of 342")),
+        ("--preset llama-nano --parallel.expert 2", 2, ("model.experts=1", "parallel.expert=2")),
         *(
             (f"--preset llama-nano {flags}", 2, ("model.style=llama", ranks, "model.style=gpt"))
             for flags, ranks in (
-                ("--parallel.tensor 2", "2 tensor ranks"), ("--parallel.strategy tp", "2 tensor ranks"),
                 ("--parallel.strategy pp", "2 pipeline ranks"), ("--parallel.context 2", "2 context ranks"),
-                ("--parallel.expert 2", "2 expert ranks"), ("--parallel.strategy deepspeed", "deepspeed"),
+                ("--parallel.strategy deepspeed", "deepspeed"),
             )
         ),
         # schedules and wrapping

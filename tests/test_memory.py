@@ -97,6 +97,8 @@ LLAMA_ON_TWO = [
         "--parallel.strategy fsdp --parallel.wrapping size:250 --model.norm layer",
         "--parallel.strategy fsdp --parallel.sharding grad_op --train.precision bf16",
         "--parallel.strategy fsdp --model.tie --train.micro-batch 1",
+        "--parallel.strategy tp --model.n-hidden 30 --model.tie",  # two ranks hold the one head of keys
+        "--parallel.strategy tp --model.n-hidden 30 --model.n-kv-head 2 --model.norm layer",
     )
 ]
 ON_FOUR = [
@@ -106,6 +108,7 @@ ON_FOUR = [
         "--parallel.strategy fsdp",
         "--parallel.strategy fsdp --parallel.sharding hybrid",
         "--parallel.strategy fsdp --parallel.tensor 2",
+        "--parallel.strategy fsdp --parallel.tensor 2 --model.style llama --model.n-kv-head 1 --model.head-dim 6",
         "--parallel.strategy fsdp --parallel.pipeline 2",
         "--parallel.pipeline 2",
         "--parallel.tensor 2 --parallel.pipeline 2",
@@ -118,7 +121,7 @@ ON_FOUR = [
     [
         (2, ON_TWO[::3]),
         (2, LLAMA_ON_TWO),
-        (4, ON_FOUR[2:4]),
+        (4, ON_FOUR[2:5]),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, ON_TWO), (4, ON_FOUR))),
     ],
     ids=["2", "2, a llama", "4", "all on 2", "all on 4"],

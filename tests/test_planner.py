@@ -183,8 +183,8 @@ def test_what_overlaps_is_hidden_and_what_does_not_is_not():
     [
         (preset_model("gpt2-xl"), 8, 512, "zero3 4 x tensor 2", "model.n_head=25 does not split over 2 tensor ranks"),
         (TINY, 8, 64, "pipeline 8", "8 stages (8 ranks x 1) are more than model.n_layer=4"),
-        (dataclasses.replace(preset_model("llama3-8b"), n_kv_head=2), 8, 8, "zero3 2 x tensor 4",
-         "2 key-value heads do not split over 4 tensor ranks"),
+        (dataclasses.replace(preset_model("llama3-8b"), n_head=24, n_embd=3072, n_kv_head=6), 8, 8,
+         "zero3 2 x tensor 4", "model.n_kv_head=6 does not split over 4 tensor ranks; use 1, 2, 3, 6, 12 or 24"),
         (TINY, 4, 6, "pipeline 4", "not fill"),
     ],
 )  # fmt: skip

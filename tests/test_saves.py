@@ -29,6 +29,7 @@ pytestmark = pytest.mark.ranks
 TINY = "--model.n-layer 4 --model.n-head 4 --model.n-embd 8 --model.block-size 8 --train.global-batch 32"
 # {model: flags}; 35, 65 and 50,257 tokens do not split evenly over 2 or 4 ranks
 EXPERTS = {1: "", 4: "--model.experts 4 --model.shared-experts 1 --optimizer.balance-loss 0"}
+STYLES = {"gpt": "", "llama": "--model.style llama --model.n-kv-head 2 --model.n-hidden 12"}
 # layouts to read with, by their number of ranks
 READERS = {
     1: "", 2: "--parallel.strategy fsdp", 4: "--parallel.strategy fsdp --parallel.tensor 2",
@@ -72,10 +73,11 @@ class Case:
     tie: bool = False
     experts: int = 1
     m: int = 1  # ranks that read
+    style: str = "gpt"
 
     @property
     def model(self):
-        return f"{TINY} {'--model.tie' if self.tie else '--model.no-tie'} {EXPERTS[self.experts]}"
+        return f"{TINY} {'--model.tie' if self.tie else '--model.no-tie'} {EXPERTS[self.experts]} {STYLES[self.style]}"
 
 
 def drawn(seed):
@@ -104,6 +106,9 @@ FIXED = [
     Case("8 ranks, tensor 4, 35 tokens", 8, "--parallel.strategy fsdp --parallel.tensor 4", 35, m=4),
     Case("8 ranks, tensor 4, gpt2's tokens, tied", 8, "--parallel.strategy fsdp --parallel.tensor 4", 50257, True, m=4),
     Case("8 ranks, tensor 2, gpt2's tokens", 8, "--parallel.strategy fsdp --parallel.tensor 2", 50257, m=1),
+    # two ranks hold each head of keys
+    Case("a llama, tensor 4", 8, "--parallel.strategy fsdp --parallel.tensor 4", 65, True, m=2, style="llama"),
+    Case("a llama, read on tensor 4", 2, "--parallel.strategy tp", 35, m=8, style="llama"),
 ]
 FEW, MANY = [*FIXED, *map(drawn, range(20))], list(map(drawn, range(20, 220)))
 
@@ -289,11 +294,11 @@ def test_at_most_a_tenth_of_the_drawn_layouts_is_refused_and_none_of_the_fixed_o
             resolve_layout(options, model_config(options, case.vocab), case.n)
         except LayoutError:
             refused.append(case)
-    assert len(FEW) == 24 and len(MANY) == 200
+    assert len(FEW) == 26 and len(MANY) == 200
     assert len(refused) <= 22 and not set(refused) & set(FIXED), refused
 
 
-def test_24_layouts_save_each_number_once_and_other_ranks_read_it(pool, no_corpus, tmp_path):
+def test_26_layouts_save_each_number_once_and_other_ranks_read_it(pool, no_corpus, tmp_path):
     _hold(pool, tmp_path, FEW)
 
 

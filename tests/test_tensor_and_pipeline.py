@@ -12,7 +12,19 @@ import torch.nn.functional as F
 from manyhands.config.layout import LayoutError, layers_of_stages, resolve_layout
 from manyhands.gpt.model import GPT
 from manyhands.measure import wire
-from one_process import CONFIG, EXACT, assert_equal, batches, build, one_process, options_of, share, steps_of
+from one_process import (
+    CONFIG,
+    EXACT,
+    LLAMA,
+    OLMO,
+    assert_equal,
+    batches,
+    build,
+    one_process,
+    options_of,
+    share,
+    steps_of,
+)
 
 TIED = replace(CONFIG, n_layer=2, tie=True, qkv_bias=True)
 UNEVEN = replace(CONFIG, n_layer=7)
@@ -66,6 +78,45 @@ def test_tensor_ranks_train_like_one_process(pool, reference, case):
 def test_tied_weights_stay_one_weight_on_tensor_ranks(pool, reference, loss_parallel):
     options = {"strategy": "tp", "sequence_parallel": True, "loss_parallel": loss_parallel}
     assert_trains_like_one_process(pool, reference, 2, config=TIED, **options)
+
+
+# --- a llama: ranks have heads of keys of their own, or several of them hold one alike
+
+ONE_KEY = replace(LLAMA, n_kv_head=1, n_layer=2)
+FOUR_HIDDEN = replace(LLAMA, n_hidden=52, n_layer=2)  # 2 heads of keys, for 4 ranks
+LLAMAS = {
+    2: [
+        (replace(LLAMA, n_layer=2), dict(strategy="tp")),
+        (replace(OLMO, n_layer=2), dict(strategy="tp", sequence_parallel=True, loss_parallel=True, micro_batch=2)),
+        (ONE_KEY, dict(strategy="tp", sequence_parallel=True, activation_checkpointing="block")),
+        (replace(ONE_KEY, clip_qkv=0.02), dict(strategy="tp", activation_checkpointing="selective")),
+    ],
+    4: [
+        (FOUR_HIDDEN, dict(strategy="tp", sequence_parallel=True, loss_parallel=True)),
+        (ONE_KEY, dict(strategy="fsdp", tensor=2, micro_batch=2)),
+        (replace(OLMO, n_layer=2, n_kv_head=2), dict(strategy="ddp", tensor=2, sequence_parallel=True)),
+        (ONE_KEY, dict(strategy="fsdp", sharding="grad_op", tensor=2, loss_parallel=True, wrapping="size:300")),
+    ],
+    8: [
+        (ONE_KEY, dict(strategy="fsdp", sharding="hybrid", tensor=2, sequence_parallel=True)),
+        (replace(FOUR_HIDDEN, tie=False), dict(strategy="fsdp", tensor=4, wrapping="block_and_size")),
+    ],
+}
+
+
+def steps_of_all(ranks, cases):
+    return [steps_of(ranks, options_of(**parallel), config) for config, parallel in cases]
+
+
+def assert_llamas_train_like_one_process(pool, reference, n, cases):
+    results = pool.run(n, steps_of_all, cases, timeout_s=240)
+    for i, (config, parallel) in enumerate(cases):
+        assert_equal([own[i] for own in results], reference(options_of(**parallel), config))
+
+
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_tensor_ranks_train_a_llama_like_one_process(pool, reference, n):
+    assert_llamas_train_like_one_process(pool, reference, n, LLAMAS[n])
 
 
 SCHEDULES = {

@@ -211,9 +211,8 @@ def _style(options, config, degrees):
     """A sentence for each way in which a llama does not run yet."""
     if config.style == "gpt":
         return
-    parallel, cure = options.parallel, "use parallel.strategy=ddp, zero1 or fsdp without them, or model.style=gpt"
-    counts = {axis: degrees[axis] for axis in ("tensor", "pipeline")}
-    for axis, count in (counts | {"context": parallel.context, "expert": parallel.expert}).items():
+    parallel, cure = options.parallel, "use parallel.strategy=ddp, zero1, fsdp or tp without them, or model.style=gpt"
+    for axis, count in {"pipeline": degrees["pipeline"], "context": parallel.context}.items():
         if count > 1:
             yield f"model.style=llama does not run on {count} {axis} ranks yet; {cure}"
     if parallel.strategy == "deepspeed":
@@ -318,12 +317,28 @@ def _experts(options, config, degrees):
         yield f"{why}; use optimizer.balance_loss=0, and leave balancing to the biases"
 
 
+def uneven_heads(config, tensor: int) -> str:
+    """A sentence that says why heads do not split over tensor ranks; "" where they do.
+
+    Ranks have equally many heads of queries, and whole heads of keys and values, or several of them the same one.
+    """
+    heads = config.n_head
+    of_keys = config.n_kv_head or heads
+    *most, last = (t for t in range(1, heads + 1) if heads % t == 0 == min(of_keys % t, t % of_keys))
+    if tensor in (*most, last):
+        return ""
+    said = f"model.n_head={heads}" + f" with model.n_kv_head={of_keys}" * (of_keys != heads)
+    cure = f"use {', '.join(map(str, most))} or {last}" if most else "use 1"
+    return f"{said} does not split over {tensor} tensor ranks; {cure}"
+
+
 def _sizes(parallel, config, degrees, stages_per_rank):
     """A sentence for each size of the model that does not split, and for wrapping that is none."""
     tensor, stages = degrees["tensor"], degrees["pipeline"] * stages_per_rank
-    for name in ("n_head", "n_embd"):
-        if (size := getattr(config, name)) % tensor:
-            yield f"model.{name}={size} does not split over {tensor} tensor ranks; use a divisor of {size}"
+    if uneven := uneven_heads(config, tensor):
+        yield uneven
+    if (hidden := config.n_hidden or 4 * config.n_embd) % tensor:
+        yield f"model.n_hidden={hidden} does not split over {tensor} tensor ranks; use a divisor of {hidden}"
     tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
     if tokens * (tensor - 1) >= config.vocab_size:
         why = f"model.vocab_size={config.vocab_size} tokens, {tokens} for each of {tensor} tensor ranks"

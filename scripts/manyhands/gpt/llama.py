@@ -34,7 +34,8 @@ class _RMS(torch.autograd.Function):
     def backward(ctx, grad_BTD):
         x_BTD, weight_D, scale_BT1 = ctx.saved_tensors
         norm_BTD, grad_BTD = x_BTD.to(scale_BT1.dtype) * scale_BT1, grad_BTD.to(scale_BT1.dtype)
-        weight_grad_D = (grad_BTD * norm_BTD).flatten(0, -2).sum(0).to(weight_D.dtype)
+        # not flattened: sequence parallelism has split the positions
+        weight_grad_D = (grad_BTD * norm_BTD).sum(tuple(range(x_BTD.ndim - 1))).to(weight_D.dtype)
         grad_BTD = grad_BTD * weight_D
         grad_BTD = scale_BT1 * (grad_BTD - norm_BTD * (grad_BTD * norm_BTD).mean(-1, keepdim=True))
         return grad_BTD.to(x_BTD.dtype), weight_grad_D, None

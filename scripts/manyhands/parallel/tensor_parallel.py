@@ -11,6 +11,9 @@ whole hidden units per rank, one all-reduce after each of them, and one in the b
 and the head are split over the vocabulary. With `sequence_parallel` each all-reduce becomes an all-gather and a
 reduce-scatter, and norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
 
+A llama's queries, keys and values are matrices of their own. Where it has fewer heads of keys than there are ranks,
+each rank holds the weights of all of them, and multiplies with those of the one that its queries need.
+
 Works on a whole `manyhands.gpt.model.GPT` and on a stage of a pipeline, which has only some of its parts.
 Shapes: B sequences, T positions, D width, V tokens in the vocabulary, t tensor ranks.
 """
@@ -28,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 
+from manyhands.gpt.model import Attention
 from manyhands.parallel.experts import share_experts
 from manyhands.parallel.fsdp import is_tied
 
@@ -37,7 +41,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Split the layers of `model` (a GPT or a stage of one) over `tensor_mesh`, in place. All its ranks call it.
 
-    Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, width and (with
+    Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, hidden units and (with
     `sequence_parallel`) block_size must divide by the mesh's size (`layout` makes sure), the vocabulary need not.
     """
     tied = is_tied(model)
@@ -45,10 +49,13 @@ def apply_tensor_parallel(
     plan: dict[str, tp.ParallelStyle] = {}
     if hasattr(model, "tokens"):
         plan["tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if sequence_parallel:
+        if sequence_parallel and model.positions is not None:
             plan["positions"] = _OwnPositions()
     if len(model.blocks):
-        parts = [("attention", "qkv", "out"), ("mlp", "up", "down")]
+        parts: list[tuple[str, tuple[str, ...], str]]
+        parts = [("attention", ("qkv",), "out"), ("mlp", ("up",), "down")]
+        if model.config.style == "llama":
+            parts = [("attention", ("q", "k", "v"), "out"), ("mlp", ("gate", "up"), "down")]
         if model.config.experts > 1:
             del parts[1]
             share_experts(model, tensor_mesh)
@@ -61,7 +68,9 @@ def apply_tensor_parallel(
                 plan["blocks.*.mlp.shared.down"] = tp.RowwiseParallel(output_layouts=Partial())
         for part, first, last in parts:
             plan[f"blocks.*.{part}"] = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-            plan[f"blocks.*.{part}.{first}"] = tp.ColwiseParallel()
+            for name in first:
+                own_head = name in ("k", "v") and model.config.kv_heads < tensor_mesh.size()
+                plan[f"blocks.*.{part}.{name}"] = _OwnHead(model.config) if own_head else tp.ColwiseParallel()
             plan[f"blocks.*.{part}.{last}"] = tp.RowwiseParallel(output_layouts=between)
         if sequence_parallel:
             plan["blocks.*.norm_1"] = plan["blocks.*.norm_2"] = tp.SequenceParallel()
@@ -93,8 +102,9 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring each gradient to where its parameter lies. All tensor ranks call it, after a step's last backward.
 
     Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are
-    partial sums (DTensors with placement Partial) until here. One all-reduce adds them all up. Without it the ranks
-    drift apart (Megatron-LM#443). The token embedding's gradient is whole on each rank: it is cut, nothing is sent.
+    partial sums (DTensors with placement Partial) until here, as are those of heads of keys that ranks share. One
+    all-reduce adds them all up. Without it the ranks drift apart (Megatron-LM#443). The token embedding's gradient is
+    whole on each rank: it is cut, nothing is sent.
     """
     partial_sums: dict[Any, list[Any]] = {}
     parameter: Any  # a DTensor in a Parameter's clothes
@@ -113,6 +123,24 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
         for parameter, total in zip(members, sums, strict=True):
             total = total.view(parameter.shape)
             parameter.grad = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
+
+
+class _OwnHead(tp.ParallelStyle):
+    """Keys or values of fewer heads than ranks: all weights on each rank, those of its own queries' head multiplied."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.heads, self.size = config.kv_heads, config.head_size
+
+    def _apply(self, module, mesh):
+        first = mesh.get_local_rank() * self.heads // mesh.size() * self.size
+
+        def multiplied(x_BTD):  # a DTensor, as the weight is: see `PrepareModuleInput`
+            x_BTD, weight = (whole.to_local(grad_placements=[Partial()]) for whole in (x_BTD, module.weight))
+            return F.linear(x_BTD, weight[first : first + self.size])
+
+        module.forward = multiplied
+        return distribute_module(module, mesh)  # Replicate
 
 
 class _OwnPositions(tp.ParallelStyle):
@@ -165,7 +193,7 @@ def _draw_own_dropout(model, tensor_rank, sequence_parallel):
     starts from the same state of the common stream, draws the same.
     """
     for module in model.modules():
-        split = hasattr(module, "qkv") or (sequence_parallel and isinstance(module, nn.Dropout))
+        split = isinstance(module, Attention) or (sequence_parallel and isinstance(module, nn.Dropout))
         if split and (module.p if isinstance(module, nn.Dropout) else module.dropout):
             _OwnStream(tensor_rank).attach(module)
 

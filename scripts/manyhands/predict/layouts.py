@@ -305,9 +305,9 @@ def _most_layers(question, pipeline):
 
 
 def _uneven_heads(question, tensor):
-    """Return why heads do not split over the tensor ranks, or ""; of heads the trainer says it by itself."""
+    """Return why heads do not split over the tensor ranks, or ""; the trainer says it by itself."""
     heads, groups = question.model.n_head, question.model.n_kv_head
-    kinds = [("key-value heads", groups)] * (groups != heads) + [("heads", heads)] * (not question.is_trained)
+    kinds = [] if question.is_trained else [("key-value heads", groups)] * (groups != heads) + [("heads", heads)]
     return next(
         (f"{count} {kind} do not split over {tensor} tensor ranks; use a divisor of {count}"
          for kind, count in kinds if count % tensor), "",

@@ -96,7 +96,7 @@ def bytes_per_rank(config, layout, options, program: Program = TRAIN_PY) -> Rank
     model = model_of(config)
     return RankBytes(
         *state_of_rank(model, layout, options, program),
-        activation_bytes(share_of(model, layout.context), layout, options, program),
+        activation_bytes(share_of(model, layout.context, layout.tensor), layout, options, program),
         *_within_a_step(model, layout, options, program),
         options.parallel.offload,
     )
@@ -389,7 +389,8 @@ def _within_a_step(model, layout, options, program):
     if program.saves == "inputs":  # a kernel makes the gradient in 16 bits where the logits were
         workspace = low * logits
     if layout.context > 1:
-        workspace += 2 * 2 * tokens * ceil(model.kv_width / layout.tensor) * (low + size)
+        kv_width = share_of(model, 1, layout.tensor).kv_width
+        workspace += 2 * 2 * tokens * ceil(kv_width / layout.tensor) * (low + size)
     if options.parallel.context > 1:  # the trainer's; a plan takes kernels that hold none
         positions = model.block_size // layout.context
         workspace += 2 * tokens * positions * ceil(model.n_head / layout.tensor) * size

@@ -5,7 +5,7 @@
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
-al. 2024); without experts `train.py` trains it, on data ranks. With `n_expert` above 1 a router sends each token to
+al. 2024); without experts `train.py` trains it. With `n_expert` above 1 a router sends each token to
 `top_k` of `experts` MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
@@ -33,6 +33,7 @@ class Weight(NamedTuple):
     split: int | None = None  # the dim that tensor ranks split; none: each holds it whole
     linear: bool = False  # of a linear layer: autocast keeps a copy in low precision
     expert: bool = False  # of one of several experts, which expert parallelism spreads over ranks
+    heads: int | None = None  # of keys or values: more tensor ranks than these hold it whole
 
     @property
     def numel(self) -> int:
@@ -40,6 +41,8 @@ class Weight(NamedTuple):
 
     def of_tensor_rank(self, tensor: int) -> "Weight":
         """Return the shard of the first of `tensor` ranks: DTensor gives the first ranks the larger parts."""
+        if self.heads and self.heads < tensor:
+            return self
         return self._replace(shape=tuple(ceil(n / tensor) if d == self.split else n for d, n in enumerate(self.shape)))
 
 
@@ -132,7 +135,8 @@ class PlannedModel:
         else:
             linears = [("qkv", (3 * D, D), 0), ("out", (D, D), 1), ("out", (D,), None)]
             linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
-        attention = [Weight(f"attention.{name}", shape, split, True) for name, shape, split in linears]
+        heads = {"k": self.n_kv_head, "v": self.n_kv_head}
+        attention = [Weight(f"attention.{name}", *rest, True, heads=heads.get(name)) for name, *rest in linears]
         experts = self.n_expert if experts is None else experts
         mlps = self.mlp_weights()
         if self.n_expert > 1:  # one below the other, as `gpt.experts` stores them
@@ -246,9 +250,14 @@ def _mixture(options):
 
 
 @cache
-def share_of(model: PlannedModel, context: int) -> PlannedModel:
-    """Return the model as one of the context ranks sees it: with its share of the positions."""
-    return replace(model, block_size=model.block_size // context) if context > 1 else model
+def share_of(model: PlannedModel, context: int, tensor: int = 1) -> PlannedModel:
+    """Return the model as one of the context ranks sees it: with its share of the positions.
+
+    And with as many heads of keys as `tensor` ranks compute together: each has one, where there are fewer.
+    """
+    if context == 1 and tensor <= model.n_kv_head:
+        return model
+    return replace(model, block_size=model.block_size // context, n_kv_head=max(model.n_kv_head, tensor))
 
 
 _rows = tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))["model"]

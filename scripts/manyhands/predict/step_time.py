@@ -89,12 +89,12 @@ def planned_work(model: PlannedModel, layout, options, program: Program = TRAIN_
     storage, kind = storage_of(layout, options, program), parallel.activation_checkpointing
     tokens = tokens_at_once(model, layout, options)
     layers, has_head = _busiest_rank(model, layout.pipeline, layout.stages_per_rank)
-    terms = rank_terms(share_of(model, layout.context), layout, options, program)
+    terms = rank_terms(share_of(model, layout.context, tensor), layout, options, program)
     a_layer = sum(kept for term, kept in terms.items() if term not in AROUND) / model.n_layer
     cheap = repeated_bytes(terms, program) / model.n_layer
     # FlashAttention skips the masked half, and is a kernel with a rate of its own
     attention = layers * tokens * model.attention_flops() / tensor / (2 if program.flash else 1)
-    flops = layers * tokens * model.computed_flops() / tensor - attention * program.flash
+    flops = layers * tokens * share_of(model, 1, tensor).computed_flops() / tensor - attention * program.flash
     flash, forward_times = attention * program.flash, forwards(layout, options)
     again_flops = attention if kind == "selective" and not program.flash else flops * (forward_times - 1)
     again = {"none": 0.0, "selective": cheap, "block": a_layer}[kind]

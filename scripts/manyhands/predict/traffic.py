@@ -22,7 +22,7 @@ from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import ID_BYTES, PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import fullest_share, padded, storage_of
-from manyhands.predict.models import PlannedModel, model_of
+from manyhands.predict.models import PlannedModel, model_of, share_of
 from manyhands.predict.program import TRAIN_PY, Program
 
 FIRST_BUCKET, LATER_BUCKETS = 2**20, 25 * 2**20  # bytes at which DDP closes a bucket (torch 2.13's defaults)
@@ -131,7 +131,8 @@ def _context(model, layout, options, layers, program):
     the last positions together, all ranks have as much to do under the causal mask.
     """
     low, times = _low(options), forwards(layout, options)
-    numbers = sequences_at_once(layout, options) * model.block_size * 2 * model.kv_width / layout.tensor  # of one layer
+    kv_width = share_of(model, 1, layout.tensor).kv_width
+    numbers = sequences_at_once(layout, options) * model.block_size * 2 * kv_width / layout.tensor  # of one layer
     flops = tokens_at_once(model, layout, options) * model.attention_flops() / layout.tensor / 2  # half is masked
     # torch sums gradients of K and V in fp32 on their way
     for itemsize, passes, work in ((low, times, times), (low + weight_bytes(options), 1, 2)):
