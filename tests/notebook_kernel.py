@@ -166,6 +166,26 @@ class Kernel:
     def run(self, source, timeout_s=120):
         return self.collect(self.send(source), timeout_s)
 
+    def answer(self, question, timeout_s=20):
+        """The content of the reply to a request on the shell channel."""
+        while True:
+            message = self.client.get_shell_msg(timeout=timeout_s)
+            if message["parent_header"].get("msg_id") == question:
+                return message["content"]
+
+    def tab(self, code):
+        """What Tab offers at the end of `code`: {text that replaces the last name: its type}."""
+        reply = self.answer(self.client.complete(code, len(code)))
+        known = reply["metadata"].get("_jupyter_types_experimental", [])
+        assert [one["text"] for one in known] == reply["matches"]
+        cut = len(code[reply["cursor_start"] :]) - len(re.search(r"[-\w]*\Z", code)[0])
+        return {one["text"][cut:]: one["type"] for one in known}
+
+    def shift_tab(self, code):
+        """What Shift-Tab shows at the end of `code`, "" for nothing."""
+        reply = self.answer(self.client.inspect(code, len(code)))
+        return reply["data"].get("text/plain", "") if reply["found"] else ""
+
     def mark(self):
         return self.run("print(hands.processes.mark)").text.strip()
 

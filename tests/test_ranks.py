@@ -113,6 +113,97 @@ def test_the_kernel_reads_what_each_rank_holds(notebook):
     ]  # fmt: skip
 
 
+LEARNERS = """%%ranks
+def my_reduce(tensor, op="sum", group=None):
+    "Reduce as I do."
+    return tensor
+
+class Careful(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first_layer = torch.nn.Linear(2, 3)
+
+    @property
+    def collective(self):
+        dist.barrier()  # hangs: no other rank calls it
+
+    def __dir__(self):
+        dist.barrier()
+
+    def __repr__(self):
+        dist.barrier()
+
+    def a_method(self):
+        "Say a."
+
+careful, only_here, xs = Careful(), torch.ones(2, 3), [torch.ones(4)]
+"""
+
+
+def test_tab_and_shift_tab_know_what_a_rank_holds_and_run_nothing_of_it(notebook):
+    assert notebook.run(LEARNERS).error is None
+    assert notebook.tab("%%ranks\nonly_") == {"only_here": "instance"}
+    assert notebook.tab("%%ranks\nmy_red") == {"my_reduce": "function"}
+    assert "all_reduce" in notebook.tab("%%ranks\nif rank:\n    dist.all_re")
+    assert {"sum", "shape"} <= set(notebook.tab("%%ranks\nonly_here.s")) and "sum" in notebook.tab("%%ranks\nxs[0].su")
+    own = notebook.tab("%%ranks\ncareful.")
+    assert own["a_method"] == "function" and {"first_layer", "collective", "parameters"} <= set(own)
+    assert "in_features" in notebook.tab("%%ranks\ncareful.first_layer.in_")
+    assert notebook.tab("%%ranks\ncareful.collective.") == {}
+    assert notebook.tab("%%ranks\nmy_reduce(xs[0], gro")["group="] == "param"
+    assert {"hands", "length"} <= set(notebook.tab("%%ranks\n")), "and what the kernel knows"
+    assert "print" in notebook.tab("%%ranks\npri")
+    assert list(notebook.tab("%%ranks --t")) == ["--timeout", "--trace"]
+    assert list(notebook.tab("%%ranks 0,2 ")) == ["--timeout", "--all", "--trace"]
+    assert "only_here" not in notebook.tab("only_"), "a cell of the kernel"
+    text = notebook.shift_tab("%%ranks\ny = my_reduce")
+    assert text.startswith("Signature: my_reduce(tensor, op='sum', group=None)") and "Reduce as I do." in text
+    assert "Shape:     (2, 3)\nDtype:     torch.float32" in notebook.shift_tab("%%ranks\nonly_here")
+    assert "Say a." in notebook.shift_tab("%%ranks\ncareful.a_method")
+    assert notebook.shift_tab("%%ranks\ncareful").startswith("Type:      Careful")
+    assert "Type:      property" in notebook.shift_tab("%%ranks\ncareful.collective")
+    assert "--timeout SECONDS" in notebook.shift_tab("%%ranks --time")
+    assert notebook.run("%%ranks\ndist.barrier()").error is None, "no rank waits anywhere"
+
+
+def test_tab_and_shift_tab_are_answered_while_ranks_hang_and_a_stopped_rank_leaves_it_to_the_kernel(notebook, tmp_path):
+    notebook.run("%%ranks\nonly_here = 1\ndef my_reduce():\n    'Reduce as I do.'")
+    running, pids = tmp_path / "running", tmp_path / "pids"
+    hang = f"if rank == 3:\n    open({str(running)!r}, 'w').close()\n    while True: time.sleep(0.01)\ndist.barrier()"
+    cell = notebook.send(f"%%ranks\n{hang}")
+    wait_until(running.exists)
+    assert "only_here" in notebook.tab("%%ranks\nonly_")
+    assert "Reduce as I do." in notebook.shift_tab("%%ranks 3\nmy_reduce")
+    os.kill(notebook.pid, signal.SIGINT)
+    assert notebook.collect(cell).error[1] == "interrupted: the ranks were freed"
+    notebook.run(f"import os, signal; open({str(pids)!r}, 'w').write(str(hands.control.pids[0]))")
+    os.kill(int(pids.read_text()), signal.SIGSTOP)
+    try:
+        assert "only_here" not in notebook.tab("%%ranks\n") and "length" in notebook.tab("%%ranks\nlen")
+        assert "my_reduce" not in notebook.shift_tab("%%ranks\nmy_reduce")
+    finally:
+        os.kill(int(pids.read_text()), signal.SIGCONT)
+    assert "only_here" in notebook.tab("%%ranks\nonly_")
+
+
+def test_a_rank_that_dies_while_it_is_asked_leaves_the_answer_to_the_kernel(tmp_path, root):
+    """Its thread is held; the kernel waits as long for its answer as for its end."""
+    with Kernel(tmp_path, root) as kernel:
+        kernel.start(2)
+        kernel.run(JOIN)
+        kernel.run(
+            """%%ranks 0
+            import threading
+            from manyhands.notebook import names
+            def held(*_): os.kill(os.getpid(), signal.SIGKILL)
+            names.complete, only_here = held, 1
+            """
+        )
+        kernel.run("from manyhands.notebook import rank_pool; rank_pool.LOOK_UP_S = 600")
+        assert "only_here" not in kernel.tab("%%ranks\n")
+        assert kernel.run("%%ranks\n1").error[0] in ("CellFailed", "RanksError")
+
+
 def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):
     output = notebook.run("""%%ranks
         x = torch.ones(2)

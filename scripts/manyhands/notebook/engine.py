@@ -32,6 +32,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from manyhands.course import catch_up
 from manyhands.launch import rendezvous, settings
 from manyhands.launch.ranks import joined, wrapped
+from manyhands.notebook import names
 from manyhands.notebook.debug import Debugger, in_cell
 
 KEPT_CHARS = 25_000  # at least, of a very long output, at its beginning and at its end
@@ -43,6 +44,7 @@ JOIN_INSTEAD = (
     " makes the group, and leave() ends it"
 )
 ABORT_S = 5.0  # that process groups have to abort
+_telling = threading.RLock()  # one message after the other
 _line = None  # the control line of this process: one rank per process, one line per rank
 _own_sockets = set()  # ipyparallel's, MPI's and the control line's: those that `free` leaves alone
 _running = threading.Event()
@@ -140,7 +142,7 @@ def _pass_over():
 
 
 def _tell(**message):
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), _telling:
         _line.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -149,7 +151,9 @@ def _listen():
         for text in lines:
             message = json.loads(text)
             if message["do"] == "where":
-                _tell(reply=message["id"], where=where())
+                _tell(reply=message["id"], answer=where())
+            elif message["do"] == "names":  # a thread of its own: the line must be read on
+                threading.Thread(target=_look_up, args=(message,), name="manyhands-names", daemon=True).start()
             elif message["do"] == "said" and _running.is_set():
                 _tell(said=_recorder.tail())
             elif message["do"] == "free":
@@ -161,6 +165,17 @@ def _listen():
             elif message["do"] == "exit":
                 break
     _exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
+
+
+def _look_up(message):
+    """Answer Tab and Shift-Tab: see `names`."""
+    space, answer = get_ipython().user_ns, None
+    with contextlib.suppress(Exception):  # the cell that runs changes what is looked at
+        if message["detail"] is None:
+            answer = names.complete(space, message["path"], message["prefix"], message["call"])
+        else:
+            answer = names.describe(space, message["path"], message["detail"])
+    _tell(reply=message["id"], answer=answer)
 
 
 def _abort_groups():

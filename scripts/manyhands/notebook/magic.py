@@ -26,8 +26,10 @@ from IPython.display import clear_output, display
 from manyhands.course.catch_up import bring, said, whose
 from manyhands.course.pairs import LANGUAGE
 from manyhands.launch import settings
+from manyhands.launch.allocation import RanksError
 from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.launch.run_folder import outputs_folder, save_figure
+from manyhands.notebook import completion
 from manyhands.notebook.cell import LOST_PEER
 from manyhands.notebook.rank_pool import current_ranks, lesson_here
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
@@ -52,9 +54,32 @@ class CellFailed(Exception):
         return self.lines
 
 
-def register():
-    shell = get_ipython()
+def register_ranks(shell):
+    """Register `%%ranks`, with Tab and Shift-Tab; returns the kernel, None in a terminal."""
     shell.register_magic_function(ranks, "cell")
+    if kernel := getattr(shell, "kernel", None):
+        flags = [flag for action in _parser(CELL_S)._actions for flag in action.option_strings]
+        completion.install(kernel, flags, __doc__, _look_up)
+    return kernel
+
+
+def _look_up(line, **question):
+    """Return what the first rank that a cell with this `line` names answers; None without ranks, or an answer."""
+    with contextlib.suppress(CellFailed, RanksError):
+        pool = current_ranks()
+        return pool.look_up((_flags(line, CELL_S, pool.world_size).ranks or [0])[0], **question)
+    return None
+
+
+def register(shell):
+    """Register `%%ranks` in a kernel whose ranks have started."""
+    completion.listen(register_ranks(shell))
+
+
+def register_lesson():
+    """Register what a lesson's cells need once its ranks have started."""
+    shell = get_ipython()
+    register(shell)
     if catch_up_here not in shell.events.callbacks["pre_run_cell"]:
         shell.events.register("pre_run_cell", catch_up_here)
 
@@ -73,12 +98,16 @@ def load_ipython_extension(shell):
 
     And the kernel tells JupyterLab of its language what our notebooks hold, so that none is unsaved once it is opened.
     """
-    shell.register_magic_function(ranks, "cell")
-    shell.kernel.language_info = LANGUAGE
+    register_ranks(shell).language_info = LANGUAGE
 
 
 def ranks(line, cell):
     """%%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]: run this cell on every rank, or on these."""
+    with completion.while_running(getattr(get_ipython(), "kernel", None)):
+        _run(line, cell)
+
+
+def _run(line, cell):
     pool = current_ranks()
     options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
     source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
@@ -121,14 +150,18 @@ def show_trace(result):
     print(f"{text}\ntrace: {path}; open it in https://ui.perfetto.dev")
 
 
-def _flags(line, default_s, world_size):
-    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `trace`, `ranks`: a list, None: all."""
+def _parser(default_s):
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--timeout", type=float, default=default_s)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--trace", action="store_true")
+    return parser
+
+
+def _flags(line, default_s, world_size):
+    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `trace`, `ranks`: a list, None: all."""
     try:
-        options, words = parser.parse_known_args(shlex.split(line, comments=True))
+        options, words = _parser(default_s).parse_known_args(shlex.split(line, comments=True))
         options.ranks = _ranks_named(" ".join(words)) if words else None
         if not options.timeout > 0:
             raise ValueError(line)

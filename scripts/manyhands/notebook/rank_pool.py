@@ -27,6 +27,8 @@ from manyhands.notebook.cell import Cell
 from manyhands.notebook.compare import compare
 from manyhands.notebook.engine_processes import Processes, TimeLimit, engine_launcher
 
+LOOK_UP_S = 0.5  # for Tab and Shift-Tab: then the kernel answers alone
+
 _current = None  # one set of ranks per kernel: starting again replaces it
 
 
@@ -261,6 +263,12 @@ class RankPool:
             time.sleep(0.002)
         return [answer.get() for answer in answers]
 
+    def look_up(self, rank, **question):
+        """Return what `names` says of the rank's variables, also while it runs a cell; None if it does not answer."""
+        control = self.control
+        answer = control.ask([rank], LOOK_UP_S, "names", **question)[rank] if control is not None else None
+        return None if answer == "silent" else answer
+
     def next_cell(self):
         """A number for the next cell: ranks that join in it meet under that number."""
         self._cell += 1
@@ -312,8 +320,8 @@ class ControlLines:
         self.pids, self.dead, self.said = {}, set(), ""
         self.ended = {}  # rank -> the status with which it called os._exit
         self.stopped = {}  # rank -> where it stopped: what `debug.Debugger` tells
-        self._lines, self._replies, self._next_id = {}, {}, 0
-        self._changed = threading.Condition()
+        self._lines, self._replies, self._asked, self._next_id = {}, {}, set(), 0
+        self._changed, self._writing = threading.Condition(), threading.Lock()
         self._listener = socket.create_server((host, 0), backlog=max(n, 8))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="manyhands-control", daemon=True).start()
@@ -362,8 +370,8 @@ class ControlLines:
                 self.stopped[rank] = message["stopped"]
             return
         with self._changed:
-            if message["reply"] == self._next_id:  # nobody waits for an answer to an earlier question
-                self._replies[message["reply"], rank] = message["where"]
+            if message["reply"] in self._asked:  # else nobody waits for this answer any more
+                self._replies[message["reply"], rank] = message["answer"]
             self._changed.notify_all()
 
     def wait_for_all(self, timeout_s):
@@ -372,24 +380,28 @@ class ControlLines:
             self._changed.wait_for(lambda: len(self._lines) == self.n, timeout_s)
             return sorted(set(range(self.n)) - set(self._lines))
 
-    def tell(self, ranks, do):
+    def tell(self, ranks, do, **more):
         for rank in ranks:
             if rank in self._lines and rank not in self.dead:
-                with contextlib.suppress(OSError):
-                    self._lines[rank].sendall(json.dumps({"do": do}).encode() + b"\n")
+                with contextlib.suppress(OSError), self._writing:
+                    self._lines[rank].sendall(json.dumps({"do": do, **more}).encode() + b"\n")
 
     def where(self, ranks, timeout_s=None):
         """Return where each rank is: rank -> {"call", "line", "source"}, None (no cell runs), or "silent"."""
-        timeout_s = timeout_s or 4 * settings.patience()
-        self._next_id += 1
-        question = self._next_id
-        for rank in ranks:
-            with contextlib.suppress(OSError, KeyError):
-                self._lines[rank].sendall(json.dumps({"do": "where", "id": question}).encode() + b"\n")
+        return self.ask(ranks, timeout_s or 4 * settings.patience(), "where")
+
+    def ask(self, ranks, timeout_s, do, **more):
+        """Return the answer of each rank, also while it runs a cell: rank -> answer, "silent" after the time-out."""
+        with self._changed:
+            self._next_id += 1
+            question = self._next_id
+            self._asked.add(question)
+        self.tell(ranks, do, id=question, **more)
         with self._changed:
             self._changed.wait_for(
                 lambda: all((question, r) in self._replies or r in self.dead for r in ranks), timeout_s
             )
+            self._asked.discard(question)
             return {r: self._replies.pop((question, r), "silent") for r in ranks}
 
     def close(self):

@@ -44,7 +44,7 @@ def start_ranks(lesson, namespace, mpi=None):
         print("\n".join(wrapped(notice)))
     replace_ranks(pool)
     pool.start()
-    magic.register()
+    magic.register_lesson()
     return pool
 
 
@@ -65,7 +65,7 @@ def register_for_own_work(shell):
             shell.user_ns["hands"] = pool
 
     shell.register_magic_function(ranks, "line")
-    shell.register_magic_function(magic.ranks, "cell")
+    magic.register(shell)
 
 
 def other_course(root=ROOT):
