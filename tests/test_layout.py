@@ -186,7 +186,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         *(
             (f"--preset llama-nano {flags}", 2, ("model.style=llama", ranks, "model.style=gpt"))
             for flags, ranks in (
-                ("--parallel.strategy pp", "2 pipeline ranks"), ("--parallel.context 2", "2 context ranks"),
+                ("--parallel.context 2", "2 context ranks"),
                 ("--parallel.strategy deepspeed", "deepspeed"),
             )
         ),

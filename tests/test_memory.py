@@ -99,6 +99,7 @@ LLAMA_ON_TWO = [
         "--parallel.strategy fsdp --model.tie --train.micro-batch 1",
         "--parallel.strategy tp --model.n-hidden 30 --model.tie",  # two ranks hold the one head of keys
         "--parallel.strategy tp --model.n-hidden 30 --model.n-kv-head 2 --model.norm layer",
+        "--parallel.strategy pp --parallel.schedule ZBVZeroBubble --model.n-layer 5",
     )
 ]
 ON_FOUR = [

@@ -163,10 +163,7 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
 def test_a_llama_without_experts_gets_a_command_that_trains_it(run):
     found = answer("llama3.2-1b", 8, program=program_for(preset_model("llama3.2-1b")))
     layouts = [one.layout for one in found.ranked]
-    assert {layout.tensor for layout in layouts} >= {1, 2, 8} and {layout.pipeline for layout in layouts} == {1}
-    assert {"2 pipeline ranks", "4 pipeline ranks"} <= {
-        " ".join(said.split()[5:8]) for _, said in found.refused if said.startswith("model.style=llama does not run on")
-    }
+    assert {layout.tensor for layout in layouts} >= {1, 2, 8}
     for one in found.ranked:
         options = read_options(train_flags(found.question, one))
         config = model_config(options, 65)

@@ -108,7 +108,7 @@ FIXED = [
     Case("8 ranks, tensor 2, gpt2's tokens", 8, "--parallel.strategy fsdp --parallel.tensor 2", 50257, m=1),
     # two ranks hold each head of keys
     Case("a llama, tensor 4", 8, "--parallel.strategy fsdp --parallel.tensor 4", 65, True, m=2, style="llama"),
-    Case("a llama, read on tensor 4", 2, "--parallel.strategy tp", 35, m=8, style="llama"),
+    Case("a llama, read on tensor 4", 4, "--parallel.strategy pp --parallel.tensor 2", 35, m=8, style="llama"),
 ]
 FEW, MANY = [*FIXED, *map(drawn, range(20))], list(map(drawn, range(20, 220)))
 

@@ -141,6 +141,31 @@ def test_a_pipeline_trains_like_one_process_under_every_schedule(pool, reference
     assert_trains_like_one_process(pool, reference, n, config, strategy="pp", schedule=schedule)
 
 
+PIPED = replace(LLAMA, tie=False)
+PIPED_LLAMAS = {
+    2: [
+        (config, dict(strategy="pp", schedule=schedule))
+        for config, schedule in zip(
+            (PIPED, replace(OLMO, separator=7), PIPED, OLMO, PIPED, OLMO, PIPED), SCHEDULES, strict=True
+        )
+    ],
+    4: [
+        (replace(PIPED, n_kv_head=1), dict(strategy="pp", tensor=2, sequence_parallel=True, schedule="ZBVZeroBubble")),
+        (PIPED, dict(strategy="fsdp", pipeline=2, schedule="Interleaved1F1B", activation_checkpointing="selective")),
+        (replace(PIPED, n_kv_head=1), dict(strategy="ddp", pipeline=2, activation_checkpointing="block")),
+    ],
+    8: [
+        (replace(PIPED, n_kv_head=1), dict(strategy="fsdp", pipeline=2, tensor=2, sequence_parallel=True)),
+        (replace(PIPED, n_kv_head=1), dict(strategy="ddp", pipeline=2, tensor=2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_a_pipeline_trains_a_llama_like_one_process_under_every_schedule(pool, reference, n):
+    assert_llamas_train_like_one_process(pool, reference, n, PIPED_LLAMAS[n])
+
+
 PRODUCTS = {
     "2 replicas x 2 tensor": dict(strategy="ddp", tensor=2),
     "2 replicas x 2 tensor, all split": dict(strategy="ddp", tensor=2, sequence_parallel=True, loss_parallel=True),

@@ -145,7 +145,7 @@ def resolve_layout(options: Options, config: "GPTConfig", world_size: int, ranks
     degrees = _degrees(parallel, world_size, ranks_per_node or world_size)
     stages_per_rank = _stages_per_rank(parallel, degrees["pipeline"])
     faults = [
-        _style(options, config, degrees),
+        _style(options, config),
         _foreign_options(parallel, degrees),
         filter(None, [STRATEGIES[parallel.strategy].refusal(options, degrees)]),
         _combinations(options, degrees),
@@ -207,14 +207,13 @@ def _stages_per_rank(parallel, pipeline):
     return wanted
 
 
-def _style(options, config, degrees):
+def _style(options, config):
     """A sentence for each way in which a llama does not run yet."""
     if config.style == "gpt":
         return
-    parallel, cure = options.parallel, "use parallel.strategy=ddp, zero1, fsdp or tp without them, or model.style=gpt"
-    for axis, count in {"pipeline": degrees["pipeline"], "context": parallel.context}.items():
-        if count > 1:
-            yield f"model.style=llama does not run on {count} {axis} ranks yet; {cure}"
+    parallel, cure = options.parallel, "leave parallel.context out, or use model.style=gpt"
+    if parallel.context > 1:
+        yield f"model.style=llama does not run on {parallel.context} context ranks yet; {cure}"
     if parallel.strategy == "deepspeed":
         yield "model.style=llama does not run under deepspeed; use parallel.strategy=fsdp, or model.style=gpt"
 

@@ -288,6 +288,11 @@ class Block(nn.Module):
         return x_BTD + self.drop(self.mlp(self.norm_2(x_BTD)))
 
 
+def turn_of(config, x_BTD, positions_T):
+    """What `rotation` gives blocks that are given x, of a llama; None of a gpt."""
+    return rotation(config, positions_T, multiplied_in(x_BTD)) if config.style == "llama" else None
+
+
 class Head(nn.Linear):
     """The linear layer that gives a logit for each token of the vocabulary."""
 
@@ -389,9 +394,9 @@ class GPT(nn.Module):
     def embed(self, ids_BT, positions_T):
         """Return x [B, T, D] of tokens at positions [T] or [B, T], and what `rotation` gives of a llama (else None)."""
         x_BTD = self.tokens(ids_BT)
-        if self.positions is None:
-            return x_BTD, rotation(self.config, positions_T, multiplied_in(x_BTD))
-        return x_BTD + self.positions(positions_T), None
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(positions_T)
+        return x_BTD, turn_of(self.config, x_BTD, positions_T)
 
     @staticmethod
     def loss(logits_BTV, targets_BT):

@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from manyhands.config.layout import Layout, layers_of_stages, stage_owners
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPT, experts_of, within_documents
+from manyhands.gpt.model import GPT, experts_of, turn_of, within_documents
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.ddp import sum_over
 
@@ -42,7 +42,7 @@ class Stage(nn.Module):
     def __init__(self, full_model: GPT, layers: range, autocast: torch.dtype | None = None) -> None:
         super().__init__()
         self.config, self.autocast = full_model.config, autocast
-        self.stream = full_model.stream or full_model.positions.weight.dtype
+        self.stream = full_model.stream or full_model.tokens.weight.dtype
         self.is_first, self.is_last = layers.start == 0, layers.stop == self.config.n_layer
         if self.is_first:
             self.tokens, self.positions = full_model.tokens, full_model.positions
@@ -52,15 +52,18 @@ class Stage(nn.Module):
             self.norm, self.head = full_model.norm, full_model.head
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the stage; `ids` [b, T] are needed on every stage if attention stays within documents."""
+        """Run the stage. `ids` [b, T] are needed on every stage if attention stays within documents.
+
+        And for a llama whose tensor ranks split the positions of the stream.
+        """
         allowed = None if ids is None else within_documents(ids, self.config.separator)
+        positions_T = torch.arange((x if ids is None else ids).shape[1], device=x.device)
         with torch.autocast(x.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
             if self.is_first:
-                x = self.drop(self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))).to(
-                    self.stream
-                )
+                x = self.drop(GPT.embed(self, x, positions_T)[0]).to(self.stream)  # type: ignore[arg-type]
+            turn = turn_of(self.config, x, positions_T)
             for block in self.blocks.values():
-                x = block(x, allowed)
+                x = block(x, allowed, turn)
             if self.is_last:
                 return self.head(self.norm(x))
         return x.to(self.stream)  # what the next stage has room for
@@ -82,7 +85,7 @@ class Stages:
         self.group, self.here = mesh["pipeline"].get_group(), mesh["pipeline"].get_local_rank()
         autocast = torch.bfloat16 if options.train.precision == "bf16" else None
         self.owners = stage_owners(self.parallel.schedule, layout.pipeline, layout.stages_per_rank)
-        self.dtype = full_model.positions.weight.dtype  # of losses and logits
+        self.dtype = full_model.tokens.weight.dtype  # of losses and logits
         self.stream = full_model.stream or self.dtype
         layers = layers_of_stages(self.config.n_layer, len(self.owners))
         here = [i for i, rank in enumerate(self.owners) if rank == self.here]
@@ -101,7 +104,7 @@ class Stages:
         losses: list[torch.Tensor] | None = [] if self.has_last else None
         self._schedule(*ids_bT.shape).step(
             *([ids_bT] if 0 in self.own else []),
-            ids=ids_bT,  # for attention within documents: every rank of the pipeline has the batch, nothing is sent
+            ids=ids_bT,  # every rank of the pipeline has the batch, nothing is sent
             target=targets_bT if self.has_last else None,
             losses=losses,
             return_outputs=False,

@@ -100,7 +100,7 @@ class Answer:
 def program_for(model: PlannedModel) -> Program:
     """Return the program that would train a model: train.py what it can, one of Megatron-LM's kind any other.
 
-    And those of models.toml, as published: train.py runs a llama without context ranks and stages.
+    And those of models.toml, as published: train.py runs a llama without context ranks.
     """
     dense = model.n_expert == 1 and model.name not in OTHERS
     return TRAIN_PY if model.capacity is None and (model.style == "gpt" or dense) else MEGATRON
@@ -115,8 +115,6 @@ def not_trained(question: Question, candidate: Candidate) -> str:
         return "planned by its sizes, without its rotary positions: there is no command for this model"
     if llama and question.model.n_expert > 1:
         return "train.py trains no llama with experts yet: there is no command for this model"
-    if llama and layout.pipeline * layout.context > 1:
-        return "train.py trains a llama on data and tensor ranks alone: there is no command for this layout"
     if question.model.capacity is not None:
         return "train.py drops no token: there is no command for experts with a capacity"
     if layout.context > 1:
