@@ -204,6 +204,55 @@ def test_a_rank_that_dies_while_it_is_asked_leaves_the_answer_to_the_kernel(tmp_
         assert kernel.run("%%ranks\n1").error[0] in ("CellFailed", "RanksError")
 
 
+def test_cell_magics_inside_a_cell_of_ranks_run_and_their_errors_fail_it(notebook, tmp_path):
+    output = notebook.run("%%ranks\n%%time\ntotal = rank * 0 + 7\ntotal")
+    assert output.error is None and output.text.count("Wall time") == 4 and "| 7" in output.text
+    _, value, lines = notebook.run("%%ranks\n%%time\nx = 1\n\nraise ValueError('no luck')").error
+    assert value == "rank 0: ValueError: no luck" and lines.count("same error") == 3
+    assert "the cell, line 5" in lines and "raise ValueError" in lines, "lines are counted as the learner sees them"
+    _, value, lines = notebook.run("%%ranks\n\n%%capture kept\nprint('a')\n1 / 0").error
+    assert value == "rank 0: ZeroDivisionError: division by zero" and "the cell, line 5" in lines
+    assert notebook.run("%%ranks\n%%capture kept\n%%time\nprint('quiet', rank * 0)").text == ""
+    assert "quiet 0" in notebook.run("%%ranks\nprint(kept.stdout)").text
+    assert notebook.run("%%ranks\n%%time 3\n4").error[1].startswith("rank 0: UsageError: Can't use statement")
+    assert notebook.run("%%ranks\n%%no_such\n1").error[1].startswith("rank 0: UsageError: Cell magic `%%no_such`")
+    assert notebook.run("%%ranks\nif rank == 2:\n    %no_such").error[1].startswith("rank 2: UsageError: Line magic")
+    group = (
+        "import asyncio\nasync with asyncio.TaskGroup() as tasks:\n    tasks.create_task(asyncio.to_thread(int, 'x'))"
+    )
+    assert notebook.run(f"%%ranks\n{group}").error[1].startswith("rank 0: ExceptionGroup"), "IPython only prints it"
+    path = tmp_path / "written.txt"
+    assert notebook.run(f"%%ranks 1-3\n%%writefile -a {path}\na line").text.startswith("rank 1 | Writing")
+    assert path.read_text() == "a line\n", "once on a node, as all ranks see it"
+    output = notebook.run("%%ranks\n%%time\nsqrt(4)")
+    assert "sqrt" in output.text.splitlines()[0], "what the lesson defines comes by itself"
+
+
+def test_timeit_around_a_collective_ends_as_the_first_rank_chooses_for_all(notebook):
+    cell = "x = torch.ones(1)\n%timeit -o -q time.sleep(0.002 * rank); dist.all_reduce(x)"
+    assert notebook.run(f"%%ranks\n{cell}").error is None
+    output = notebook.run("%%ranks\n%%timeit -r 2 -v timed\ntime.sleep(0.3 * (rank == 3)); dist.all_reduce(x)")
+    assert output.error is None and output.text.count("per loop") == 4
+    assert notebook.run("hands[0]['timed'].loops == hands[3]['timed'].loops").text.strip() == "True"
+    assert "per loop" in notebook.run("%%ranks\nif rank == 2:\n    %timeit -r 1 time.sleep(0.1)").text, "one alone"
+    assert "per loop" in notebook.run("%%ranks 1,3\n%timeit -r 1 time.sleep(0.1)").text
+
+
+def test_a_cell_awaits_and_one_that_hangs_there_is_named_and_freed(notebook):
+    output = notebook.run("%%ranks\nimport asyncio\nawait asyncio.sleep(0.01)\ny = await asyncio.sleep(0, rank * 0)\ny")
+    assert output.error is None and output.text == "all ranks | 0\n"
+    notebook.run("%%ranks\nlater = asyncio.create_task(asyncio.sleep(0.01, 'done'))\nawait asyncio.sleep(0)")
+    assert notebook.run("%%ranks\nawait later").text == "all ranks | 'done'\n", "tasks go on in the next cell"
+    began = "async def stuck():\n    await asyncio.sleep(600)\n"
+    lines = notebook.run(
+        f"%%ranks --timeout 2\nif rank == 1:\n    {began.replace(chr(10), chr(10) + '    ')}\n    await stuck()"
+    ).error[2]
+    assert (
+        "rank 1: waiting in sleep, line 4: await asyncio.sleep(600)" in lines and "variables are kept" in lines.lower()
+    )
+    assert notebook.run("%%ranks\nawait asyncio.sleep(0, 3)").text == "all ranks | 3\n"
+
+
 def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):
     output = notebook.run("""%%ranks
         x = torch.ones(2)

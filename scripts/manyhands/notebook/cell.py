@@ -43,10 +43,14 @@ class Cell:
         While a rank is stopped there, no time-out passes.
         """
         number = self.number = self.pool.next_cell()
-        self._pending = {
-            rank: self.pool.views[rank].apply_async(engine.run_cell, source, number, whole, trace, on_wait is not None)
-            for rank in self.ranks
-        }
+        nodes = self.pool.nodes
+        for rank in self.ranks:
+            roles = {
+                "writes": all(nodes[r] != nodes[rank] for r in self.ranks if r < rank),
+                "leads": self.ranks[0] == rank,
+            }
+            run = engine.run_cell, source, number, whole, trace, on_wait is not None
+            self._pending[rank] = self.pool.views[rank].apply_async(*run, **roles)
         self.limit = TimeLimit(timeout_s, BUSY_TIMES)
         with one_interrupt() as hold:
             try:

@@ -6,6 +6,7 @@ frees it, or ends it, and the rank ends itself when the line breaks, because the
 `run_cell` runs one cell and returns what it printed, displayed and raised, in the order in which that appeared.
 """
 
+import asyncio
 import base64
 import builtins
 import codecs
@@ -23,11 +24,13 @@ import socket
 import stat
 import sys
 import threading
+import traceback
 from pathlib import Path
 
 from IPython import get_ipython
 from IPython.core.autocall import ExitAutocall
 from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.magics import execution
 
 from manyhands.course import catch_up
 from manyhands.launch import rendezvous, settings
@@ -55,6 +58,8 @@ _debugger = None  # of the cell that runs
 _pid = None  # this rank's, which its forked children do not have
 _exit = os._exit
 _outside = None  # open for reading: the file that stands for descriptors 1 and 2, where children and C++ print
+_loop = None  # asyncio's, in which this rank's cells await
+_awaited = None  # the task of the cell that awaits
 _read_to = 0  # so far cells have shown it: what a child prints between two cells, the next one shows
 
 
@@ -77,6 +82,8 @@ def enter(identity, control, token, store_address, folder):
     sys.breakpointhook = pdb.set_trace = _stop
     builtins.input = _refuse_input
     get_ipython().user_ns.update(exit=_Exit(), quit=_Exit())
+    get_ipython().loop_runner = _await_in_cell
+    execution.Timer = _SharedTimer
     os._exit = _tell_and_exit
 
 
@@ -121,6 +128,84 @@ def _stop(*_, **__):
     _debugger.stop(sys._getframe(1))
 
 
+def _await_in_cell(coroutine):
+    """Run a cell that awaits, in a loop that stays: the engine's own runs already, and waits for this cell."""
+    global _loop, _awaited
+    outer = asyncio._get_running_loop()
+    task = asyncio.current_task(outer) if outer else None
+    _loop = _loop or asyncio.new_event_loop()
+    if task:
+        asyncio._leave_task(outer, task)
+    asyncio._set_running_loop(None)
+    try:
+        _awaited = _loop.create_task(coroutine)
+        try:
+            return _loop.run_until_complete(_awaited)
+        except BaseException:  # an interrupt: the next cell must not go on with this one
+            _awaited.cancel()
+            with contextlib.suppress(BaseException):
+                _loop.run_until_complete(_awaited)
+            raise
+    finally:
+        _awaited = None
+        asyncio._set_running_loop(outer)
+        if task:
+            asyncio._enter_task(outer, task)
+
+
+class _Timings:
+    """The times from which `%timeit` chooses its loops: the first rank's for all, so that collectives meet.
+
+    A rank may hear them before it begins the cell. (cell, None) says that the first rank has ended the cell: from then
+    on each rank chooses.
+    """
+
+    def __init__(self):
+        self.cell, self.leads, self.asked, self.heard, self.changed = 0, True, 0, {}, threading.Condition()
+
+    def begin(self, cell, leads):
+        with self.changed:
+            self.cell, self.leads, self.asked = cell, leads, 0
+            self.heard = {key: time_s for key, time_s in self.heard.items() if key[0] >= cell}
+
+    def share(self, own_s):
+        """Return the first rank's time; there it is `own_s`."""
+        self.asked += 1
+        key = self.cell, self.asked
+        if self.leads:
+            _tell(timed=[*key, own_s])
+            return own_s
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.heard or (self.cell, None) in self.heard)
+            return self.heard.get(key, own_s)
+
+    def hear(self, cell, number, time_s):
+        with self.changed:
+            self.heard[cell, number] = time_s
+            self.changed.notify_all()
+
+    def end(self):
+        if self.leads:
+            _tell(timed=[self.cell, None, None])
+
+
+_timings = _Timings()
+
+
+class _SharedTimer(execution.Timer):
+    """The timer of `%timeit`. It calls `timeit` to choose the number of loops, and `repeat` to measure."""
+
+    measures = False
+
+    def timeit(self, number):
+        own_s = super().timeit(number)
+        return own_s if self.measures else _timings.share(own_s)
+
+    def repeat(self, *counts):
+        self.measures = True
+        return super().repeat(*counts)
+
+
 def join_again(cell):
     """After a failure: leave what is left of the broken group and join again as before. False if there was none."""
     if joined() is None:
@@ -154,6 +239,8 @@ def _listen():
                 _tell(reply=message["id"], answer=where())
             elif message["do"] == "names":  # a thread of its own: the line must be read on
                 threading.Thread(target=_look_up, args=(message,), name="manyhands-names", daemon=True).start()
+            elif message["do"] == "timed":
+                _timings.hear(*message["timed"])
             elif message["do"] == "said" and _running.is_set():
                 _tell(said=_recorder.tail())
             elif message["do"] == "free":
@@ -230,21 +317,38 @@ def where():
         if name != "wrapper":  # torch wraps each collective for its log
             call = name
         frame = frame.f_back
+    if frame is None and (task := _awaited) is not None:
+        frame, call = _place_of(task.get_coro())
     if frame is None:
         return {"call": "synchronize" if _awaits_device else "", "line": 0, "source": ""}
     source = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     return {"call": call, "line": frame.f_lineno, "source": source}
 
 
-def run_cell(source, cell, whole=False, trace=False, watched=False):
+def _place_of(coroutine):
+    """Return the innermost frame of a cell in a coroutine that waits, and the name of what it awaits there."""
+    frame, call, of_cell = None, "", False
+    while coroutine is not None:
+        at = getattr(coroutine, "cr_frame", None)
+        if at is not None and in_cell(at):
+            frame, call, of_cell = at, "", True
+        elif of_cell:
+            call, of_cell = getattr(coroutine, "__name__", type(coroutine).__name__), False
+        coroutine = getattr(coroutine, "cr_await", None)
+    return frame, call
+
+
+def run_cell(source, cell, whole=False, trace=False, watched=False, writes=True, leads=True):
     """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless `whole`.
-    `watched`: somebody sees that it runs, so breakpoint() may stop it.
+    `watched`: somebody sees that it runs, so breakpoint() may stop it. `writes`: this rank runs `%%writefile`;
+    `leads`: it chooses the loops of `%timeit`.
 
     Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far; with
     `trace` also "trace", the record of its collectives.
     """
     global _recorder, _debugger
     rendezvous.begin_cell(cell)
+    _timings.begin(cell, leads)
     shell = get_ipython()
     try:
         with recording(shell, whole, cell) as _recorder, _traced(trace) as traced:
@@ -253,17 +357,29 @@ def run_cell(source, cell, whole=False, trace=False, watched=False):
                 _debugger = Debugger(rank, _folder / f"{rank}.pdb", lambda stop: _tell(stopped=stop))
             _running.set()
             shell.execution_count = cell  # by which a traceback names the cell that a function comes from
-            shell.run_cell(source, store_history=False)
+            if source.startswith("%%") and (code := re.sub(r"\A(%%[^\n]*\n)+", "", source)):
+                lines = code.splitlines(keepends=True)  # which a traceback shows, and `where`
+                linecache.cache |= {name: (len(code), None, lines, name) for name in ("<timed exec>", "<magic-timeit>")}
+            if writes or not source.startswith(("%%writefile", "%%file")):
+                _fail_with(shell.run_cell(source, store_history=False))
             try:
                 _await_device()
             except BaseException:  # noqa: BLE001 - also an interrupt: what fails here is this cell's failure
                 shell.showtraceback()
     finally:
         _running.clear()
+        _timings.end()
         if _debugger is not None:
             _debugger.close()
             _debugger = None
     return _recorder.result() | {"joined": joined() is not None, "trace": traced and traced.result()}
+
+
+def _fail_with(result):
+    """Let the cell fail also of errors that IPython only prints, such as an exception group."""
+    error = result.error_before_exec or result.error_in_exec
+    if error is not None and _recorder.error is None:
+        _recorder.fail(type(error), error, ["".join(traceback.format_exception_only(error)).rstrip()])
 
 
 def lacking(wanted, stars, graph):
@@ -436,6 +552,7 @@ def recording(shell, whole=False, cell=None):
     shell.display_pub.recorder = recorder
     shell.display_trap.hook = display_value
     shell._showtraceback = recorder.fail
+    shell.show_usage_error = lambda error: recorder.fail(type(error), error, [f"{type(error).__name__}: {error}"])
     sys.stdout = sys.stderr = recorder
     try:
         yield recorder
@@ -448,7 +565,7 @@ def recording(shell, whole=False, cell=None):
         if recorder.deaf:
             _pass_over()
         shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
-        del shell._showtraceback
+        del shell._showtraceback, shell.show_usage_error
 
 
 def show_figures_as_png(shell):
@@ -483,8 +600,12 @@ def _lines_of_the_cell(traceback_lines, cell):
     Of its cells that with the number `cell` is "the cell", any other one an earlier cell.
     """
     text = re.sub(r"\x1b\[[\d;]*m", "", "\0".join(traceback_lines))
-    text = re.sub(rf"Cell In ?\[{cell}\], line", "the cell, line", text)
+    text = re.sub(rf"Cell In ?\[{cell}\], line |File <(?:timed exec|magic-timeit)>:", "the cell, line ", text)
     text = re.sub(r"Cell In ?\[\d+\], line", "an earlier cell, line", text)
     *frames, said = re.sub(r"^-{20,}\0(\w+) +Traceback", r"\1: Traceback", text).split("\0")
-    theirs = [frame for frame in frames if "/manyhands/notebook/engine.py:" not in frame.partition("\n")[0]]
+    theirs = [
+        frame
+        for frame in frames
+        if "/manyhands/notebook/engine.py:" not in frame.partition("\n")[0] and "().run_cell_magic(" not in frame
+    ]
     return [*"\n".join(theirs).split("\n"), *wrapped(said)]

@@ -37,6 +37,7 @@ from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 LIVE_AFTER_S = 2.0
 WHERE_AFTER_S, WHERE_EVERY_S = 10.0, 1.0  # by then people wonder whether it hangs
 CELL_S = 60.0
+PYTHON_MAGICS = {"time", "timeit", "capture", "prun"}  # cell magics that run the rest of the cell as Python
 START_CELL_S = 300.0  # on a parallel file system the first import of torch alone takes minutes
 # JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
 FONT = "font:var(--jp-code-font-size,13px)/1.35 var(--jp-code-font-family,monospace)"
@@ -110,12 +111,12 @@ def ranks(line, cell):
 def _run(line, cell):
     pool = current_ranks()
     options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
-    source = "#\n" + cell  # so that line numbers are the cell's, %%ranks being line 1
+    source, code = _numbered(cell, 1)
     if begin := pool.start_cells(cell):
         print("the ranks are fresh: the start cells were run again")
         if (started := pool.run(begin, START_CELL_S)).failed:
             raise CellFailed(*report(started))
-    if caught_up := pool.catch_up(get_ipython().transform_cell(source), options.ranks):
+    if caught_up := pool.catch_up(get_ipython().transform_cell(code), options.ranks):
         print(caught_up)
     live = _Live(pool.control) if settings.live() else None
     result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks, options.trace)
@@ -128,6 +129,21 @@ def _run(line, cell):
         show_trace(result)
     if result.failed:
         raise CellFailed(*report(result))
+
+
+def _numbered(cell, above):
+    """Return what to run, and the Python in it, with comments so that line numbers are those of the notebook's cell.
+
+    above: lines of the notebook's cell above this text; `%%ranks` is one, and a magic below it another.
+    """
+    magic = re.match(r"\s*%%(\w+)[^\n]*(\n|\Z)", cell)
+    if not magic:
+        return ("#\n" * above + cell,) * 2
+    body = cell[magic.end() :]
+    if magic[1] not in PYTHON_MAGICS or not body.strip():
+        return cell.lstrip(), ""
+    source, code = _numbered(body, above + magic[0].count("\n"))
+    return magic[0].lstrip() + source, code
 
 
 def show_trace(result):

@@ -126,7 +126,7 @@ class RankPool:
     def _enter(self):
         """Give every engine its identity, in the order of their MPI ranks."""
         ids = sorted(self.client.ids)
-        nodes = self._answers([self.client[one].apply_async(platform.node) for one in ids])
+        nodes = self.nodes = self._answers([self.client[one].apply_async(platform.node) for one in ids])
         self.control = ControlLines(self.world_size, self.processes.host)
         store = str(self.processes.folder / "store")  # whose folder only the user can open
         if len(set(nodes)) > 1:
@@ -359,6 +359,9 @@ class ControlLines:
     def _receive(self, rank, message):
         if "said" in message:
             self.said = message["said"]
+            return
+        if "timed" in message:
+            self.tell(sorted(self._lines), "timed", timed=message["timed"])
             return
         if "ended" in message:
             self.ended[rank] = message["ended"]
