@@ -99,13 +99,16 @@ rank = ranks.rank
 
 
 class Output:
-    """What a cell put out: `text` (streams and text/plain), `html`, `pictures`, `error` (name, value, lines)."""
+    """What a cell put out: `text` (streams and text/plain), `html`, `pictures`, `error` (name, value, lines);
+    `live`: the plain text of each display and of each of its updates."""
 
     def __init__(self):
-        self.text, self.html, self.pictures, self.error = "", "", [], None
+        self.text, self.html, self.pictures, self.error, self.live = "", "", [], None, []
 
     def add(self, message):
         kind, content = message["msg_type"], message["content"]
+        if kind in ("display_data", "update_display_data"):
+            self.live.append(content["data"].get("text/plain", ""))
         if kind == "stream":
             self.text += content["text"]
         elif kind in ("display_data", "execute_result"):

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import notebook_kernel
@@ -251,6 +252,44 @@ def test_a_cell_awaits_and_one_that_hangs_there_is_named_and_freed(notebook):
         "rank 1: waiting in sleep, line 4: await asyncio.sleep(600)" in lines and "variables are kept" in lines.lower()
     )
     assert notebook.run("%%ranks\nawait asyncio.sleep(0, 3)").text == "all ranks | 3\n"
+
+
+@pytest.mark.parametrize("package", ["tqdm", "tqdm.auto", "tqdm.notebook"])
+def test_a_progress_bar_moves_while_the_cell_runs_and_its_last_line_is_stored(notebook, package):
+    notebook.run("import os; os.environ['MANYHANDS_LIVE'] = '1'")
+    begin = f"%%ranks\nfrom {package} import tqdm, trange\n"
+    output = notebook.run(f"{begin}for _ in tqdm(range(40), desc=f'bar {{rank}}'): time.sleep(0.1)\nprint('end')")
+    notebook.run("os.environ['MANYHANDS_LIVE'] = '0'")
+    moved = {found[1] for text in output.live[:-1] if (found := re.search(r"bar 0: +(\d+)%", text))}
+    assert len(moved) >= 3 and moved <= {str(percent) for percent in range(101)}, output.live
+    stored = [line.partition(" | ")[2] for line in output.text.splitlines()]
+    assert [line[: line.index("|")] for line in stored[::2]] == [f"bar {rank}: 100%" for rank in range(4)]
+    assert stored[1::2] == ["end"] * 4
+    nested = "for _ in trange(3, desc='outer'):\n    for _ in trange(4, desc='inner', leave=False): pass\nprint('end')"
+    lines = notebook.run(f"%%ranks 0\nfrom {package} import tqdm, trange\n{nested}").text.splitlines()
+    assert len(lines) == 2 and "outer: 100%" in lines[0] and lines[1].endswith("| end")
+
+
+def test_bars_of_a_long_cell_are_one_line_each_and_leave_nothing_out(notebook):
+    """Each state is text: of 300,000 characters all but the last states would be cut out of the middle."""
+    cell = """
+        from tqdm.auto import tqdm
+        with tqdm(total=1500, desc="first", mininterval=0, position=0) as first:
+            with tqdm(total=1500, desc="second", mininterval=0, position=1) as second:
+                for _ in range(1500): first.update(); second.update()
+        print("end")
+    """
+    lines = notebook.run(f"%%ranks 0\n{textwrap.dedent(cell)}").text.splitlines()
+    assert [re.search(r"\w+(?=: 100%)|end|$", line)[0] for line in lines if line.partition("|")[2].strip()] == [
+        "second", "first", "end"
+    ], "in the order in which they end, as in a terminal"  # fmt: skip
+
+
+def test_a_widget_of_a_rank_is_one_sentence_and_a_display_that_is_updated_is_stored_once(notebook):
+    output = notebook.run("%%ranks\nimport ipywidgets\nipywidgets.IntSlider(3)")
+    assert output.error is None and output.text.startswith("all ranks | A widget of a rank is not connected")
+    cell = "from IPython.display import display\nshown = display('0 of 2', display_id=True)\nshown.update('2 of 2')"
+    assert notebook.run(f"%%ranks\n{cell}").text == "all ranks | '2 of 2'\n"
 
 
 def test_an_error_shows_one_traceback_with_the_lines_of_the_cell_and_where_the_others_are(notebook):

@@ -12,6 +12,7 @@ import builtins
 import codecs
 import contextlib
 import ctypes
+import importlib.machinery
 import io
 import json
 import linecache
@@ -45,6 +46,10 @@ OWN_GROUP = re.compile("environment variable RANK expected|initialize the defaul
 JOIN_INSTEAD = (
     "init_process_group is for scripts: here `from manyhands import join; ranks = join()`, in a cell of all ranks,"
     " makes the group, and leave() ends it"
+)
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET_HERE = (
+    "A widget of a rank is not connected to this page: make it in a cell without %%ranks. For progress, use tqdm.\n"
 )
 ABORT_S = 5.0  # that process groups have to abort
 _telling = threading.RLock()  # one message after the other
@@ -84,6 +89,7 @@ def enter(identity, control, token, store_address, folder):
     get_ipython().user_ns.update(exit=_Exit(), quit=_Exit())
     get_ipython().loop_runner = _await_in_cell
     execution.Timer = _SharedTimer
+    sys.meta_path.insert(0, _PlainProgress())
     os._exit = _tell_and_exit
 
 
@@ -95,6 +101,22 @@ def _gather_descriptors():
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     return file
+
+
+class _PlainProgress:
+    """Import the plain tqdm as `tqdm.notebook`, for tqdm.auto too: the widgets of a rank are dead, and text is not."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "tqdm.notebook" else None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        from tqdm import std
+
+        module.tqdm = module.tqdm_notebook = std.tqdm
+        module.trange = module.tnrange = std.trange
 
 
 class _Exit(ExitAutocall):
@@ -427,6 +449,9 @@ class Text:
         self.held += len(piece)
         if self.held > 4 * self.kept:  # rarely enough for the time to grow with the text alone
             text = "".join(self.pieces)
+            if not self.left_out and len(short := _shortened(text)) < 2 * self.kept:  # progress bars
+                self.pieces, self.held = [short], len(short)
+                return
             self.pieces = [text[: self.kept], text[-self.kept :]]
             self.left_out += self.held - 2 * self.kept
             self.held = 2 * self.kept
@@ -451,6 +476,7 @@ class Recorder(io.TextIOBase):
         self.decoder, self.buffer = codecs.getincrementaldecoder("utf-8")("replace"), _Bytes(self)
         self.cell = cell  # its number
         self.items, self.error, self.lock = [], None, threading.Lock()
+        self.shown = {}  # display_id -> its place in items: an update replaces it
         self.kept = math.inf if whole else KEPT_CHARS
         self.deaf = False  # once a rank is being freed, what it says is about that and no longer the cell's
 
@@ -494,10 +520,16 @@ class Recorder(io.TextIOBase):
     def writable(self):
         return True
 
-    def display(self, data, metadata):
+    def display(self, data, metadata, display_id=None, update=False):
         with self.lock:
             self._read_outside()
-            self.items.append(("data", data, metadata))
+            if WIDGET in data:
+                self._add(WIDGET_HERE)
+            elif update and display_id in self.shown:
+                self.items[self.shown[display_id]] = ("data", data, metadata)
+            else:
+                self.shown[display_id] = len(self.items)
+                self.items.append(("data", data, metadata))
 
     def fail(self, kind, value, traceback_lines):
         if self.error is None:
@@ -534,7 +566,7 @@ class _Bytes(io.RawIOBase):
 
 class _Publisher(CapturingDisplayPublisher):
     def publish(self, data, metadata=None, *, transient=None, update=False, **_):
-        self.recorder.display(data, metadata or {})
+        self.recorder.display(data, metadata or {}, (transient or {}).get("display_id"), update)
 
 
 @contextlib.contextmanager
@@ -589,9 +621,36 @@ def _flush_pyplot(recorder):
 
 
 def _last_states(text):
-    """Text as a terminal shows it in the end: of a line that was rewritten after a carriage return, the last state."""
-    text = re.sub(r"\x1b\[\d*[AKJ]", "", text)
-    return "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n"))
+    """Text as a terminal shows it in the end, with a blank line for one that was overwritten with spaces."""
+    if "\r" not in text and "\x1b[" not in text:
+        return text
+    return "\n".join(row if row.strip() else "" for row in _rows(text)[0])
+
+
+def _shortened(text):
+    """Text without the states that its end has replaced; what is written after it replaces the same lines."""
+    rows, at, rewrites = _rows(text)
+    up = len(rows) - 1 - at
+    return "\n".join(rows) + f"\x1b[{up}A" * bool(up) + "\r" * rewrites
+
+
+def _rows(text):
+    """Return a terminal's lines, which of them is written next, and whether that replaces what stands there.
+
+    It does so after a carriage return, after going up, and in a line further down that is there already.
+    """
+    rows, at, rewrites = [""], 0, False
+    for piece in re.split(r"(\r*\n|\r|\x1b\[\d*[AKJ])", text):
+        if piece.endswith("\n"):
+            at, rewrites = at + 1, True
+            rows += [""] * (at == len(rows))
+        elif piece == "\r":
+            rewrites = True
+        elif piece.startswith("\x1b[") and piece.endswith("A"):
+            at, rewrites = max(0, at - int(piece[2:-1] or 1)), True
+        elif piece and not re.fullmatch(r"\x1b\[\d*[KJ]", piece):
+            rows[at], rewrites = piece if rewrites else rows[at] + piece, False
+    return rows, at, rewrites
 
 
 def _lines_of_the_cell(traceback_lines, cell):
