@@ -207,7 +207,7 @@ class _Timings:
             self.changed.notify_all()
 
     def end(self):
-        if self.leads:
+        if self.leads and _line is not None:
             _tell(timed=[self.cell, None, None])
 
 
