@@ -20,7 +20,9 @@ import sys
 from collections import Counter
 
 import pytest
+import torch.distributed as dist
 from definitions import taken_from
+from strange_results import CHANGES, changed
 
 FEW = 2  # wrong answers of each check that are judged without `full`
 
@@ -87,10 +89,10 @@ def is_edit(answer):
     return isinstance(answer, tuple) and all(isinstance(part, str) for part in answer)
 
 
-def asked(request, cls):
-    """The wrong and the right answers that this run of pytest looks at: [(check, name)]."""
+def asked(request, cls, kinds):
+    """The answers of these kinds that this run of pytest looks at: [(check, name)]."""
     items = [item for item in request.session.items if getattr(item, "cls", None) is cls]
-    return [item.callspec.params[kind] for kind in ("wrong", "right") for item in items if kind in item.fixturenames]
+    return [item.callspec.params[kind] for kind in kinds for item in items if kind in item.fixturenames]
 
 
 class FromLesson:
@@ -154,10 +156,33 @@ class Answers:
             verdicts[check, name] = getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
         return verdicts
 
+    @classmethod
+    def judge_forms(cls, cases, ranks=None):
+        """{case: (the verdict on the solution whose results are changed, whether they were on any rank)}"""
+        own, found = own_answers(cls.lesson, cls.named_solutions(), cls.around, ranks, **cls.given), {}
+        for check, form in cases:
+            touched = []
+            answer = changed(own[check], CHANGES[form][0], touched)
+            verdict = getattr(cls.checks, check)(answer, ranks, **_folder(check in cls.in_a_folder))
+            everyone = [any(touched)] * (ranks.world_size if ranks else 1)
+            if ranks:
+                dist.all_gather_object(everyone, any(touched))
+            found[check, form] = str(verdict), any(everyone)
+        return found
+
+    @classmethod
+    def judged(cls, request, judge, *kinds):
+        return getattr(cls, judge)(asked(request, cls, kinds))
+
     @pytest.fixture(scope="class")
     @classmethod
     def verdicts(cls, request):
-        return cls.judge(asked(request, cls))
+        return cls.judged(request, "judge", "wrong", "right")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def forms(cls, request):
+        return cls.judged(request, "judge_forms", "form")
 
     def pytest_generate_tests(self, metafunc):
         counted, wrong = Counter(), []
@@ -170,6 +195,14 @@ class Answers:
                 pytest.param((check, i), marks=[pytest.mark.full] if i else [])
                 for check, answers in self.right.items()
                 for i in range(len(answers))
+            ],
+            "form": [
+                pytest.param(
+                    (check, form),
+                    marks=[] if i < FEW and j == (i + len(self.lesson + check)) % len(CHANGES) else [pytest.mark.full],
+                )
+                for i, check in enumerate(self.named_solutions())
+                for j, form in enumerate(CHANGES)
             ],
             "check": sorted(self.rejected),
             # `verdicts` has the solutions on several ranks, and in one process where the check communicates nothing
@@ -191,6 +224,13 @@ class Answers:
     def test_a_right_answer_in_another_style_is_accepted(self, verdicts, right):
         assert verdicts[right] == "correct"
 
+    def test_a_result_in_another_form_is_accepted_and_a_wrong_thing_refused_with_a_sentence(self, forms, form):
+        (heard, was_changed), may_be_accepted = forms[form], CHANGES[form[1]][1]
+        if heard == "correct":
+            assert may_be_accepted or not was_changed
+        else:
+            assert was_changed and heard.endswith((".", "?")) and "cannot use" not in heard, heard
+
     def test_the_solution_is_accepted_and_what_is_not_attempted_is_no_fault(self, verdicts, check):
         assert (verdicts[check, "solution"], verdicts[check, "stub"]) == ("correct", "not attempted")
 
@@ -211,15 +251,14 @@ class AnswersOfRanks(Answers):
 
     world, worlds = 3, (1, 2)  # three: not a power of two, nothing splits evenly
 
-    @pytest.fixture(scope="class")
     @classmethod
-    def verdicts(cls, pool, request, tmp_path_factory):
-        environ = {"MANYHANDS_OUTPUTS": str(tmp_path_factory.mktemp("outputs"))}
-        there = cls.world, _judge_there, cls.__module__, cls.__name__, asked(request, cls)
-        return heard_alike(pool.run(*there, timeout_s=280, environ=environ))
+    def judged(cls, request, judge, *kinds):
+        environ = {"MANYHANDS_OUTPUTS": str(request.getfixturevalue("tmp_path_factory").mktemp("outputs"))}
+        there = cls.world, _judge_there, cls.__module__, cls.__name__, judge, asked(request, cls, kinds)
+        return heard_alike(request.getfixturevalue("pool").run(*there, timeout_s=280, environ=environ))
 
 
-def _judge_there(ranks, module, name, cases):
+def _judge_there(ranks, module, name, judge, cases):
     """The same class, as the process of a rank imports it."""
     importlib.import_module(module)
-    return getattr(sys.modules[module], name).judge(cases, ranks)
+    return getattr(getattr(sys.modules[module], name), judge)(cases, ranks)

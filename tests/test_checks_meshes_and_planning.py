@@ -24,6 +24,7 @@ REJECTED = {
         ("tuple(place)", "rank // shape[axis]", "not [[0, 1], [2, 3], [4, 5]]"),
         ("pop(axis)", "pop(-1 - axis)", "of a grid of 2 x 3 should be [[0, 3], [1, 4], [2, 5]], not"),
         (ALL, f"{ALL}[:1]", "not [[0, 3]]: each rank is in exactly one"),
+        (ALL, "[[*map(float, group)] for group in groups.values()]", "not [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]."),
         (ALL, "[group for group in groups.values() for _ in group]", "each rank is in exactly one"),
         ("tuple(place)", "0", "not [[0, 1, 2, 3, 4, 5]]"),
         (ALL, "[[coordinates(r, shape)[axis] for r in group] for group in groups.values()]",

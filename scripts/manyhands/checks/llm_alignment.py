@@ -40,7 +40,8 @@ def loss_mask(answer, ranks=None):
                 ),
                 "an answer ends at its end marker": ((ids_BT == assistant).cumsum(1) > 0)[:, :-1],
             }
-            wanted_BT = wanted_BT.to(getattr(found_BT, "dtype", torch.bool))  # ones and zeros are accepted
+            if isinstance(found_BT, torch.Tensor):
+                wanted_BT = wanted_BT.to(found_BT.dtype)  # ones and zeros are accepted
             expect_tensor(found_BT, wanted_BT, f"for a conversation {what} the mask of the targets", slips)
 
 

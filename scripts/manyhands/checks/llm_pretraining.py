@@ -13,6 +13,7 @@ import torch
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import luck, sizes
 from manyhands.checks.expect import expect_equal, expect_number, expect_tensor
+from manyhands.checks.witness import shown
 
 PRIME = 2**31 - 1
 LEFT_OUT = -100
@@ -68,7 +69,7 @@ def parcels(answer, ranks=None):
         records_N2 = torch.tensor(rows, dtype=torch.int32).view(-1, 2)
         found = answer(records_N2.clone(), n)
         if not isinstance(found, list | tuple) or len(found) != n or not all(map(torch.is_tensor, found)):
-            came = f"{len(found)} of them" if isinstance(found, list | tuple) else type(found).__name__
+            came = f"{len(found)} of them" if isinstance(found, list | tuple) and len(found) != n else shown(found)
             raise Wrong(f"for {n} ranks there should be a list of {n} tensors, not {came}")
         keys_N, documents_N = records_N2.unbind(1)
         whole = math.ceil(size / n) if size else 1

@@ -64,7 +64,9 @@ def groups_of(answer, ranks=None):
             }
             whole = sorted(sum(found, [])) == list(range(prod(shape)))
             slips["each rank is in exactly one"] = None if whole else found
-            slips["in a group ranks have their order"] = found if sorted(map(sorted, found)) == wanted else None
+            slips["in a group ranks have their order"] = (
+                found if sorted(map(sorted, found)) == wanted != found else None
+            )
             expect_equal(found, wanted, f"the groups of axis {axis} of a grid of {_grid(shape)}", slips)
 
 
