@@ -166,7 +166,6 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--parallel.strategy deepspeed --train.precision fp16", 2, ("deepspeed", "not fp16")),
         ("--parallel.strategy deepspeed --parallel.reduce-dtype bf16", 2, ("deepspeed", "leave parallel.reduce_dtype")),
         ("--parallel.sequence-parallel", 2, ("parallel.sequence_parallel", "parallel.tensor=2")),
-        ("--parallel.strategy pp --model.tie", 2, ("model.tie", "--model.no-tie")),
         ("--parallel.strategy pp --train.compile", 2, ("train.compile", "--train.no-compile")),
         ("--parallel.strategy pp --train.precision fp16", 2, ("fp16", "bf16")),
         # options that would have no effect

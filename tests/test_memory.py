@@ -84,6 +84,8 @@ ON_TWO = [
         "--parallel.strategy pp",
         "--parallel.strategy pp --parallel.schedule ZBVZeroBubble --model.n-layer 5",
         "--parallel.strategy fsdp --model.tie --model.qkv-bias",
+        "--parallel.strategy pp --model.tie --model.vocab-size 500",  # the last stage is the fullest, by its copy
+        "--parallel.strategy pp --model.tie --parallel.schedule ZBVZeroBubble --model.n-layer 5",
     )
 ]
 LLAMA = f"{SMALL} --model.style llama --model.head-dim 6 --model.n-kv-head 1 --model.n-hidden 31"
@@ -113,6 +115,9 @@ ON_FOUR = [
         "--parallel.strategy fsdp --parallel.pipeline 2",
         "--parallel.pipeline 2",
         "--parallel.tensor 2 --parallel.pipeline 2",
+        "--parallel.pipeline 2 --parallel.strategy fsdp --model.tie --parallel.wrapping block_and_size",
+        "--parallel.pipeline 2 --parallel.strategy fsdp --model.tie --parallel.sharding grad_op "
+        "--parallel.schedule ZBVZeroBubble --model.n-layer 5",
     )
 ]
 
@@ -122,7 +127,7 @@ ON_FOUR = [
     [
         (2, ON_TWO[::3]),
         (2, LLAMA_ON_TWO),
-        (4, ON_FOUR[2:5]),
+        (4, ON_FOUR[2:5] + ON_FOUR[-2:]),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, ON_TWO), (4, ON_FOUR))),
     ],
     ids=["2", "2, a llama", "4", "all on 2", "all on 4"],

@@ -83,7 +83,7 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
         assert sum(one.time.by_part().values()) == pytest.approx(one.step_s)
         assert min(one.time.by_part().values()) >= 0 and 0 < one.mfu < 1
     for _, sentence in answer.refused:
-        assert any(c.isdigit() for c in sentence) or "tie" in sentence
+        assert any(c.isdigit() for c in sentence)
     if answer.best:
         assert answer.best.step_s <= answer.fastest_s * CLOSE
         assert answer.fastest_s <= min(one.step_s for one in answer.ranked)

@@ -167,7 +167,7 @@ def test_the_commands_of_a_gpt_with_experts_run_as_they_were_planned(model):
     question = Question(model, H100, 8, 512)
     planned = [one for family in families(question, ("none", "block"), 1) for one in family.variants]
     kinds = {(one.layout.expert > 1, one.layout.tensor > 1, one.layout.pipeline > 1): one for one in planned}
-    assert len(kinds) == (4 if model.tie else 8), "experts on data ranks, with each axis; a tied model has no pipeline"
+    assert len(kinds) == 8, "experts on data ranks, with each axis"
     for one in kinds.values():
         options = read_options(train_flags(question, one))
         assert options.model.experts == model.n_expert

@@ -108,7 +108,7 @@ def steps_of_all(ranks, cases):
     return [steps_of(ranks, options_of(**parallel), config) for config, parallel in cases]
 
 
-def assert_llamas_train_like_one_process(pool, reference, n, cases):
+def assert_cases_train_like_one_process(pool, reference, n, cases):
     results = pool.run(n, steps_of_all, cases, timeout_s=240)
     for i, (config, parallel) in enumerate(cases):
         assert_equal([own[i] for own in results], reference(options_of(**parallel), config))
@@ -116,7 +116,7 @@ def assert_llamas_train_like_one_process(pool, reference, n, cases):
 
 @pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_tensor_ranks_train_a_llama_like_one_process(pool, reference, n):
-    assert_llamas_train_like_one_process(pool, reference, n, LLAMAS[n])
+    assert_cases_train_like_one_process(pool, reference, n, LLAMAS[n])
 
 
 SCHEDULES = {
@@ -141,6 +141,49 @@ def test_a_pipeline_trains_like_one_process_under_every_schedule(pool, reference
     assert_trains_like_one_process(pool, reference, n, config, strategy="pp", schedule=schedule)
 
 
+# --- tied: the first and the last stage hold one matrix, of which each makes a part of the gradient
+
+DEEP_TIED, TIED_LLAMA = replace(TIED, n_layer=4), replace(LLAMA, n_kv_head=1)
+TIED_PIPELINES = {
+    2: [
+        (DEEP_TIED, dict(strategy="pp")),
+        (LLAMA, dict(strategy="pp", schedule="Interleaved1F1B")),
+        (DEEP_TIED, dict(strategy="pp", schedule="ZBVZeroBubble")),
+    ],
+    4: [
+        (DEEP_TIED, dict(strategy="pp", schedule="GPipe")),  # between them stages that hold nothing of it
+        (LLAMA, dict(strategy="fsdp", pipeline=2, wrapping="block_and_size")),
+        (DEEP_TIED, dict(strategy="ddp", pipeline=2, schedule="DualPipeV")),
+        (TIED_LLAMA, dict(strategy="pp", tensor=2, sequence_parallel=True)),
+        (DEEP_TIED, dict(strategy="fsdp", pipeline=2, sharding="grad_op", schedule="ZBVZeroBubble")),
+    ],
+    8: [
+        (TIED_LLAMA, dict(strategy="fsdp", pipeline=2, tensor=2, sharding="grad_op", schedule="ZBVZeroBubble")),
+        (DEEP_TIED, dict(strategy="fsdp", pipeline=2, tensor=2)),
+        (DEEP_TIED, dict(strategy="ddp", pipeline=4)),
+    ],
+}
+
+
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_the_ends_of_a_pipeline_share_a_tied_matrix_as_one_process_has_it(pool, reference, n):
+    assert_cases_train_like_one_process(pool, reference, n, TIED_PIPELINES[n])
+
+
+def gradients_twice(ranks, schedule):
+    parallel = build(ranks, options_of(strategy="pp", schedule=schedule), DEEP_TIED)
+    once = []
+    for _ in range(2):
+        parallel.forward_backward(*share(parallel, *next(batches(CONFIG))))
+        once.append(parallel.named_parameters()["tokens.weight"].grad.clone())
+    return (once[1] - 2 * once[0]).abs().max().item(), once[0].abs().max().item()
+
+
+def test_gradients_of_a_tied_matrix_add_up_over_steps_without_an_update(pool):
+    for apart, largest in pool.run(2, gradients_twice, "1F1B"):
+        assert apart < EXACT < largest
+
+
 PIPED = replace(LLAMA, tie=False)
 PIPED_LLAMAS = {
     2: [
@@ -163,7 +206,7 @@ PIPED_LLAMAS = {
 
 @pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_a_pipeline_trains_a_llama_like_one_process_under_every_schedule(pool, reference, n):
-    assert_llamas_train_like_one_process(pool, reference, n, PIPED_LLAMAS[n])
+    assert_cases_train_like_one_process(pool, reference, n, PIPED_LLAMAS[n])
 
 
 PRODUCTS = {

@@ -6,7 +6,8 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.predict.traffic import Traffic, per_step
+from manyhands.predict.models import model_of
+from manyhands.predict.traffic import Traffic, messages, per_step
 
 # odd numbers: nothing splits evenly but what must
 SMALL = "--model.n-layer 3 --model.n-head 2 --model.n-embd 14 --model.block-size 9 --model.vocab-size 65"
@@ -103,6 +104,30 @@ def test_tokens_travel_to_their_experts_as_the_formula_says(pool, world_size):
         for found in measured:
             assert found[i]["all_to_all"].calls == expected["all_to_all"].calls, flags
             assert found[i] | {"all_to_all": None} == expected | {"all_to_all": None}, flags
+
+
+TIED = f"{SMALL} --model.tie --model.n-layer 4"
+ENDS = {
+    f"{TIED} --parallel.strategy pp": 1,
+    f"{TIED} --parallel.strategy fsdp --parallel.pipeline 2": 1,
+    f"{TIED} --parallel.pipeline 2 --parallel.strategy fsdp --parallel.sharding grad_op "
+    "--parallel.schedule ZBVZeroBubble": 0,  # one rank has both ends
+}
+
+
+def test_the_ends_of_a_pipeline_sum_the_gradient_of_a_tied_matrix_as_the_formula_says(pool):
+    measured = pool.run(4, measure, list(ENDS))
+    for i, (flags, calls) in enumerate(ENDS.items()):
+        config, layout, options = read(flags, 4)
+        planned = messages(model_of(config), layout, options, 2)
+        planned = [one for one in planned if (one.axis, one.operation) == ("pipeline", "all_reduce")]
+        assert [(one.calls, one.ranks, one.stride) for one in planned] == [(1, 2, 3 if i == 0 else 2)] * calls, flags
+        seen = [found[i].get("all_reduce", Traffic(0, 0)) for found in measured]
+        assert max(seen, key=lambda one: one.payload_bytes) == Traffic(
+            calls, sum(one.payload_bytes for one in planned)
+        ), flags
+        middle = [rank for rank in (1, 2) if i == 0]  # of four stages
+        assert not any(seen[rank].calls for rank in middle)
 
 
 def volume(traffic, num_params):

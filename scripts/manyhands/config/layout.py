@@ -244,8 +244,6 @@ def _combinations(options, degrees):
         yield f"{why}; use parallel.activation_checkpointing=selective or --train.no-compile"
     if degrees["pipeline"] == 1:
         return
-    if options.model.tie:
-        yield "model.tie shares one matrix between the first and the last stage; use --model.no-tie with a pipeline"
     if parallel.loss_parallel:
         yield "parallel.loss_parallel does not run inside a pipeline; leave it out"
     if train.compile:

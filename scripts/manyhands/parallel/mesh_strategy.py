@@ -49,6 +49,7 @@ class MeshStrategy(Strategy):
     """A GPT on the mesh pipeline x replicate x shard x tensor; the interface is `Strategy`'s."""
 
     stages: Any = None  # of a pipeline
+    tied: Any = None  # of a pipeline with a tied model: its `TiedCopy`
     replicas: Any = None  # without one: who takes micro-batches through the model
     flat: FlatReplicas | None = None
     records = False  # whether micro-batches are recorded: see `cuda_graphs`
@@ -89,7 +90,7 @@ class MeshStrategy(Strategy):
             if layout.pipeline == 1:
                 self._prepare(model)
         if layout.pipeline > 1:
-            from manyhands.parallel.pipeline import Stages  # late: it brings the compiler, which takes seconds
+            from manyhands.parallel.pipeline import Stages, TiedCopy  # late: it brings the compiler
 
             self.pipeline_group = self.mesh["pipeline"].get_group()
             self.stages = Stages(model, layout, options, self.mesh, ranks.device, self._prepare)
@@ -100,6 +101,11 @@ class MeshStrategy(Strategy):
             self.replicas = self.replicate(model)
         # taken once: between forward and backward FSDP puts the gathered weights where its shards were
         self._named = {name: p for module in self.modules for name, p in module.named_parameters()}
+        if self.stages and config.tie:
+            last = self._named.pop("head.weight", None)
+            self.tied = TiedCopy(layout, self.stages.owners, self._named.get("tokens.weight"), last)
+            if last is not None:  # it has the embedding's name, of which a checkpoint holds one
+                self._named.setdefault("tokens.weight", last)
 
     def _prepare(self, model):
         """Spread a GPT, or a stage of one, over the ranks of the axes replicate, shard and tensor, in place."""
@@ -150,8 +156,14 @@ class MeshStrategy(Strategy):
         if not self.stages:
             return self._forward_backward(self._own_loss, (ids_bT, targets_bT), timer)
         self._micro_batch_size(len(ids_bT))
+        if self.tied:
+            self.tied.refresh()
+            self.tied.before_backward()
         loss = self.stages.forward_backward(ids_bT, targets_bT)
-        finish_gradients(self._named.values())
+        tied_too = [self.tied.mirror] if self.tied and self.tied.mirror is not None else []
+        finish_gradients([*self._named.values(), *tied_too])
+        if self.tied:
+            self.tied.sum_gradients()
         if self.layout.data > 1 and not self.sharded:  # fully_shard averages by itself
             from manyhands.parallel.pipeline import average_gradients
 
@@ -216,7 +228,8 @@ class MeshStrategy(Strategy):
 
     def clip(self, max_norm):
         parameters = [part for part, _ in self.optimizer_parts()]
-        norm = global_norm(parameters, self.pipeline_group)
+        copy = self.tied.weight if self.tied and not self.tied.counted else None
+        norm = global_norm([p for p in parameters if p is not copy], self.pipeline_group)
         return clip_gradients(parameters, norm, max_norm, self.loss_scale)
 
     def balance(self):
@@ -237,6 +250,8 @@ class MeshStrategy(Strategy):
     @torch.no_grad()
     def evaluate(self, ids_bT, targets_bT):
         self._micro_batch_size(len(ids_bT))
+        if self.tied:
+            self.tied.refresh()
         with self._evaluating():
             if self.stages:
                 return self.stages.evaluate(ids_bT, targets_bT)
@@ -249,6 +264,8 @@ class MeshStrategy(Strategy):
         B, T = ids_BT.shape
         ids_BT = self.pad(ids_BT)
         self.moved()
+        if self.tied:
+            self.tied.refresh()
         with self._evaluating():
             if self.stages:
                 return self.stages.logits(ids_BT)[:B, :T]

@@ -50,6 +50,8 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict({str(layer): full_model.blocks[layer] for layer in layers})
         if self.is_last:
             self.norm, self.head = full_model.norm, full_model.head
+            if self.config.tie and not self.is_first:  # a copy: see `TiedCopy`
+                self.head.weight = nn.Parameter(self.head.weight.detach().clone())
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Run the stage. `ids` [b, T] are needed on every stage if attention stays within documents.
@@ -213,6 +215,46 @@ class Stages:
         logits_bTV = logits_bTV.to(self.dtype)
         loss = F.cross_entropy(logits_bTV.flatten(0, 1), targets_bT.flatten())
         return loss / self.layout.micro_batches
+
+
+class TiedCopy:
+    """The head's weight on the last stage of a tied model, which is the token embedding of the first stage.
+
+    Each of the two has a copy, and half of the gradient. Summed, it gives both the same step (Narayanan et al. 2021,
+    Megatron-LM). Under a V-shaped schedule one rank has both stages: its optimizer knows the embedding alone.
+    """
+
+    def __init__(self, layout: Layout, owners: list[int], first: nn.Parameter | None, last: nn.Parameter | None):
+        """All ranks call it. `first`, `last`: the weight in this rank's stages, None where it has not the stage."""
+        self.weight: Any = last if first is None else first
+        self.mirror: Any = None if first is None else last  # where the optimizer does not know it
+        self.counted, self.group = first is not None, None  # the norm counts it on the first stage
+        if owners[0] != owners[-1]:
+            stride = layout.world_size // layout.pipeline
+            ends = [[at + owners[0] * stride, at + owners[-1] * stride] for at in range(stride)]
+            self.group, _ = dist.new_subgroups_by_enumeration(ends)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before the stages run: on a rank with both, an optimizer or a checkpoint may have moved the embedding."""
+        if self.mirror is not None:
+            local_part(self.mirror).copy_(local_part(self.weight))
+
+    @torch.no_grad()
+    def before_backward(self) -> None:
+        """Before a step's first backward: what is summed already is there twice, and will be summed again."""
+        if self.group is not None and self.weight.grad is not None:
+            local_part(self.weight.grad).div_(2)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """After a step's last backward, where gradients lie as their parameters do."""
+        if self.group is not None:
+            if (gradient := local_part(self.weight.grad)).numel():  # FSDP may have left none: to neither of the two
+                dist.all_reduce(gradient, group=self.group)
+        elif self.mirror is not None:
+            self.weight.grad += self.mirror.grad
+            local_part(self.mirror.grad).zero_()
 
 
 @torch.no_grad()

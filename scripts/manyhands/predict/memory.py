@@ -206,15 +206,22 @@ class Share:
     @cached_property
     def weights(self) -> list[Weight]:
         """In the order of `parameters()`."""
-        model = self.model
-        groups = model.front_weights(), model.layer_weights(model.n_expert // self.expert), model.back_weights()
-        front, layer, back = ([weight.of_tensor_rank(self.tensor) for weight in group] for group in groups)
-        return [w for layers, first, last in self.stages for w in front * first + layer * layers + back * last]
+        model, found = self.model, []
+        layer = model.layer_weights(model.n_expert // self.expert)
+        for layers, first, last in self.stages:
+            found += model.front_weights(last) * first + layer * layers + model.back_weights(first) * last
+        return [weight.of_tensor_rank(self.tensor) for weight in found]
 
     @cached_property
     def numel(self) -> int:
         """Parameters, those of its experts included."""
         return sum(weight.numel for weight in self.weights)
+
+    @cached_property
+    def twice(self) -> list[Weight]:
+        """The head of a tied model on a rank that has the first stage, too: its optimizer knows the embedding alone."""
+        both = len(self.stages) > 1 and any(one[1] for one in self.stages) and any(one[2] for one in self.stages)
+        return [self.weights[-1]] if self.model.tie and both else []
 
     @cached_property
     def expert_numel(self) -> int:
@@ -250,7 +257,8 @@ def _whole(share, layout, storage):
     over the replicas: whole tensors, the largest first, each to the rank that has the least so far.
     """
     size, low = storage.size, storage.low
-    owned = count = share.numel
+    count = share.numel
+    owned = count - sum(weight.numel for weight in share.twice)
     if storage.dp_mode == "zero1":
         loads = [0] * layout.replicate  # a heap
         for numel in sorted((weight.numel for weight in share.weights), reverse=True):
@@ -274,8 +282,8 @@ def _fsdp(share, layout, storage):
             unsharded += sum(times * whole for times, _, whole in cut)
         else:
             unsharded += cut[-1][2] + max(padded(unit.nested, layout)[1] for unit in units)
-    size = storage.size
-    return State(held * size, held * size, storage.moments * held, 0, unsharded * storage.low)
+    size, owned = storage.size, held - padded(share.twice, layout)[0]
+    return State(held * size, held * size, storage.moments * owned, 0, unsharded * storage.low)
 
 
 def _master(share, layout, storage):
@@ -316,7 +324,7 @@ def fsdp_units(
 ) -> list[Unit]:
     """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which may have nothing left."""
     layer = model.layer_weights(model.n_expert // expert)
-    around = model.front_weights() * is_first + model.back_weights() * is_last
+    around = model.front_weights(is_last) * is_first + model.back_weights(is_first) * is_last
     kind, count = parsed(wrapping)
     if kind == "size":
         inner, of_root = _by_size(layer, count, is_layer=True)

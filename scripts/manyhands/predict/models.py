@@ -157,15 +157,15 @@ class PlannedModel:
             linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]
         return [Weight(f"mlp.{name}", shape, split, True, self.n_expert > 1) for name, shape, split in linears]
 
-    def front_weights(self) -> list[Weight]:
-        """Before the layers. A tied embedding is the head's weight, too."""
+    def front_weights(self, is_last: bool = True) -> list[Weight]:
+        """Before the layers. A tied embedding is the head's weight, too, where the stage `is_last`."""
         positions = [] if self.style == "llama" else [Weight("positions", (self.block_size, self.n_embd))]
-        return [Weight("tokens", (self.vocab_size, self.n_embd), 0, self.tie), *positions]
+        return [Weight("tokens", (self.vocab_size, self.n_embd), 0, self.tie and is_last), *positions]
 
-    def back_weights(self) -> list[Weight]:
-        """Behind the layers: the last norm and, unless it is tied, the head."""
+    def back_weights(self, is_first: bool = True) -> list[Weight]:
+        """Behind the layers: the last norm and the head, of a tied model as a copy unless the stage `is_first`."""
         D, V = self.n_embd, self.vocab_size
-        shapes = [] if self.tie else [(V, D)] if self.style == "llama" else [(V, D), (V,)]
+        shapes = [] if self.tie and is_first else [(V, D)] if self.tie or self.style == "llama" else [(V, D), (V,)]
         return [Weight("norm", (D,))] * self.norm_weights + [Weight("head", shape, 0, True) for shape in shapes]
 
     @cache  # noqa: B019 - models are few, and asked thousands of times

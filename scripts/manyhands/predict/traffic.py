@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from manyhands.config.layout import SPLIT_BACKWARD, records_graph
+from manyhands.config.layout import SPLIT_BACKWARD, records_graph, stage_owners
 from manyhands.config.strategies import STRATEGIES
 from manyhands.predict.activation_memory import ID_BYTES, PRECISION_BYTES, sequences_at_once, stream_bytes, weight_bytes
 from manyhands.predict.machines import Sent
@@ -121,6 +121,10 @@ def _pipeline(model, layout, options, layers, program):
     payload /= layout.tensor if program.scattered else 1
     stride = layout.tensor * (layout.context if program.data_outside else layout.replicate * layout.shard)
     yield Message("pipeline", "send", calls, calls * payload, layout.pipeline, stride)
+    first, *_, last = stage_owners(options.parallel.schedule, layout.pipeline, layout.stages_per_rank)
+    if model.tie and first != last:  # the halves of the gradient of what both ends hold
+        held, _ = padded([model.front_weights()[0].of_tensor_rank(layout.tensor)], layout)
+        yield Message("pipeline", "all_reduce", 1, held * weight_bytes(options), 2, stride * (layout.pipeline - 1))
 
 
 def _context(model, layout, options, layers, program):
