@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from manyhands.gpt.model import within_documents
 from manyhands.measure import wire
 from manyhands.parallel.context import ring_attention, zig_zag
-from one_process import BATCH, CONFIG, assert_equal, build, one_process, options_of, steps_of
+from one_process import BATCH, CONFIG, LLAMA, assert_equal, build, one_process, options_of, steps_of
 
 B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
 
@@ -75,11 +75,13 @@ def test_positions_that_do_not_split_are_refused():
 # --- a trainer's steps
 
 DOCUMENTS = replace(CONFIG, separator=7, block_size=32)
+# of 2 heads of keys, or of one that two tensor ranks hold, for 4 of queries; a rank turns by its own positions
+LLAMAS = (replace(LLAMA, n_layer=2), replace(LLAMA, n_layer=2, n_kv_head=1, separator=7, block_size=32))
 
 
 @pytest.fixture(scope="module")
 def references():
-    return {config: one_process(options_of(), config) for config in (CONFIG, DOCUMENTS)}
+    return {config: one_process(options_of(), config) for config in (CONFIG, DOCUMENTS, *LLAMAS)}
 
 
 CASES = {
@@ -101,6 +103,21 @@ SHORT = {"context 4", "context 2 x fsdp 2"}
 def test_ranks_that_share_sequences_take_the_steps_of_one_process(pool, references, case):
     n, parallel = CASES[case]
     assert_equal(pool.run(n, steps_of, options_of(**parallel)), references[CONFIG])
+
+
+def steps_of_all(ranks, cases):
+    return [steps_of(ranks, options_of(**parallel), config) for config, parallel in cases]
+
+
+def test_so_they_do_with_a_llama_whose_queries_are_grouped(pool, references):
+    cases = [
+        (LLAMAS[0], dict(strategy="ddp", context=4)),
+        (LLAMAS[1], dict(strategy="fsdp", context=2, activation_checkpointing="block")),
+        (LLAMAS[1], dict(strategy="ddp", context=2, tensor=2, sequence_parallel=True, loss_parallel=True)),
+    ]
+    results = pool.run(4, steps_of_all, cases, timeout_s=240)
+    for i, (config, _) in enumerate(cases):
+        assert_equal([own[i] for own in results], references[config])
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
@@ -131,8 +148,9 @@ def memory_of_a_step(ranks, config, options):
     return kept, seen.peak.total, formula.activations, formula.on_gpu
 
 
-def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_block_of_scores(pool):
-    config, options = replace(CONFIG, block_size=128, vocab_size=8), options_of("fp32", context=2, all_reduce="buckets")
+@pytest.mark.parametrize("config", [CONFIG, LLAMAS[0]], ids=["gpt", "llama"])
+def test_activations_are_those_of_a_part_of_each_sequence_and_the_peak_counts_a_block_of_scores(pool, config):
+    config, options = replace(config, block_size=128, vocab_size=8), options_of("fp32", context=2, all_reduce="buckets")
     for kept, peak, by_formula, peak_by_formula in pool.run(2, memory_of_a_step, config, options):
         assert by_formula == pytest.approx(kept, rel=0.01)
         scores = 2 * 4 * BATCH * CONFIG.n_head * 64 * 64

@@ -182,13 +182,7 @@ def test_a_layout_that_resolves_uses_every_rank_and_covers_each_sequence_once(as
         ("--preset llama-nano --model.n-hidden 342 --parallel.strategy tp", 4,
          ("model.n_hidden=342", "4 tensor ranks", "use a divisor of 342")),
         ("--preset llama-nano --parallel.expert 2", 2, ("model.experts=1", "parallel.expert=2")),
-        *(
-            (f"--preset llama-nano {flags}", 2, ("model.style=llama", ranks, "model.style=gpt"))
-            for flags, ranks in (
-                ("--parallel.context 2", "2 context ranks"),
-                ("--parallel.strategy deepspeed", "deepspeed"),
-            )
-        ),
+        ("--preset llama-nano --parallel.strategy deepspeed", 2, ("model.style=llama", "deepspeed", "model.style=gpt")),
         # schedules and wrapping
         ("--parallel.strategy pp --parallel.schedule 1F1B --parallel.stages-per-rank 2", 2,
          ("1F1B", "not 2", "Interleaved1F1B")),

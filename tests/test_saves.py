@@ -113,6 +113,7 @@ FIXED = [
         m=8,
         style="llama",
     ),
+    Case("a llama, context", 4, "--parallel.strategy fsdp --parallel.context 2", 35, True, m=2, style="llama"),
     # two ranks hold each head of keys
     Case("a llama, tensor 4", 8, "--parallel.strategy fsdp --parallel.tensor 4", 65, True, m=2, style="llama"),
     Case("a llama, read on tensor 4", 4, "--parallel.strategy pp --parallel.tensor 2", 35, m=8, style="llama"),
@@ -301,11 +302,11 @@ def test_at_most_a_tenth_of_the_drawn_layouts_is_refused_and_none_of_the_fixed_o
             resolve_layout(options, model_config(options, case.vocab), case.n)
         except LayoutError:
             refused.append(case)
-    assert len(FEW) == 28 and len(MANY) == 200
+    assert len(FEW) == 29 and len(MANY) == 200
     assert len(refused) <= 22 and not set(refused) & set(FIXED), refused
 
 
-def test_28_layouts_save_each_number_once_and_other_ranks_read_it(pool, no_corpus, tmp_path):
+def test_29_layouts_save_each_number_once_and_other_ranks_read_it(pool, no_corpus, tmp_path):
     _hold(pool, tmp_path, FEW)
 
 

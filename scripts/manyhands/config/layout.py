@@ -208,13 +208,8 @@ def _stages_per_rank(parallel, pipeline):
 
 
 def _style(options, config):
-    """A sentence for each way in which a llama does not run yet."""
-    if config.style == "gpt":
-        return
-    parallel, cure = options.parallel, "leave parallel.context out, or use model.style=gpt"
-    if parallel.context > 1:
-        yield f"model.style=llama does not run on {parallel.context} context ranks yet; {cure}"
-    if parallel.strategy == "deepspeed":
+    """A sentence for the one way in which a llama does not run."""
+    if config.style == "llama" and options.parallel.strategy == "deepspeed":
         yield "model.style=llama does not run under deepspeed; use parallel.strategy=fsdp, or model.style=gpt"
 
 

@@ -16,7 +16,8 @@ back. Of another rank's block it then needs exactly half of the query-key pairs,
 Scores are plain matrix products in float32 at least, whatever the model computes in. Those of one block are whole for a
 moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold them.
 
-Shapes: B sequences, h heads of this rank, T positions, s = T / n of this rank, K numbers per head, n ranks.
+Shapes: B sequences, h heads of this rank, g of them with keys and values, T positions, s = T / n of this rank, K
+numbers per head, n ranks. Inside the ring queries are [B, g, h / g, s, K]: those of a group see the same keys.
 """
 
 import math
@@ -57,10 +58,11 @@ def ring_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Return causal attention [B, h, s, K] of this rank's queries over all keys. All ranks of `group` call it.
 
-    Each holds its zig-zag share of the sequences. `documents[r]`, [B, s], numbers the documents at the positions of
-    rank r: a query sees the keys of its own one. None: all is one document.
+    Each holds its zig-zag share of the sequences. Keys and values may have fewer heads: [B, g, s, K]. `documents[r]`,
+    [B, s], numbers the documents at the positions of rank r: a query sees the keys of its own one. None: all is one
+    document.
     """
-    return _Ring.apply(q, k, v, group, documents)
+    return _Ring.apply(q.unflatten(1, (k.shape[1], -1)), k, v, group, documents).flatten(1, 2)
 
 
 class _Ring(torch.autograd.Function):
@@ -84,7 +86,7 @@ class _Ring(torch.autograd.Function):
                     kv = arrive()
             out, log_sums = (weighted / total).to(q.dtype), largest + total.log()
         # heads contiguous in memory, as the next linear layer needs them, so that it makes no copy
-        out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        out = out.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.group, ctx.documents = group, documents
         return out
@@ -108,12 +110,12 @@ class _Ring(torch.autograd.Function):
                 keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
                 scores = _scores(queries, keys, rows, columns, me, owner, ctx.documents)
                 p = scores.sub_(log_sums[..., rows, :]).exp_()
-                d_scores = (given @ values.mT).sub_(delta[..., rows, :]).mul_(p)
-                d_q[..., rows, :] += d_scores @ keys
+                d_scores = _times(given, values.mT).sub_(delta[..., rows, :]).mul_(p)
+                d_q[..., rows, :] += _times(d_scores, keys)
                 if gradients_arrive:
                     d_kv = gradients_arrive()
-                d_kv[0][..., columns, :] += d_scores.mT @ queries
-                d_kv[1][..., columns, :] += p.mT @ given
+                d_kv[0][..., columns, :] += d_scores.flatten(2, 3).mT @ queries.flatten(2, 3)
+                d_kv[1][..., columns, :] += p.flatten(2, 3).mT @ given.flatten(2, 3)
                 if n > 1:  # pass the keys on; after the last step, back to their owner
                     gradients_arrive = _pass_on(d_kv, group)
                 if arrive:
@@ -137,14 +139,19 @@ def _meeting(me, owner, s):
     return (everything, front) if owner < me else (back, everything)
 
 
+def _times(x, y):
+    """x [B, g, h / g, rows, any] times y [B, g, any, columns]: the heads of a group see the same keys."""
+    return (x.flatten(2, 3) @ y).unflatten(2, (x.shape[2], -1))
+
+
 def _scores(q, k, rows, columns, me, owner, documents):
-    """Return scores [B, h, rows, columns], -inf for keys in the future or in another document."""
-    scores = q @ k.mT
+    """Return scores [B, g, h / g, rows, columns], -inf for keys in the future or in another document."""
+    scores = _times(q, k.mT)
     if owner == me:  # both ascend
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(future, -math.inf)
     if documents is not None:
-        apart = documents[me][:, None, rows, None] != documents[owner][:, None, None, columns]
+        apart = documents[me][:, None, None, rows, None] != documents[owner][:, None, None, None, columns]
         scores.masked_fill_(apart, -math.inf)
     return scores
 
@@ -156,7 +163,7 @@ def _absorb(state, scores, values):
     shrink, p = (largest - new).exp(), scores.sub_(new).exp_()
     largest.copy_(new)
     total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-    weighted.mul_(shrink).add_(p @ values)
+    weighted.mul_(shrink).add_(_times(p, values))
 
 
 def _pass_on(x, group):

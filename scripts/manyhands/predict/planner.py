@@ -100,7 +100,7 @@ class Answer:
 def program_for(model: PlannedModel) -> Program:
     """Return the program that would train a model: train.py what it can, one of Megatron-LM's kind any other.
 
-    And those of models.toml, as published: train.py runs a llama without context ranks.
+    And those of models.toml, as published.
     """
     dense = model.n_expert == 1 and model.name not in OTHERS
     return TRAIN_PY if model.capacity is None and (model.style == "gpt" or dense) else MEGATRON
