@@ -289,7 +289,7 @@ class Block(nn.Module):
 
 
 def turn_of(config, x_BTD, positions_T):
-    """What `rotation` gives blocks that are given x, of a llama; None of a gpt."""
+    """Return what `rotation` gives blocks that are given x, of a llama; None of a gpt."""
     return rotation(config, positions_T, multiplied_in(x_BTD)) if config.style == "llama" else None
 
 

@@ -110,8 +110,9 @@ class MemoryTimeline:
         return max(sample.bytes[kind] for sample in self.samples)
 
     def __enter__(self):
-        for parameter in self.parameters:
-            self._mark(parameter, "parameters", born=False)
+        for parameter in self.parameters:  # a weight without memory is gathered later
+            here = _parts(parameter)[0].untyped_storage().size() or not parameter.numel()
+            self._mark(parameter, "parameters" if here else "unsharded_parameters", born=False)
         for buffer in self.model.buffers():
             self._mark(buffer, "other", born=False)
         self._mark_gradients(born=False)

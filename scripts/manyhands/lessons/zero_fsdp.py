@@ -1,0 +1,149 @@
+"""Harness and plots of lesson 06: a memory limit that holds, a comparison with one process, and printed volumes."""
+
+import contextlib
+import warnings
+from textwrap import shorten
+
+import torch
+from torch import nn
+
+from manyhands.launch import recorded_runs
+from manyhands.launch.program import say, say_once
+from manyhands.launch.ranks import Agreement
+from manyhands.launch.run_folder import show
+from manyhands.measure import wire
+from manyhands.measure.memory_timeline import KINDS, MemoryTimeline
+from manyhands.measure.replicas import flat
+from manyhands.measure.tensor_bytes import count_saved, tensor_bytes
+from manyhands.plots import looks
+from manyhands.plots.memory_stack import memory_stacks
+
+# fully_shard warns of operations in place on what a sharded model returns; there are none here
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+SHORT = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
+
+
+class OutOfMemory(RuntimeError):
+    """A step had more bytes at once than a rank has memory."""
+
+
+@contextlib.contextmanager
+def may_run_out():
+    """Print OutOfMemory in the place of a failed cell."""
+    try:
+        yield
+    except OutOfMemory as error:
+        say_once(f"OutOfMemory: {error}")
+
+
+def adamw(parameters):
+    """Return AdamW, of which two moments lie beside each parameter."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+class Rungs:
+    """Steps under a limit of memory, rung by rung; all ranks call each method."""
+
+    def __init__(self, shakespeare, memory_mb):
+        """`memory_mb` 0: a little more than ZeRO-3 needs, so that it depends on the ranks, and is 12 MB on four."""
+        self.shakespeare, self.peaks, self.P = shakespeare, {}, shakespeare.config.num_params()
+        self.limit = 1e6 * memory_mb or self._enough()
+
+    def _enough(self):
+        """Return bytes: a rank's shares, the root and two blocks whole, gradients of one, activations, and 5 %."""
+        model = self.shakespeare.new_model()
+        saved = count_saved(lambda: model(*self.shakespeare.batch(0)), model).bytes
+        block = sum(p.nbytes for p in model.blocks[0].parameters())
+        root = 4 * self.P - len(model.blocks) * block
+        return 1.05 * (16 * self.P / self.shakespeare.ranks.world_size + root + 3 * block + saved)
+
+    def climb(self, name, build):
+        """Train what `build(model)` returns, (model, optimizer), and compare its losses with those of one process.
+
+        Print what a rank holds and sends, and draw all rungs up to now. Raise OutOfMemory where the peak of a step
+        exceeds the limit on any rank.
+        """
+        new_model, batch, ranks = self.shakespeare.new_model, self.shakespeare.batch, self.shakespeare.ranks
+        model, optimizer = build(new_model())
+        for step in range(3):  # Adam's moments come with the first step, DDP's final buckets with the second
+            optimizer.zero_grad()
+            share = batch(step)
+            with (
+                wire.watch() as sent,
+                MemoryTimeline(getattr(model, "module", model), getattr(optimizer, "own", optimizer)) as seen,
+            ):
+                model(*share)[1].backward()
+                held = tensor_bytes(getattr(model, "module", model), optimizer).total
+                optimizer.step()
+        apart = off_one_process(self.shakespeare, build)
+        self.peaks[name] = seen.peak
+        self.shakespeare.metrics.exact(**{f"held_bytes_{name}": held})
+        say_once(f"{name}: a rank holds {held / 1e6:.2f} MB when backward is done; {seen.peak.total / 1e6:.1f} at most")
+        say_once(f"{name}: a step communicates {in_P(sent, self.P)}")
+        say_once(f"{name}: the losses are those of one process, to 1e-10: {apart < 1e-10}")
+        self.draw()
+        Agreement(ranks, None, OutOfMemory).all(lambda: self._expect_to_fit(name))
+
+    def _expect_to_fit(self, name):
+        peak = self.peaks[name]
+        if peak.total > self.limit:
+            kind = max(peak.bytes, key=peak.bytes.get)
+            raise OutOfMemory(
+                f"{name} needs {peak.total / 1e6:.1f} MB at once, and a rank has {self.limit / 1e6:.1f}; "
+                f"most of it are {kind.replace('_', ' ')}, {peak.bytes[kind] / 1e6:.1f} MB"
+            )
+
+    def draw(self):
+        """Draw a bar for each rung: the bytes of a step's fullest moment, by kind, and where the memory ends."""
+        from matplotlib.lines import Line2D
+
+        if self.shakespeare.ranks.rank:
+            return
+        figure, axes = looks.new_figure(7.5, 1.5 + 0.34 * max(len(self.peaks), 2))
+        for i, peak in enumerate(self.peaks.values()):
+            parts = [(peak.bytes[kind] / 1e6, *looks.BYTES[kind]) for kind in KINDS]
+            total = looks.stacked(axes, i, parts, 0.66)
+            axes.text(total, i, f" {total:.1f}", va="center")
+        axes.axvline(self.limit / 1e6, **looks.LIMIT)
+        axes.set_yticks(range(len(self.peaks)), list(self.peaks))
+        axes.invert_yaxis()
+        most = max(self.limit, *(peak.total for peak in self.peaks.values())) / 1e6
+        axes.set(xlabel=f"MB at the fullest moment of a step, on each of {self.shakespeare.ranks.world_size} ranks")
+        axes.set(xlim=(0, 1.15 * most))
+        there = [kind for kind in KINDS if any(peak.bytes[kind] for peak in self.peaks.values())]
+        keys = [*looks.kind_keys(there), Line2D([], [], **looks.LIMIT, label="memory of a rank")]
+        figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+        show(figure, f"rungs_{len(self.peaks)}", "bars of the bytes of a step's fullest moment, a bar per rung, and the limit")
+
+
+def off_one_process(shakespeare, build):
+    """Train two steps in float64 and read a third batch; return the largest difference of a loss from one process's."""
+    new_model, batch, place = shakespeare.new_model, shakespeare.batch, shakespeare.ranks
+    one = new_model(torch.float64)
+    found = []
+    for (model, optimizer), part in (((one, adamw(one.parameters())), (0, 1)), (build(new_model(torch.float64)), ())):
+        losses = []
+        for step in range(3):
+            losses.append(model(*batch(step))[1].detach())  # of this rank's share, with either weights
+            model(*batch(step, *part))[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.stack(losses))
+    return (found[0] - found[1]).abs().max().item()
+
+
+def volumes(seen, P, bytes_per_value=4):
+    """Return {collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
+    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
+    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
+    return {op: value for op, value in found.items() if value}
+
+
+def in_P(seen, P):
+    """Return the volumes in words."""
+    return ", ".join(f"{op} {value:.2f} P" for op, value in volumes(seen, P).items()) or "nothing"
+
+
+def in_words(seen, bytes_per_value=4):
+    """Return the collectives in the order of their calls, with their thousands of numbers."""
+    return ", ".join(f"{SHORT[call.op]} {call.bytes / bytes_per_value / 1e3:.0f}" for call in seen.calls) or "nothing"
