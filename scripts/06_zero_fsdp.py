@@ -62,14 +62,14 @@
 n_ranks = 4  # processes; in a script the launcher decides
 layers = 4  # layers of the GPT, 2 to 12
 global_batch = 0  # sequences per step, all ranks together; 0: 12, or more where it does not split, at least 0
-memory_mb = 5.0  # MB that a rank has for weights, gradients and optimizer, > 0
+memory_mb = 0.0  # MB that a rank has in a step; 0: a little more than ZeRO-3 needs, 12 on four ranks, at least 0
 wrapping = "block"  # how you wrap the model: block, block_and_size, block_group:2, size:100000
 steps = 3  # steps of SGD that are compared, at least 1
 
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The folded one makes lesson 03's **ShakespeareGPT** with `P` parameters. A
+# The first cell starts four ranks. The second makes lesson 03's **ShakespeareGPT**, with `P` parameters. A
 # reduce-scatter or an all-gather of all of them counts as 1 P, and an all-reduce, which is both, as 2 P.
 
 # %% tags=["active-ipynb"]
@@ -83,145 +83,42 @@ steps = 3  # steps of SGD that are compared, at least 1
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, say_once, show
+from manyhands import ____, card, compare, fingerprint, join, leave, say, say_once
 from manyhands.checks import zero_fsdp as checks
+from manyhands.lessons import zero_fsdp as lesson
+from manyhands.lessons.zero_fsdp import adamw
 from manyhands.measure import wire
-from manyhands.measure.tensor_bytes import tensor_bytes
+from manyhands.measure.replicas import flat
+from manyhands.train.shakespeare import Shakespeare
 from torch import nn
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-import warnings
-
-from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.launch import recorded_runs
-from manyhands.plots.bars import held_against_limit
-
-# fully_shard warns of operations in place on what a sharded model returns; there are none here
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-if global_batch == 0:
-    global_batch = -(-12 // world_size) * world_size
-if global_batch % world_size:
-    refuse(f"global_batch={global_batch} does not split over {world_size} ranks; use a multiple of {world_size}")
-corpus = load_corpus(ranks)
-config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers)
-given = {
-    "layers": layers,
-    "global_batch": global_batch,
-    "memory_mb": memory_mb,
-    "wrapping": wrapping,
-    "steps": steps,
-}
-metrics = Metrics(ranks, corpus, given)
-P = config.num_params()
-rungs = {}  # {name: what this rank holds when backward is done}
-
-
-def new_model(dtype=torch.float32, n_layer=layers):
-    """ShakespeareGPT with its first weights, the same on every rank, because the seed is."""
-    torch.manual_seed(1337)
-    return GPT(GPTConfig(vocab_size=config.vocab_size, n_layer=n_layer)).to(device, dtype)
-
-
-def batch(step, rank=rank, world_size=world_size):
-    """This rank's share of global batch number `step`: inputs and targets, both [b, T]."""
-    share = get_batch(corpus.train_ids, step, global_batch, config.block_size, rank, world_size, seed=1)
-    return [ids_bT.to(device) for ids_bT in share]
-
-
-def flat(tensors):
-    """All these numbers in one row."""
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def volumes(seen, bytes_per_value=4):
-    """{collective: volume in P}: an all-reduce counts twice, as it is a reduce-scatter and an all-gather."""
-    times = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "broadcast": 1}
-    found = {op: k * seen.payload_bytes(op) / (bytes_per_value * P) for op, k in times.items()}
-    return {op: value for op, value in found.items() if value}
-
-
-def in_P(seen):
-    return ", ".join(f"{op} {value:.2f} P" for op, value in volumes(seen).items()) or "nothing"
-
-
-def in_words(seen, bytes_per_value=4):
-    """The collectives in the order of their calls, with their thousands of numbers."""
-    short = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-reduce"}
-    return ", ".join(f"{short[call.op]} {call.bytes / bytes_per_value / 1e3:.0f}" for call in seen.calls)
-
-
-def weigh(name, model, optimizer):
-    """Train three steps; say what a rank holds when backward is done, and what the last step communicates."""
-    for step in range(3):  # Adam's moments come with the first step, DDP's final buckets with the second
-        optimizer.zero_grad()
-        with wire.watch() as seen:
-            model(*batch(step))[1].backward()
-            rungs[name] = held = tensor_bytes(getattr(model, "module", model), optimizer)
-            optimizer.step()
-    metrics.exact(**{f"held_bytes_{name}": held.total})
-    fits = "fits" if held.total <= 1e6 * memory_mb else "does NOT fit"
-    say_once(f"{name}: a rank holds {held.total / 1e6:.2f} MB and has {memory_mb:g} MB: it {fits}")
-    say_once(f"{name}: a step communicates {in_P(seen)}")
-
-
-def off_one_process(model, optimizer, weights):
-    """Train two steps in float64: the largest difference of `weights()` from those of one process."""
-    one = new_model(torch.float64)
-    for each, own, reads in ((one, adamw(one.parameters()), (0, 1)), (model, optimizer, (rank, world_size))):
-        for step in range(2):
-            each(*batch(step, *reads))[1].backward()
-            own.step()
-            own.zero_grad()
-    return (weights() - flat(one.parameters())).abs().max().item()
-
-
-def climb(name, units_of):
-    """Weigh the model of a rung, compare it with one process, and draw all rungs up to now."""
-    model = new_model()
-    weigh(name, model, ShardedOptimizer(units_of(model), adamw))
-    model = new_model(torch.float64)
-    optimizer = ShardedOptimizer(units_of(model), adamw)
-
-    def weights():
-        for unit in optimizer.units:
-            if unit.whole_P.untyped_storage().size() == 0:
-                gather(unit)
-        return flat(model.parameters())
-
-    same = off_one_process(model, optimizer, weights) < 1e-10
-    if rank == 0:
-        say(f"{name}: after two steps the weights are those of one process, to 1e-10: {same}")
-        figure = held_against_limit(rungs, 1e6 * memory_mb, f"MB on each of {world_size} ranks")
-        show(figure, f"rungs_{name}", "bars of the bytes that a rank holds, a bar per rung, and the limit")
-
+given = {"layers": layers, "memory_mb": memory_mb, "wrapping": wrapping, "steps": steps}
+shakespeare = Shakespeare(ranks, global_batch, layers, **given)
+new_model, batch, P = shakespeare.new_model, shakespeare.batch, shakespeare.config.num_params()
+rungs = lesson.Rungs(shakespeare, memory_mb)
 
 # %% [markdown]
 # ## A model that does not fit (CORE, 3 min)
 #
-# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 5
-# MB. `weigh` (folded) trains three steps and prints what a rank holds and sends.
+# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 12
+# MB. `rungs.climb` trains three steps, compares the losses with those of one process, and prints what a rank holds and
+# sends. If the fullest moment of a step needs more memory than a rank has, it raises `OutOfMemory`.
 
 # %%
 # %%ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-model = DDP(new_model(), gradient_as_bucket_view=True)
-optimizer = adamw(model.parameters())
-weigh("DDP", model, optimizer)
+with lesson.may_run_out():
+    rungs.climb("DDP", lambda model: (DDP(model, gradient_as_bucket_view=True), adamw(model.parameters())))
 
 # %% [markdown]
-# On a GPU you would now read `CUDA out of memory`.
+# On a GPU you would now read `CUDA out of memory`. The activations of this rank's own sequences take 6 MB of it. The
+# rest, what DDP holds, is weights, gradients and Adam's two moments.
 #
-# **Predict.** You get more machines, 64 ranks instead of four. How many MB does each rank hold now?
+# **Predict.** You get more machines, 64 ranks instead of four. How many MB of weights, gradients and moments does each
+# rank hold now?
 
 # %%
 # %%ranks
@@ -229,7 +126,7 @@ guess_64 = ____  # your turn: type MB
 
 # %%
 # %%ranks
-compare("MB per rank under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1), "MB")
+compare("MB that a rank holds under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1), "MB")
 
 # %% [markdown]
 # More ranks save no memory. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's
@@ -240,11 +137,13 @@ compare("MB per rank under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1),
 #
 # [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this question for each kind of number:
 #
-# | rung | number | who needs it | when | a step sends |
-# |---|---|---|---|---|
-# | ZeRO-1 | optimizer state | the rank that updates this weight | at the update | 2 P |
-# | ZeRO-2 | gradient, summed | the same rank | from backward to the update | 2 P |
-# | ZeRO-3 | parameter | every rank | while its layer computes | 3 P |
+# | number | who needs it | when | sharded from |
+# |---|---|---|---|
+# | optimizer state | the rank that updates this weight | at the update | ZeRO-1 |
+# | gradient, summed | the same rank | from backward to the update | ZeRO-2 |
+# | parameter | every rank | while its layer computes | ZeRO-3 |
+#
+# A step of ZeRO-1 or ZeRO-2 communicates 2 P, like DDP, a step of ZeRO-3 3 P.
 #
 # ![Bytes per rank without sharding and in three stages: stage 1 cuts the optimizer's, stage 2 also the gradients',
 # stage 3 all](../assets/06_stages.svg)
@@ -265,9 +164,9 @@ compare("MB per rank under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1),
 # ## Rung 1: shard the optimizer (CORE, 13 min)
 #
 # To update one weight, AdamW needs that weight, its gradient and its moments. So a rank can update a *piece* of the
-# model, with the moments of that piece only. Put all parameters into one row, `row_P`, and cut it into n equal pieces.
-# Each rank owns one, its [**shard**](../assets/glossary.md#shard) or share, `share_p`. (P is the whole, p this rank's
-# part.)
+# model, with the moments of that piece only. Put all parameters into one row, the **flat parameter**, and cut it into n
+# equal pieces. Each rank owns one, its [**shard**](../assets/glossary.md#shard) or share. (In names the ending `_P` is
+# the whole row, `_p` this rank's shard of it: `row_P`, `share_p`.)
 #
 # ![38 weights on two ranks: under DDP both hold all, under FSDP each holds 19; an all-gather makes them whole for a
 # moment](../assets/06_two_halves.svg)
@@ -300,35 +199,16 @@ checks.my_share(my_share, ranks)
 # </details>
 
 # %% [markdown]
-# ### Build B: the two halves
-#
-# A [**unit**](../assets/glossary.md#unit) is a set of parameters in one row (the class is folded):
-#
-# | | |
-# |---|---|
-# | `unit.whole_P` | the row, padded |
-# | `unit.parameters` | the model's own parameters, views of the row: filling the row fills the model |
-# | `unit.share_p` | this rank's piece; only this goes to the optimizer |
-# | `unit.gradient_row()` | this rank's gradients, as long as `whole_P` |
-#
-# After backward, every rank has gradients of all weights, from its own sequences. In `reduce_scatter`:
-#
-# 1. Call the half of the all-reduce that writes this rank's piece of the sum into `sum_p`.
-# 2. Put the *average* over the ranks into `unit.share_p.grad`.
-# 3. Remove each parameter's own `grad`, so that its memory is free.
-#
-# After the update, `all_gather` calls the other half: it fills `pieces` with the shares of all ranks.
+# A [**unit**](../assets/glossary.md#unit) is a set of parameters in one row. Filling the row fills the model, because the
+# parameters become views of it. Only `share_p` goes to the optimizer.
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
 class Unit:
-    """Some parameters in one row `whole_P`, which n divides, and this rank's `share_p` of it.
+    """Some parameters in one row `whole_P`, which n divides, and this rank's `share_p` of it."""
 
-    `apart`: the share has memory of its own, as ZeRO-3 needs it; else it is a view of the row.
-    """
-
-    def __init__(self, parameters, apart=False):
+    def __init__(self, parameters, apart=False):  # apart: the share has memory of its own, as ZeRO-3 needs it
         self.parameters = list(parameters)
         row_P = flat(self.parameters)
         self.padding = -len(row_P) % world_size
@@ -336,11 +216,11 @@ class Unit:
         parts = self.whole_P[: len(row_P)].split([p.numel() for p in self.parameters])
         for p, part in zip(self.parameters, parts, strict=True):
             p.data = part.view_as(p)
-        share_p = self.whole_P.chunk(world_size)[rank]
-        self.share_p = nn.Parameter(my_share(row_P, world_size, rank) if apart else share_p)
+        view_p = self.whole_P.chunk(world_size)[rank]
+        self.share_p = nn.Parameter(my_share(row_P, world_size, rank) if apart else view_p)
 
     def gradient_row(self):
-        """This rank's gradients of all parameters in one row, padded like `whole_P`."""
+        """This rank's gradients, flattened and padded to the length of `whole_P`; no gradient counts as zeros."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         return F.pad(flat(gradients), (0, self.padding))
 
@@ -348,26 +228,16 @@ class Unit:
         all_gather(self)
 
 
-class ShardedOptimizer:
-    """An optimizer of which each rank runs its share: backward(); step(); zero_grad()."""
-
-    def __init__(self, units, make):
-        self.units, self.shares = units, [unit.share_p for unit in units]
-        self.own = make(self.shares)
-
-    def step(self):
-        self.reduce()
-        self.own.step()
-        for unit in self.units:
-            unit.refresh()
-
-    def reduce(self):
-        for unit in self.units:  # all ranks, in the same order; what backward has reduced is done
-            if any(p.grad is not None for p in unit.parameters):
-                reduce_scatter(unit)
-
-    def zero_grad(self):
-        self.own.zero_grad()
+# %% [markdown]
+# ### Build B: the two halves
+#
+# After backward, every rank has gradients of all weights, from its own sequences. In `reduce_scatter`:
+#
+# 1. Call the half of the all-reduce that writes this rank's piece of the sum into `sum_p`.
+# 2. Put the *average* over the ranks into `unit.share_p.grad`.
+# 3. Set each parameter's own `grad` to None, so that its memory is free.
+#
+# After the update, `all_gather` calls the other half: it fills `pieces` with the shares of all ranks.
 
 
 # %%
@@ -412,22 +282,37 @@ checks.all_gather(all_gather, ranks)
 # </details>
 
 # %% [markdown]
-# That is ZeRO-1. A step of `ShardedOptimizer` (folded above) calls `reduce_scatter(unit)`, then AdamW on
-# `unit.share_p`, then `all_gather(unit)`. Here the whole model is one unit. `climb` weighs it, and compares its weights
-# with those of one process:
+# That is ZeRO-1. A step calls your two halves, with AdamW on `unit.share_p` between them. Here the whole model is one
+# unit.
 
 
 # %%
 # %%ranks
-def zero_1(model):
-    return [Unit(model.parameters())]
+class ShardedOptimizer:
+    """An optimizer of which each rank runs its share: backward(); step(); zero_grad()."""
+
+    def __init__(self, units, make=adamw):
+        self.units, self.shares = units, [unit.share_p for unit in units]
+        self.own = make(self.shares)
+
+    def step(self):
+        for unit in self.units:  # all ranks, in the same order; what backward has reduced is done
+            if any(p.grad is not None for p in unit.parameters):
+                reduce_scatter(unit)
+        self.own.step()
+        for unit in self.units:
+            unit.refresh()
+
+    def zero_grad(self):
+        self.own.zero_grad()
 
 
-climb("ZeRO-1", zero_1)
+with lesson.may_run_out():
+    rungs.climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.parameters())])))
 
 # %% [markdown]
-# Each rank now has a quarter of the moments. The step still sends 2 P, as under DDP: the two halves of the all-reduce,
-# with the update between them.
+# Each rank now has a quarter of the moments, and it still runs out of memory: at the fullest moment it has all gradients,
+# and a row of them. The step sends 2 P, as under DDP: the two halves of the all-reduce, with the update between them.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
@@ -503,10 +388,12 @@ def zero_2(model):
     return made
 
 
-climb("ZeRO-2", zero_2)
+with lesson.may_run_out():
+    rungs.climb("ZeRO-2", lambda model: (model, ShardedOptimizer(zero_2(model))))
 
 # %% [markdown]
-# Still 2 P: the same numbers, in one message per unit. After its message a unit's full gradients are freed.
+# Still 2 P: the same numbers, in one message per unit. After its message a unit's full gradients are freed. Little is
+# missing now.
 
 # %% [markdown]
 # ## Rung 3: shard the parameters (CORE, 9 min)
@@ -518,11 +405,11 @@ climb("ZeRO-2", zero_2)
 # ![One unit, one step: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update of the
 # share](../assets/06_fsdp_step.svg)
 #
-# Two functions are given (folded). `gather(unit)` fills the row if it is empty. `free(unit)` empties the row's memory,
-# so that only the share stays; the library calls this [reshard](../assets/glossary.md#reshard).
+# `gather(unit)` fills the row if it is empty; the library calls this *unshard*. `free(unit)` empties the row's memory, so
+# that only the share stays; the library calls it [*reshard*](../assets/glossary.md#reshard).
 
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
 def gather(unit):
     """Make the row whole, if it is not. All ranks call it."""
@@ -542,7 +429,7 @@ def free(unit):
 #
 # Register `come` and `go` so that the unit is whole while its modules compute, forward and backward, and empty
 # otherwise. The modules compute one after the other: `modules[0]` is the first in forward and the last in backward.
-# With `stays=True` the unit stays whole from forward to backward.
+# With `stays=True` the unit stays whole from forward to backward (in the library: `reshard_after_forward=False`).
 #
 # | this | calls f |
 # |---|---|
@@ -612,11 +499,11 @@ def zero_3(model, wrapping="block"):
     return made
 
 
-climb("ZeRO-3", zero_3)
+rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # an error now would end the cell
 
 # %% [markdown]
-# It fits, and it computes what one process computes. (The bars are measured after backward. While a block computes,
-# that block and the root are whole as well.)
+# It fits, and it computes what one process computes. At the fullest moment one block and the root are whole
+# ("unsharded") beside the shares. Most of the rest are activations: sharding leaves them as they are.
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -627,11 +514,11 @@ guess_gathers = ____  # your turn: type a number
 # %%
 # %%ranks
 model = new_model(n_layer=2)
-optimizer = ShardedOptimizer(zero_3(model), adamw)
+optimizer = ShardedOptimizer(zero_3(model))
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
     optimizer.step()
-say_once(f"in thousands of numbers: {in_words(seen)}")
+say_once(f"in thousands of numbers: {lesson.in_words(seen)}")
 compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"))
 
 # %% [markdown]
@@ -674,22 +561,15 @@ compare("tokens per GPU that hide a gather", "guess_tokens", 400e12 / (8 * 50e9)
 # GPUs](https://arxiv.org/abs/2407.21783)). So FSDP alone could not hide its messages: it took tensor and pipeline ranks
 # as well.
 #
-# Below are your rungs, and FSDP on up to 512 H100s, as others published it ([MPT
+# Below is FSDP on up to 512 H100s, as others published it ([MPT
 # 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
 # [Llama 3.1
 # 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
 # Each GPU of the MPT run had 12,288 tokens, far more than 1,500. So expect its line to be nearly flat:
 
-# %% jupyter={"source_hidden": true}
+# %%
 # %%ranks
-if rank == 0:
-    curves = recorded_runs.published("06_fsdp")
-    figure = held_against_limit(rungs, 1e6 * memory_mb, f"MB on each of {world_size} ranks", curves)
-    show(figure, "real", "left the bytes of each rung, right tokens per second of each GPU from 8 to 512 H100")
-    for curve in curves:
-        first, last = curve["points"][0], curve["points"][-1]
-        kept = f"{100 * last[1] / first[1]:.0f} % of the tokens/s per GPU at {last[0]} GPUs as at {first[0]}"
-        say(f"{curve['name']}: {kept}")
+lesson.draw_published(ranks)
 
 # %% [markdown]
 # ## The library (CORE, 2 min)
@@ -715,15 +595,9 @@ model = by_library(new_model(n_layer=2))
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
 weight = model.head.weight
-say_once(f"in thousands of numbers: {in_words(seen) or 'nothing, as there is one rank'}")
+say_once(f"in thousands of numbers: {lesson.in_words(seen)}")
 say_once(f"head.weight is a {type(weight).__name__} {list(weight.shape)}; here {list(weight.to_local().shape)}")
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-model = by_library(new_model(torch.float64))
-apart = off_one_process(model, adamw(model.parameters()), lambda: flat(p.full_tensor() for p in model.parameters()))
-say_once(f"fully_shard: after two steps the weights are those of one process, to 1e-10: {apart < 1e-10}")
-metrics.exact(library_all_gathers=seen.count("all_gather"))
+rungs.climb("fully_shard", lambda model: (by_library(model), adamw(model.parameters())))
 
 # %% [markdown]
 # Again five all-gathers. In backward the library gathers block 0 *before* it reduces block 1, so that the gather can
@@ -744,58 +618,30 @@ metrics.exact(library_all_gathers=seen.count("all_gather"))
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# Somebody says: "Any optimizer of torch works on a share." The next cells train two matrices with four optimizers: in one
+# Somebody says: "Any optimizer of torch works on a share." Here two matrices are trained with four optimizers: in one
 # process, with your flat share, and with `fully_shard`.
 #
-# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cells. ("Off by 0.004 of
+# | optimizer | its update, in a sentence |
+# |---|---|
+# | SGD with momentum | a running mean of the gradient |
+# | AdamW | that mean, divided by the root of a running mean of its square |
+# | Adafactor | as AdamW, but of the squares it keeps only the means of each row and each column of the matrix |
+# | Muon | the running mean as a matrix, replaced by the nearest orthogonal matrix |
+#
+# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cell. ("Off by 0.004 of
 # 0.008": the weights moved by up to 0.008, and are wrong by up to 0.004.)
-
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-def two_matrices():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False)).double()
-
-
-def two_steps(net, optimizer, n=1, r=0):
-    for step in range(2):
-        x_BD = torch.randn(8 * world_size, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        net(x_BD.chunk(n)[r]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def against_one_process(make):
-    """Largest distance from one process's weights: of a flat share, of fully_shard, and how far the weights moved.
-
-    In place of a distance stands the message of an error.
-    """
-    first_P, one, by_row, by_tensor = flat(two_matrices().parameters()), *(two_matrices() for _ in range(3))
-    two_steps(one, make(one.parameters()))
-    expected_P, found = flat(one.parameters()), []
-
-    def flat_share():
-        two_steps(by_row, ShardedOptimizer([Unit(by_row.parameters())], make), world_size, rank)
-        return flat(by_row.parameters())
-
-    def whole_tensors():
-        fully_shard(by_tensor, mesh=init_device_mesh("cpu", (world_size,)))
-        two_steps(by_tensor, make(by_tensor.parameters()), world_size, rank)
-        return flat(p.full_tensor() for p in by_tensor.parameters())
-
-    for way in (flat_share, whole_tensors):
-        try:
-            found.append((way() - expected_P).abs().max().item())
-        except (RuntimeError, ValueError) as error:
-            found.append(str(error).splitlines()[0])
-    return *found, (expected_P - first_P).abs().max().item()
 
 
 # %%
 # %%ranks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+def flat_share(net, make):
+    return ShardedOptimizer([Unit(net.parameters())], make)
+
+
+def whole_tensors(net, make):
+    fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+    return make(net.parameters())
+
 
 optimizers = {
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -803,21 +649,7 @@ optimizers = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
 }
-
-# %% jupyter={"source_hidden": true}
-# %%ranks
-from textwrap import shorten
-
-for name, make in optimizers.items():
-    by_row, by_tensor, moved = against_one_process(make)
-    if rank == 0:
-        said = []
-        for found in (by_row, by_tensor):
-            if isinstance(found, str):
-                said.append(f"error ({shorten(found, 36, placeholder=' ...')})")
-            else:
-                said.append("as one process" if found < 1e-10 else f"off by {found:.4f} of {moved:.3f}")
-        say(f"{name}:\n  flat share: {said[0]}; fully_shard: {said[1]}")
+lesson.compare_optimizers(ranks, optimizers, {"flat share": flat_share, "fully_shard": whole_tensors})
 
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
@@ -841,6 +673,25 @@ for name, make in optimizers.items():
 # than Adam's, and what does it need to compute it?" (Row and column means instead of a moment per weight.)
 #
 # </details>
+
+# %% [markdown]
+# ## Recap (CORE, 1 min)
+
+# %%
+# %%ranks
+card(
+    "Each number needs one owner. Only weights are needed by all ranks, and only while their layer computes.",
+    "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and all that lasts between steps shrinks with n.",
+    "Per unit: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update your share.",
+    "Messages hide behind enough tokens per GPU: FLOP/s divided by bytes/s into a node, in backward 1.5 times that.",
+    "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",
+    figure="one unit, two ranks, one step",
+    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run",
+)
+
+# %% [markdown]
+# Next: [lesson 07](07_tensor_parallel.ipynb) splits the layers themselves. Below is the lab, to pick from. Further reading
+# is in the [handbook](../assets/handbook/06_zero_fsdp.md#further-reading).
 
 # %% [markdown]
 # ## How to free what autograd still wants (MORE, 3 min)
@@ -926,7 +777,7 @@ for _ in range(3):  # DDP sorts its buckets anew in the second step: watch the t
     with wire.watch() as seen:
         model(*batch(0))[1].backward()
         library_optimizer.step()
-say_once(f"{in_P(seen)}: together {sum(volumes(seen).values()):.2f} P")
+say_once(f"{lesson.in_P(seen, P)}: together {sum(lesson.volumes(seen, P).values()):.2f} P")
 
 # %% [markdown]
 # ## Clip by the global norm (MORE, 6 min)
@@ -1042,8 +893,8 @@ for way, (losses, norms) in found.items():
         assert difference.abs().max() < 1e-10, f"{way}: {name} differ by {difference.abs().max():.1e}"
     say_once(f"{way} and one process: losses, norms and weights equal to 1e-10")
 say_once(f"every step was clipped: {bool((norms_1 > 0.3).all())}")
-metrics.exact(float64_weights=fingerprint([weights["ours"]]))
-metrics.close(float64_losses=losses_1, float64_norms=norms_1)
+shakespeare.metrics.exact(float64_weights=fingerprint([weights["ours"]]))
+shakespeare.metrics.close(float64_losses=losses_1, float64_norms=norms_1)
 
 # %% [markdown]
 # ### The norm of a share (MORE, 3 min)
@@ -1163,7 +1014,7 @@ for title, sync, keep in (
         for i in range(2):
             model.set_requires_gradient_sync(sync or i == 1)
             (model(*batch(i))[1] / 2).backward()
-    say_once(f"{title:24}{sum(volumes(seen).values()):5.2f} P in {len(seen.calls)} calls")
+    say_once(f"{title:24}{sum(lesson.volumes(seen, P).values()):5.2f} P in {len(seen.calls)} calls")
 
 # %% [markdown]
 # ## Wrapping: what is gathered at once (MORE, 4 min)
@@ -1265,8 +1116,8 @@ runs = {
     "fsdp block, grad_op": f"{fsdp} block --parallel.sharding grad_op",
 }
 table = {name: measure(flags) for name, flags in runs.items()}
-metrics.exact(held={name: vars(row[0]) for name, row in table.items()})
-metrics.exact(communicated={name: row[1].payload_bytes() for name, row in table.items()})
+shakespeare.metrics.exact(held={name: vars(row[0]) for name, row in table.items()})
+shakespeare.metrics.exact(communicated={name: row[1].payload_bytes() for name, row in table.items()})
 
 # %%
 # %%ranks
@@ -1274,7 +1125,7 @@ from manyhands.plots.bars import KINDS, held_and_sent
 
 rows, off = {}, []  # ratios of measured to formula
 for name, (held, seen, held_formula, sent_formula) in table.items():
-    sent = sum(volumes(seen).values())
+    sent = sum(lesson.volumes(seen, P).values())
     both = {op: (2 if op == "all_reduce" else 1) * each.payload_bytes for op, each in sent_formula.items()}
     expected = sum(both.values()) / (4 * P)
     rows[name] = held, held_formula, sent, expected, f"{len(seen.calls)} calls"
@@ -1342,7 +1193,7 @@ timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "f
 from manyhands.plots.memory_stack import memory_stacks
 
 peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
-metrics.measured(peak_bytes=peaks)
+shakespeare.metrics.measured(peak_bytes=peaks)
 if rank == 0:
     figure = memory_stacks({name: seen.samples for name, (seen, _) in timelines.items()})
     show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
@@ -1431,7 +1282,7 @@ for prefetch in (False, True):
     predicted_s = layers * (gather_s + 1e-3)
     if prefetch:  # the longer of the two sets the pace
         predicted_s = gather_s + max(gather_s, 1e-3) * (layers - 1) + 1e-3
-    metrics.exact(**{f"virtual_forward_prefetch_{prefetch}": took_s})
+    shakespeare.metrics.exact(**{f"virtual_forward_prefetch_{prefetch}": took_s})
     if rank == 0:
         title = f"{'with' if prefetch else 'without'} prefetch: {1e3 * took_s:.3f} virtual ms"
         say(f"{title}, predicted {1e3 * predicted_s:.3f}")
@@ -1465,7 +1316,7 @@ with wire.watch() as seen:
     logits, loss = model(*batch(0))
     loss.backward()
 share = model.head.weight.to_local()
-say_once(f"in P of 4 bytes: {in_P(seen)}")
+say_once(f"in P of 4 bytes: {lesson.in_P(seen, P)}")
 say_once(f"shards in {share.dtype}, logits in {logits.dtype}, loss {loss.item():.3f} in {loss.dtype}")
 
 # %% [markdown]
@@ -1512,7 +1363,7 @@ two_levels = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "
 model = by_library(new_model(), two_levels)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
-say_once(f"{nodes} x {world_size // nodes} ranks: {in_P(seen)}")
+say_once(f"{nodes} x {world_size // nodes} ranks: {lesson.in_P(seen, P)}")
 say_once(f"a rank keeps {sum(p.to_local().numel() for p in model.parameters()) / P:.3f} of the parameters")
 
 # %% [markdown]
@@ -1712,7 +1563,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # </details>
 
 # %% [markdown]
-# ## On the cluster
+# ## On the cluster (MORE, 1 min)
 #
 # `--dry-run` prints what would run, and whether it fits. Then submit [lesson 04](04_first_job.ipynb)'s job with the
 # same flags:
@@ -1723,29 +1574,13 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # ```
 
 # %% [markdown]
-# ## Recap
-
-# %%
-# %%ranks
-card(
-    "Each number needs one owner. Only weights are needed by all ranks, and only while their layer computes.",
-    "ZeRO-1 and 2 communicate 2 P, like DDP. ZeRO-3 communicates 3 P, and all that lasts between steps shrinks with n.",
-    "Per unit: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update your share.",
-    "Messages hide behind enough tokens per GPU: FLOP/s divided by bytes/s into a node, in backward 1.5 times that.",
-    "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",
-    figure="one unit, two ranks, one step",
-    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run",
-)
-
-# %% [markdown]
-# ## Further reading
+# ## End
 #
-# In the handbook: [what changes on GPUs](../assets/handbook/06_zero_fsdp.md#on-a-cluster), and
-# [papers](../assets/handbook/06_zero_fsdp.md#further-reading).
+# The last cell writes the run's numbers and stops the ranks.
 
 # %%
 # %%ranks
-metrics.write()
+shakespeare.metrics.write()
 leave()
 
 # %% tags=["active-ipynb"]

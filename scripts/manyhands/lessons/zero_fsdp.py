@@ -50,12 +50,12 @@ class Rungs:
         self.limit = 1e6 * memory_mb or self._enough()
 
     def _enough(self):
-        """Return bytes: a rank's shares, the root and two blocks whole, gradients of one, activations, and 5 %."""
+        """Return bytes: a rank's shares, the root and two blocks whole, the activations, and 4 %."""
         model = self.shakespeare.new_model()
         saved = count_saved(lambda: model(*self.shakespeare.batch(0)), model).bytes
         block = sum(p.nbytes for p in model.blocks[0].parameters())
         root = 4 * self.P - len(model.blocks) * block
-        return 1.05 * (16 * self.P / self.shakespeare.ranks.world_size + root + 3 * block + saved)
+        return 1.04 * (16 * self.P / self.shakespeare.ranks.world_size + root + 2 * block + saved)
 
     def climb(self, name, build):
         """Train what `build(model)` returns, (model, optimizer), and compare its losses with those of one process.
@@ -72,8 +72,9 @@ class Rungs:
                 wire.watch() as sent,
                 MemoryTimeline(getattr(model, "module", model), getattr(optimizer, "own", optimizer)) as seen,
             ):
-                model(*share)[1].backward()
-                held = tensor_bytes(getattr(model, "module", model), optimizer).total
+                with seen.phase("backward"):
+                    model(*share)[1].backward()
+                    held = tensor_bytes(getattr(model, "module", model), optimizer).total
                 optimizer.step()
         apart = off_one_process(self.shakespeare, build)
         self.peaks[name] = seen.peak
@@ -90,7 +91,7 @@ class Rungs:
             kind = max(peak.bytes, key=peak.bytes.get)
             raise OutOfMemory(
                 f"{name} needs {peak.total / 1e6:.1f} MB at once, and a rank has {self.limit / 1e6:.1f}; "
-                f"most of it are {kind.replace('_', ' ')}, {peak.bytes[kind] / 1e6:.1f} MB"
+                f"the largest part: {kind.replace('_', ' ')}, {peak.bytes[kind] / 1e6:.1f} MB"
             )
 
     def draw(self):
@@ -147,3 +148,58 @@ def in_P(seen, P):
 def in_words(seen, bytes_per_value=4):
     """Return the collectives in the order of their calls, with their thousands of numbers."""
     return ", ".join(f"{SHORT[call.op]} {call.bytes / bytes_per_value / 1e3:.0f}" for call in seen.calls) or "nothing"
+
+
+def draw_published(ranks):
+    """Draw tokens per second of each GPU against GPUs, as others published it, and print how much is kept."""
+    if ranks.rank:
+        return
+    figure, axes = looks.new_figure(7.5, 3)
+    for curve, look in zip(recorded_runs.published("06_fsdp"), looks.ALTERNATIVES, strict=False):
+        gpus, rates = zip(*curve["points"], strict=True)
+        axes.semilogx(gpus, rates, ms=5, **look)
+        looks.end_label(axes, gpus[-1], rates[-1], curve["name"], look["color"])
+        kept = f"{100 * rates[-1] / rates[0]:.0f} % of the tokens/s per GPU at {gpus[-1]} GPUs as at {gpus[0]}"
+        say(f"{curve['name']}: {kept}")
+    ticks = [8, 32, 128, 512]
+    axes.set_xticks(ticks, ticks)
+    axes.minorticks_off()
+    axes.set(xlabel="H100 GPUs", ylabel="tokens/s per GPU", ylim=(0, None), xlim=(6, 6 * ticks[-1]))
+    show(figure, "published", "tokens per second of each GPU from 8 to 512 H100: nearly flat lines")
+
+
+def two_matrices():
+    """Return a small network of two matrices, in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False)).double()
+
+
+def compare_optimizers(ranks, optimizers, ways):
+    """Train two matrices for two steps with each optimizer, and print how far each way is from one process.
+
+    optimizers: {name: make(parameters)}; ways: {name: build(net, make)}, which returns the optimizer. All ranks call it.
+    """
+
+    def trained(net, optimizer, part=0, parts=1):
+        for step in range(2):
+            draw = torch.Generator().manual_seed(step)
+            x_BD = torch.randn(8 * ranks.world_size, 16, dtype=torch.float64, generator=draw)
+            net(x_BD.chunk(parts)[part]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return flat(p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
+
+    for name, make in optimizers.items():
+        one, said = two_matrices(), []
+        expected_P = trained(one, make(one.parameters()))
+        moved = (expected_P - flat(two_matrices().parameters())).abs().max().item()
+        for way, build in ways.items():
+            net = two_matrices()
+            try:
+                apart = (trained(net, build(net, make), ranks.rank, ranks.world_size) - expected_P).abs().max().item()
+            except (RuntimeError, ValueError) as error:
+                said.append(f"{way}: error ({shorten(str(error).splitlines()[0], 36, placeholder=' ...')})")
+                continue
+            rounded = "as one process" if apart < 1e-10 else f"as one process, rounded to bf16 ({apart:.4f} of {moved:.3f})"
+            said.append(f"{way}: {rounded if apart < 0.05 * moved else f'off by {apart:.4f} of {moved:.3f}'}")
+        say_once(f"{name}:\n  {'; '.join(said)}")
