@@ -102,6 +102,15 @@ def test_a_fix_arrives_and_an_edit_and_a_new_cell_and_an_output_stay(course, min
     assert "my own line" in (kept / "03_data_parallel.ipynb").read_text()
 
 
+def test_a_fix_arrives_beside_a_cell_for_some_ranks(course, mine, tmp_path):
+    (fixed,) = in_turn(course, 1)
+    edit_notebook(mine, lambda cells: cells.append(nbformat.v4.new_code_cell("%%ranks 1\nprint('one of us')")))
+    write_script(course, (fixed, f"{fixed}\nprint('the fix')"))
+    update(handouts.copy(tmp_path / "new", course), mine)
+    assert f"{fixed}\nprint('the fix')" in texts(mine) and texts(mine)[-1] == "%%ranks 1\nprint('one of us')"
+    assert "begins with '%%ranks 1'" in pairs.stale_script(lesson_of(mine).script), "as a script it is still told"
+
+
 def test_a_filled_build_stays_though_the_cell_below_it_is_fixed_and_a_scratch_cell_lies_between(course, mine, tmp_path):
     cells = code_cells(course)
     at = next(i for i, source in enumerate(cells) if "____" in source and len(cells[i + 1]) > 40)

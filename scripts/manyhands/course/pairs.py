@@ -172,13 +172,14 @@ def identical(lesson):
     return both_there and as_script(read(lesson.notebook)) == lesson.script.read_text("utf-8")
 
 
-def sync(lesson):
+def sync(lesson, some_ranks=False):
     """Write the form that was saved last into the other. Returns a sentence about what it did.
 
     Outputs of the notebook are kept. Raises PairError where both forms were saved within the same second, and where
-    a cell is for some ranks only.
+    a cell is for some ranks only, unless `some_ranks` permits that.
     """
-    refuse_some_ranks(lesson)
+    if not some_ranks:
+        refuse_some_ranks(lesson)
     found = difference(lesson)
     if found is None and identical(lesson):
         return f"{lesson.name}: notebook and script are the same"

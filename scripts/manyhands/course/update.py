@@ -118,7 +118,7 @@ def _update_lesson(new, mine):
         cure = f"`make reset LESSON={new.number}`, then `make update` again, brings it back"
         return [f"did not arrive: lesson {new.name}, which you removed or renamed; {cure}"]
     kept = keep(mine)
-    sync(mine)  # what the attendee saved last
+    sync(mine, some_ranks=True)  # what the attendee saved last
     notebook = read(mine.notebook)
     notebook.cells, arrived, missed = merge(before, notebook.cells, after.cells)
     notebook.metadata = after.metadata  # another kernel chosen in the browser is no change of the lesson
