@@ -437,6 +437,11 @@ def test_where_home_cannot_be_written_jupyters_files_go_to_a_temporary_folder(st
     _, environ = started
     moved = [environ[name] for name in jupyter.AT_HOME if name != "MPLCONFIGDIR"]
     assert all(place.startswith(str(tmp_path)) for place in moved) and environ["MPLCONFIGDIR"] == "/my/own"
+    (kept,) = tmp_path.glob("manyhands-jupyter-*")
+    assert jupyter.main(["lab"]) == 0 and [*tmp_path.glob("manyhands-jupyter-*")] == [kept], "one for all starts"
+    kept.chmod(0o777)  # others can write into it
+    assert jupyter.main(["lab"]) == 0
+    assert not Path(environ["JUPYTER_RUNTIME_DIR"]).is_relative_to(kept)
 
 
 @pytest.mark.parametrize(("flag", "opens"), [("yes", True), ("no", False)])

@@ -10,6 +10,7 @@ Several actions may be given at once: `remember kernel`.
 import argparse
 import json
 import os
+import stat
 import sys
 import tempfile
 from contextlib import suppress
@@ -93,7 +94,7 @@ def start_lab(open_browser):
     # in its terminals `python` and `mpiexec` are the course's
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)])
     if not can_be_written(Path(jupyter_runtime_dir())):  # OpenShift's HOME=/, a read-only home
-        place = tempfile.mkdtemp(prefix="manyhands-jupyter-")
+        place = _own_temporary_folder()
         environ |= {name: f"{place}/{name.lower()}" for name in AT_HOME if name not in environ}
         print(f"{home()} cannot be written: JupyterLab's own files go to {place}, and are gone with it")
     command = [
@@ -107,6 +108,17 @@ def start_lab(open_browser):
         command.append("--allow-root")
     print("JupyterLab is starting; Ctrl-C twice stops it. Its address:", flush=True)
     os.execve(sys.executable, command, environ)
+
+
+def _own_temporary_folder():
+    """Return this user's folder for JupyterLab's files: the next start finds it again, so one stays, not one each."""
+    place = Path(tempfile.gettempdir(), f"manyhands-jupyter-{os.getuid()}")
+    with suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        told = place.lstat()  # in a folder that all write to, the name may be another user's, or a link of theirs
+        if stat.S_ISDIR(told.st_mode) and told.st_uid == os.getuid() and not told.st_mode & 0o077:
+            return str(place)
+    return tempfile.mkdtemp(prefix="manyhands-jupyter-")
 
 
 def _ask_no_questions():
