@@ -1,5 +1,6 @@
 """The frame around every check, without ranks: verdicts, answers of the wrong type, what the toolkit says."""
 
+import contextlib
 import importlib
 import math
 import os
@@ -159,6 +160,24 @@ def catches_everything():
 )
 def test_an_answer_that_does_not_end_or_ends_too_much_costs_no_kernel(answer, sentence):
     assert re.match(sentence, nothing_to_do(answer))
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("Resource temporarily unavailable", "ulimit -u or the control group's pids.max allows too few processes"),
+        ("Connection closed by peer", "a rank's process ended while its answer was judged: restart the ranks"),
+    ],
+)
+def test_a_check_that_gets_no_group_says_which_limit_was_met_or_that_a_rank_ended(monkeypatch, raised, said):
+    @contextlib.contextmanager
+    def no_group(*_):
+        raise RuntimeError(raised)
+        yield
+
+    monkeypatch.setattr(checks, "trial_group", no_group)
+    with pytest.raises(RuntimeError, match=said):
+        nothing_to_do(lambda: None)
 
 
 def test_a_check_draws_what_it_asks_from_its_seed_and_its_turn():

@@ -41,6 +41,7 @@ from manyhands.checks.unspoilt import RANDOM_STATE, SETTINGS, unspoilt
 from manyhands.checks.witness import Changed, Witness, said, unfinished
 from manyhands.course import board
 from manyhands.course.catch_up import go_on_without
+from manyhands.launch.limits import cure
 from manyhands.launch.program import say
 
 TIMEOUT_S = 5.0
@@ -114,7 +115,8 @@ def _one_turn(turn, witness, answer, ranks, given, timeout_s, if_calls_differ):
                 verdict = _WRONG, f"{verdict[1]} The first trial had other numbers and the same result: is it kept?"
         return _agree(verdict, ranks)
     except RuntimeError as error:
-        raise RuntimeError("a rank's process ended while its answer was judged: restart the ranks") from error
+        ended = "a rank's process ended while its answer was judged: restart the ranks"
+        raise RuntimeError(cure(str(error)) or ended) from error
     finally:
         TURN.reset(before)
 
