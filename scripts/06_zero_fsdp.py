@@ -40,8 +40,8 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, a model that does not fit 3, who needs what 2, rungs 13, 6 and 9, real machines 3, the library 2,
-# zoo 4, card 1; the rest is for questions. A build takes three to four minutes, and these are in the numbers.
+# Minutes of the CORE: start 1, a model that does not fit 3, who needs what 2, rungs 13, 6 and 9, real machines 3, the
+# library 2, zoo 4, card 1; the rest is for questions. A build takes three to four minutes, and these are in the numbers.
 #
 # *Say:* one question carries the lesson: "who needs this number, and when?" Adam's moments: one rank, once per step.
 # Gradients: one rank, after backward. Weights: every rank, but one layer at a time. Each stage of ZeRO is one of these
@@ -732,11 +732,10 @@ say_once(f"the gradient after gathering again is right: {torch.equal(ours, expec
 # %%ranks
 from manyhands.predict.memory import zero_bytes
 
-if rank == 0:
-    say("GB on each of        1       8      64   1,024 ranks")
-    for stage, name in enumerate(("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
-        gigabytes = [zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
-        say(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
+say_once("GB on each of        1       8      64   1,024 ranks")
+for stage, name in enumerate(("none", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+    gigabytes = [zero_bytes(7.5e9, n, stage, k=12) / 1e9 for n in (1, 8, 64, 1024)]
+    say_once(f"{name:14}" + "".join(f"{value:8.1f}" for value in gigabytes))
 
 # %% [markdown]
 # Read the rows: stages 1 and 2 reach a floor, because the weights (in stage 1 also the gradients) stay whole. Only
@@ -746,7 +745,7 @@ if rank == 0:
 # all-gather of weights; ZeRO-3 three P, two all-gathers and a reduce-scatter](../assets/06_volume.svg)
 #
 # This holds for one micro-batch per step. With m of them DDP and ZeRO-1 still need 2 P, if they communicate after
-# the last one only. ZeRO-2 gives gradients away after each: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
+# the last one only. ZeRO-2 reduce-scatters after each micro-batch: (m + 1) P. ZeRO-3 also gathers for each: up to 3m P, or
 # (2m + 1) P if whole gradients add up locally until the last.
 
 # %% [markdown]
@@ -870,7 +869,7 @@ for unit in optimizer.units:
 by_library(library)
 found["fully_shard"] = clipped_sgd(library, sgd(library.parameters()), lambda limit: library_clip(library, limit))
 losses_1, norms_1 = clipped_sgd(
-    single, sgd(single.parameters()), lambda limit: library_clip(single, limit), rank=0, world_size=1
+    single, sgd(single.parameters()), lambda limit: library_clip(single, limit), part=0, parts=1
 )
 weights = {
     "ours": flat(ours.parameters()),
@@ -931,7 +930,7 @@ model(*batch(8))[1].backward()
 library_clip(model, 0.3)  # mended: the same gradient, one norm for all ranks
 mended = library_clip(model, max_norm=float("inf")).item()
 part = (theirs / right) ** 2
-say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; my share of its square is {part:.0%}")
+say(f"my norm is {theirs:.4f}, the model's is {right:.4f}; my shard holds {part:.0%} of the squared norm")
 say_once(f"limit 0.3: clipped by the ranks' own norms to {after:.3f}, by the global norm to {mended:.3f}")
 
 # %% [markdown]
@@ -975,7 +974,7 @@ for name, call in calls.items():  # with tensors of the CPU, which gloo sends, o
     if rank == 0 and seen.transport_bytes is not None:
         sent = seen.transport_bytes / row.nbytes
         ring = (2 if name == "all_reduce" else 1) * (world_size - 1) / world_size
-        say(f"{name:14} sent {sent:.2f} of what was communicated; a ring: {ring:.2f}")
+        say(f"{name:14} gloo put {sent:.2f} times the payload on the wire; a ring: {ring:.2f}")
 
 # %% [markdown]
 # gloo's reduce-scatter is an all-reduce of which each rank keeps its piece, so it sends twice what a ring sends.
@@ -1031,17 +1030,18 @@ for title, sync, keep in (
 # | `block` | each block | the usual start |
 # | `block_and_size` | each block, the embedding, the head | large vocabularies: the root stays whole from forward to backward |
 # | `block_group:2` | two blocks together | many small blocks: fewer, longer messages |
-# | `size:N` | any module of N parameters or more outside units further inside | models without clear blocks |
+# | `size:N` | every module that still has N parameters or more after its inner units are taken out | models without clear blocks |
 #
 # A GPT of 6.7 billion parameters has 32 blocks of 201 million each. Outside the blocks it has two matrices of 32,100
 # tokens x 4,096 numbers, 131 million each, the embedding and the head. Which wrapping leaves the least whole?
 
 # %%
 # %%ranks
+from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.fsdp import parameters_by_unit
 
 
-def unit_sizes(config, wrapping):
+def unit_sizes(shakespeare.config, wrapping):
     """Parameters of each unit, the root last."""
     with torch.device("meta"):  # shapes without numbers: any size fits
         model = GPT(config)
@@ -1049,11 +1049,10 @@ def unit_sizes(config, wrapping):
 
 
 seven_b = GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
-if rank == 0:
-    for wrap in ("block", "block_and_size", "block_group:2", "size:100000000"):
-        *inner, root = unit_sizes(seven_b, wrap)
-        whole = (max(inner) + root) / 1e6
-        say(f"7 B, {wrap:15} {len(inner)} units and the root; at least {whole:8,.1f} M numbers whole at once")
+for wrap in ("block", "block_and_size", "block_group:2", "size:100000000"):
+    *inner, root = unit_sizes(seven_b, wrap)
+    whole = (max(inner) + root) / 1e6
+    say_once(f"7 B, {wrap:15} {len(inner)} units and the root; at least {whole:8,.1f} M numbers whole at once")
 
 # %% [markdown]
 # By block, one block and the root are whole, and both large matrices are in the root. As units of their own, the two
@@ -1069,13 +1068,14 @@ if rank == 0:
 
 # %%
 # %%ranks
+from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.train.dry_run import model_from_flags
 
 
 def build(flags):
     """The trainer's model, spread as its flags say, and its optimizer."""
-    sizes = f"--model.n-layer {layers} --train.global-batch {global_batch} --optimizer.clip 0"
-    return model_from_flags(f"{sizes} {flags}", ranks, config.vocab_size)
+    sizes = f"--model.n-layer {layers} --train.global-batch {shakespeare.global_batch} --optimizer.clip 0"
+    return model_from_flags(f"{sizes} {flags}", ranks, shakespeare.config.vocab_size)
 
 
 def measure(flags):
@@ -1093,7 +1093,8 @@ def measure(flags):
 
 # %% [markdown]
 # **Predict**, for 4 ranks. How many bytes per parameter does DDP hold? ZeRO-1? FSDP? How many P does each communicate?
-# (`grad_op` keeps what forward has gathered until backward has used it.)
+# (`grad_op`, FSDP's SHARD_GRAD_OP, is `reshard_after_forward=False`: what forward has gathered stays until backward has
+# used it.)
 #
 # <details><summary>Answer</summary>
 #
@@ -1121,21 +1122,8 @@ shakespeare.metrics.exact(communicated={name: row[1].payload_bytes() for name, r
 
 # %%
 # %%ranks
-from manyhands.plots.bars import KINDS, held_and_sent
-
-rows, off = {}, []  # ratios of measured to formula
-for name, (held, seen, held_formula, sent_formula) in table.items():
-    sent = sum(lesson.volumes(seen, P).values())
-    both = {op: (2 if op == "all_reduce" else 1) * each.payload_bytes for op, each in sent_formula.items()}
-    expected = sum(both.values()) / (4 * P)
-    rows[name] = held, held_formula, sent, expected, f"{len(seen.calls)} calls"
-    here, there = (sum(getattr(each, kind) for kind in KINDS) for each in (held, held_formula))
-    off += [here / there, sent / expected if expected else 1.0]
-worst = max(off, key=lambda ratio: abs(ratio - 1))
-if rank == 0:
-    figure = held_and_sent(rows, P, f"rank 0 of {world_size}, after backward")
-    show(figure, "bytes", "bars of bytes held and of volume communicated, by strategy, on their formulas")
-    say(f"the ratio of measured to formula that is furthest from 1: {worst:.4f}")
+worst = lesson.draw_held_and_sent(ranks, table, P)
+say_once(f"the ratio of measured to formula that is furthest from 1: {worst:.4f}")
 assert abs(worst - 1) < 0.02, f"a formula is off by {worst}"
 
 # %% [markdown]
@@ -1190,19 +1178,8 @@ timelines = {name: watched_step(runs[name]) for name in ("ddp", "fsdp block", "f
 
 # %%
 # %%ranks
-from manyhands.plots.memory_stack import memory_stacks
-
-peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
-shakespeare.metrics.measured(peak_bytes=peaks)
-if rank == 0:
-    figure = memory_stacks({name: seen.samples for name, (seen, _) in timelines.items()})
-    show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
-    for name, (seen, formula) in timelines.items():
-        gathered, other = seen.highest("unsharded_parameters") / 1e6, seen.highest("other") / 1e6
-        say(f"{name:20} gathered {gathered:.2f} MB at most, formula {formula / 1e6:.2f}; other {other:.2f}")
-    if recorded_runs.runs("06"):
-        here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
-        say(recorded_runs.beside("06", here))
+shakespeare.metrics.measured(peak_bytes={name: seen.peak.total for name, (seen, _) in timelines.items()})
+lesson.draw_memory(ranks, timelines)
 
 # %% [markdown]
 # DDP has a high floor of weights and moments, and its gradients are there nearly from the start: they are views of its
@@ -1233,7 +1210,7 @@ from manyhands.measure.virtual_network import Link, VirtualNetwork
 from manyhands.parallel.fsdp import parameters_by_unit
 
 network = VirtualNetwork(ranks, inside=Link(latency_s=2e-5, bytes_per_s=1e9))
-block_P = torch.zeros(unit_sizes(config, "block")[0] // world_size * world_size)
+block_P = torch.zeros(unit_sizes(shakespeare.config, "block")[0] // world_size * world_size)
 
 
 def start_gather(k):
@@ -1272,8 +1249,6 @@ def virtual_forward(prefetch):
 
 # %%
 # %%ranks
-from manyhands.plots.schedule import gantt
-
 gather_s = (world_size - 1) * network.inside.cost_s(block_P.nbytes // world_size)
 until_s = layers * (gather_s + max(gather_s, 1e-3))  # both charts on one scale
 for prefetch in (False, True):
@@ -1283,11 +1258,9 @@ for prefetch in (False, True):
     if prefetch:  # the longer of the two sets the pace
         predicted_s = gather_s + max(gather_s, 1e-3) * (layers - 1) + 1e-3
     shakespeare.metrics.exact(**{f"virtual_forward_prefetch_{prefetch}": took_s})
-    if rank == 0:
-        title = f"{'with' if prefetch else 'without'} prefetch: {1e3 * took_s:.3f} virtual ms"
-        say(f"{title}, predicted {1e3 * predicted_s:.3f}")
-        alt = "hatched gathers and solid blocks on each rank, one behind the other or overlapping"
-        show(gantt(spans, title, virtual=True, until_s=until_s), f"prefetch_{prefetch}", alt)
+    title = f"{'with' if prefetch else 'without'} prefetch: {1e3 * took_s:.3f} virtual ms"
+    say_once(f"{title}, predicted {1e3 * predicted_s:.3f}")
+    lesson.draw_spans(ranks, spans, title, until_s, f"prefetch_{prefetch}")
 
 # %% [markdown]
 # FSDP does this on GPUs by itself. In backward it asks for the next unit explicitly, in the reverse order of forward. In
@@ -1400,10 +1373,10 @@ from manyhands.train.dry_run import model_from_flags
 
 def deepspeed_losses(stage):
     """Losses of 3 clipped steps under DeepSpeed's ZeRO. Raises OptionError where it is not installed."""
-    sizes = f"--model.n-layer {layers} --train.global-batch {global_batch}"
+    sizes = f"--model.n-layer {layers} --train.global-batch {shakespeare.global_batch}"
     plain = "--optimizer.name sgd --optimizer.weight-decay 0"
     engine = f"--parallel.strategy deepspeed --parallel.zero-stage {stage}"
-    spread = model_from_flags(f"{sizes} {plain} {engine}", ranks, config.vocab_size)
+    spread = model_from_flags(f"{sizes} {plain} {engine}", ranks, shakespeare.config.vocab_size)
     for group in spread.optimizer.param_groups:
         group["lr"] = 0.5
     losses = []
@@ -1449,7 +1422,7 @@ except OptionError as error:
 # ### Exercise 2: predict the bytes of a wrapping
 #
 # `sizes` are the numbers of parameters of each unit, the root last; n ranks, fp32, AdamW, everything sharded
-# (ZeRO-3). Write `predict(sizes, n)` that returns four numbers for one rank: the bytes it holds at rest (weights,
+# (ZeRO-3). There may be no unit but the root. Write `predict(sizes, n)` that returns four numbers for one rank: the bytes it holds at rest (weights,
 # gradients, moments); the bytes of the rows that are whole at the same time, at most; how many all-gathers a step
 # makes; and the bytes communicated in a step, all collectives together. Every size is a multiple of n.
 
@@ -1487,7 +1460,7 @@ from manyhands.parallel.fsdp import parameters_by_unit
 from manyhands.train.dry_run import model_from_flags
 
 held, seen, _, _ = measure(f"--parallel.strategy fsdp --parallel.wrapping {wrapping}")
-held_bytes, whole_bytes, gathers, communicated = predict(unit_sizes(config, wrapping), world_size)
+held_bytes, whole_bytes, gathers, communicated = predict(unit_sizes(shakespeare.config, wrapping), world_size)
 say_once(f"{wrapping}: held {held.total / held_bytes:.3f} of the prediction, which knows no padding")
 say_once(f"{seen.count('all_gather')} all-gathers, predicted {gathers}")
 say_once(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:,}")
@@ -1505,13 +1478,13 @@ say_once(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:
 
 # %%
 # %%ranks
+from manyhands.gpt.model import GPT, GPTConfig
 from torch.distributed.fsdp import fully_shard
 
 with torch.device("meta"):
     large = GPT(GPTConfig(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096))
-if rank == 0:
-    in_all = sum(p.nbytes for p in large.parameters())
-    say(f"7 B in fp32: {in_all / 1e9:.1f} GB whole, {in_all / 64e9:.2f} on each of 64 ranks; here 0")
+in_all = sum(p.nbytes for p in large.parameters())
+say_once(f"7 B in fp32: {in_all / 1e9:.1f} GB whole, {in_all / 64e9:.2f} on each of 64 ranks; here 0")
 
 # %% [markdown]
 # Write `sharded_from_meta(make, mesh)`: it returns the model of `make()`, an `nn.Sequential`, with each of its

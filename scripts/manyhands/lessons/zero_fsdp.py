@@ -15,8 +15,9 @@ from manyhands.measure import wire
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline
 from manyhands.measure.replicas import flat
 from manyhands.measure.tensor_bytes import count_saved, tensor_bytes
-from manyhands.plots import looks
+from manyhands.plots import bars, looks
 from manyhands.plots.memory_stack import memory_stacks
+from manyhands.plots.schedule import gantt
 
 # fully_shard warns of operations in place on what a sharded model returns; there are none here
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -114,7 +115,11 @@ class Rungs:
         there = [kind for kind in KINDS if any(peak.bytes[kind] for peak in self.peaks.values())]
         keys = [*looks.kind_keys(there), Line2D([], [], **looks.LIMIT, label="memory of a rank")]
         figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
-        show(figure, f"rungs_{len(self.peaks)}", "bars of the bytes of a step's fullest moment, a bar per rung, and the limit")
+        show(
+            figure,
+            f"rungs_{len(self.peaks)}",
+            "bars of the bytes of a step's fullest moment, a bar per rung, and the limit",
+        )
 
 
 def off_one_process(shakespeare, build):
@@ -200,6 +205,49 @@ def compare_optimizers(ranks, optimizers, ways):
             except (RuntimeError, ValueError) as error:
                 said.append(f"{way}: error ({shorten(str(error).splitlines()[0], 36, placeholder=' ...')})")
                 continue
-            rounded = "as one process" if apart < 1e-10 else f"as one process, rounded to bf16 ({apart:.4f} of {moved:.3f})"
+            rounded = (
+                "as one process" if apart < 1e-10 else f"as one process, rounded to bf16 ({apart:.4f} of {moved:.3f})"
+            )
             said.append(f"{way}: {rounded if apart < 0.05 * moved else f'off by {apart:.4f} of {moved:.3f}'}")
         say_once(f"{name}:\n  {'; '.join(said)}")
+
+
+def draw_held_and_sent(ranks, table, P):
+    """Draw bytes held and volume communicated, by strategy, on their formulas; return the ratio furthest from 1.
+
+    table: {name: (Bytes held, wire.Seen, Bytes by formula, volumes by formula)}.
+    """
+    rows, off = {}, []  # ratios of measured to formula
+    for name, (held, seen, held_formula, sent_formula) in table.items():
+        sent = sum(volumes(seen, P).values())
+        both = {op: (2 if op == "all_reduce" else 1) * each.payload_bytes for op, each in sent_formula.items()}
+        expected = sum(both.values()) / (4 * P)
+        rows[name] = held, held_formula, sent, expected, f"{len(seen.calls)} calls"
+        here, there = (sum(getattr(each, kind) for kind in bars.KINDS) for each in (held, held_formula))
+        off += [here / there, sent / expected if expected else 1.0]
+    if ranks.rank == 0:
+        figure = bars.held_and_sent(rows, P, f"rank 0 of {ranks.world_size}, after backward")
+        show(figure, "bytes", "bars of bytes held and of volume communicated, by strategy, on their formulas")
+    return max(off, key=lambda ratio: abs(ratio - 1))
+
+
+def draw_memory(ranks, timelines):
+    """Draw the memory of a step of several strategies, {name: (MemoryTimeline, gathered bytes by formula)}."""
+    if ranks.rank:
+        return
+    figure = memory_stacks({name: seen.samples for name, (seen, _) in timelines.items()})
+    show(figure, "memory", "memory of a step of ddp, fsdp and grad_op on one scale, by kind and phase")
+    for name, (seen, formula) in timelines.items():
+        gathered, other = seen.highest("unsharded_parameters") / 1e6, seen.highest("other") / 1e6
+        say(f"{name:20} gathered {gathered:.2f} MB at most, formula {formula / 1e6:.2f}; other {other:.2f}")
+    if recorded_runs.runs("06"):
+        peaks = {name: seen.peak.total for name, (seen, _) in timelines.items()}
+        here = {f"peak, {name}": (peak, "bytes", f"peak_bytes.{name}") for name, peak in peaks.items()}
+        say(recorded_runs.beside("06", here))
+
+
+def draw_spans(ranks, spans, title, until_s, name):
+    """Draw when each rank gathers and computes on the virtual network."""
+    if ranks.rank == 0:
+        alt = "hatched gathers and solid blocks on each rank, one behind the other or overlapping"
+        show(gantt(spans, title, virtual=True, until_s=until_s), name, alt)
