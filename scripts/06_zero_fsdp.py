@@ -94,8 +94,7 @@ from torch import nn
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
-given = {"layers": layers, "memory_mb": memory_mb, "wrapping": wrapping, "steps": steps}
-shakespeare = Shakespeare(ranks, global_batch, layers, **given)
+shakespeare = Shakespeare(ranks, global_batch, layers, memory_mb=memory_mb, wrapping=wrapping, steps=steps)
 new_model, batch, P = shakespeare.new_model, shakespeare.batch, shakespeare.config.num_params()
 rungs = lesson.Rungs(shakespeare, memory_mb)
 
@@ -104,14 +103,14 @@ rungs = lesson.Rungs(shakespeare, memory_mb)
 #
 # [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 12
 # MB. `rungs.climb` trains three steps, compares the losses with those of one process, and prints what a rank holds and
-# sends. If the fullest moment of a step needs more memory than a rank has, it raises `OutOfMemory`.
+# sends. If the fullest moment of a step needs more memory than a rank has, it raises `OutOfMemory`, which
+# `rungs.try_to_climb` prints.
 
 # %%
 # %%ranks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-with lesson.may_run_out():
-    rungs.climb("DDP", lambda model: (DDP(model, gradient_as_bucket_view=True), adamw(model.parameters())))
+rungs.try_to_climb("DDP", lambda model: (DDP(model, gradient_as_bucket_view=True), adamw(model.parameters())))
 
 # %% [markdown]
 # On a GPU you would now read `CUDA out of memory`. The activations of this rank's own sequences take 6 MB of it. The
@@ -294,6 +293,7 @@ class ShardedOptimizer:
     def __init__(self, units, make=adamw):
         self.units, self.shares = units, [unit.share_p for unit in units]
         self.own = make(self.shares)
+        self.zero_grad = self.own.zero_grad
 
     def step(self):
         for unit in self.units:  # all ranks, in the same order; what backward has reduced is done
@@ -303,12 +303,8 @@ class ShardedOptimizer:
         for unit in self.units:
             unit.refresh()
 
-    def zero_grad(self):
-        self.own.zero_grad()
 
-
-with lesson.may_run_out():
-    rungs.climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.parameters())])))
+rungs.try_to_climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.parameters())])))
 
 # %% [markdown]
 # Each rank now has a quarter of the moments, and it still runs out of memory: at the fullest moment it has all gradients,
@@ -388,8 +384,7 @@ def zero_2(model):
     return made
 
 
-with lesson.may_run_out():
-    rungs.climb("ZeRO-2", lambda model: (model, ShardedOptimizer(zero_2(model))))
+rungs.try_to_climb("ZeRO-2", lambda model: (model, ShardedOptimizer(zero_2(model))))
 
 # %% [markdown]
 # Still 2 P: the same numbers, in one message per unit. After its message a unit's full gradients are freed. Little is
@@ -419,8 +414,7 @@ def gather(unit):
         all_gather(unit)
 
 
-def free(unit):
-    """Only the share stays; whoever reads a parameter now reads nothing. Local."""
+def free(unit):  # only the share stays; whoever reads a parameter now reads nothing; local
     unit.whole_P.untyped_storage().resize_(0)
 
 
@@ -499,7 +493,7 @@ def zero_3(model, wrapping="block"):
     return made
 
 
-rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # an error now would end the cell
+rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # out of memory, this cell would fail
 
 # %% [markdown]
 # It fits, and it computes what one process computes. At the fullest moment one block and the root are whole
@@ -514,10 +508,9 @@ guess_gathers = ____  # your turn: type a number
 # %%
 # %%ranks
 model = new_model(n_layer=2)
-optimizer = ShardedOptimizer(zero_3(model))
+zero_3(model)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
-    optimizer.step()
 say_once(f"in thousands of numbers: {lesson.in_words(seen)}")
 compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"))
 
@@ -634,22 +627,11 @@ rungs.climb("fully_shard", lambda model: (by_library(model), adamw(model.paramet
 
 # %%
 # %%ranks
-def flat_share(net, make):
-    return ShardedOptimizer([Unit(net.parameters())], make)
-
-
-def whole_tensors(net, make):
-    fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
-    return make(net.parameters())
-
-
-optimizers = {
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
-}
-lesson.compare_optimizers(ranks, optimizers, {"flat share": flat_share, "fully_shard": whole_tensors})
+mesh = init_device_mesh("cpu", (world_size,))
+lesson.compare_optimizers(ranks, {
+    "flat share": lambda net, make: ShardedOptimizer([Unit(net.parameters())], make),
+    "fully_shard": lambda net, make: make(fully_shard(net, mesh=mesh).parameters()),
+})  # fmt: skip
 
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
@@ -1041,7 +1023,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.parallel.fsdp import parameters_by_unit
 
 
-def unit_sizes(shakespeare.config, wrapping):
+def unit_sizes(config, wrapping):
     """Parameters of each unit, the root last."""
     with torch.device("meta"):  # shapes without numbers: any size fits
         model = GPT(config)

@@ -1,6 +1,5 @@
 """Harness and plots of lesson 06: a memory limit that holds, a comparison with one process, and printed volumes."""
 
-import contextlib
 import warnings
 from textwrap import shorten
 
@@ -26,15 +25,6 @@ SHORT = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "all-
 
 class OutOfMemory(RuntimeError):
     """A step had more bytes at once than a rank has memory."""
-
-
-@contextlib.contextmanager
-def may_run_out():
-    """Print OutOfMemory in the place of a failed cell."""
-    try:
-        yield
-    except OutOfMemory as error:
-        say_once(f"OutOfMemory: {error}")
 
 
 def adamw(parameters):
@@ -86,6 +76,13 @@ class Rungs:
         self.draw()
         Agreement(ranks, None, OutOfMemory).all(lambda: self._expect_to_fit(name))
 
+    def try_to_climb(self, name, build):
+        """Do the same, and print OutOfMemory in the place of failing."""
+        try:
+            self.climb(name, build)
+        except OutOfMemory as error:
+            say_once(f"OutOfMemory: {error}")
+
     def _expect_to_fit(self, name):
         peak = self.peaks[name]
         if peak.total > self.limit:
@@ -124,7 +121,7 @@ class Rungs:
 
 def off_one_process(shakespeare, build):
     """Train two steps in float64 and read a third batch; return the largest difference of a loss from one process's."""
-    new_model, batch, place = shakespeare.new_model, shakespeare.batch, shakespeare.ranks
+    new_model, batch = shakespeare.new_model, shakespeare.batch
     one = new_model(torch.float64)
     found = []
     for (model, optimizer), part in (((one, adamw(one.parameters())), (0, 1)), (build(new_model(torch.float64)), ())):
@@ -179,10 +176,18 @@ def two_matrices():
     return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Tanh(), nn.Linear(32, 8, bias=False)).double()
 
 
-def compare_optimizers(ranks, optimizers, ways):
-    """Train two matrices for two steps with each optimizer, and print how far each way is from one process.
+OPTIMIZERS = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.01),
+}
 
-    optimizers: {name: make(parameters)}; ways: {name: build(net, make)}, which returns the optimizer. All ranks call it.
+
+def compare_optimizers(ranks, ways):
+    """Train two matrices for two steps with each of OPTIMIZERS, and print how far each way is from one process.
+
+    ways: {name: build(net, make)}, which returns the optimizer. All ranks call it.
     """
 
     def trained(net, optimizer, part=0, parts=1):
@@ -194,22 +199,25 @@ def compare_optimizers(ranks, optimizers, ways):
             optimizer.zero_grad()
         return flat(p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters())
 
-    for name, make in optimizers.items():
-        one, said = two_matrices(), []
+    for name, make in OPTIMIZERS.items():
+        one, found = two_matrices(), []
         expected_P = trained(one, make(one.parameters()))
         moved = (expected_P - flat(two_matrices().parameters())).abs().max().item()
         for way, build in ways.items():
             net = two_matrices()
             try:
                 apart = (trained(net, build(net, make), ranks.rank, ranks.world_size) - expected_P).abs().max().item()
+                found.append(f"{way}: {_judged(apart, moved)}")
             except (RuntimeError, ValueError) as error:
-                said.append(f"{way}: error ({shorten(str(error).splitlines()[0], 36, placeholder=' ...')})")
-                continue
-            rounded = (
-                "as one process" if apart < 1e-10 else f"as one process, rounded to bf16 ({apart:.4f} of {moved:.3f})"
-            )
-            said.append(f"{way}: {rounded if apart < 0.05 * moved else f'off by {apart:.4f} of {moved:.3f}'}")
-        say_once(f"{name}:\n  {'; '.join(said)}")
+                found.append(f"{way}: error ({shorten(str(error).splitlines()[0], 36, placeholder=' ...')})")
+        say_once(f"{name}:\n  {'; '.join(found)}")
+
+
+def _judged(apart, moved):
+    if apart < 1e-10:
+        return "as one process"
+    off = f"off by {apart:.4f} of {moved:.3f}"
+    return f"as one process up to bf16 ({off})" if apart < 0.05 * moved else off
 
 
 def draw_held_and_sent(ranks, table, P):
