@@ -218,8 +218,7 @@ class Unit:
         view_p = self.whole_P.chunk(world_size)[rank]
         self.share_p = nn.Parameter(my_share(row_P, world_size, rank) if apart else view_p)
 
-    def gradient_row(self):
-        """This rank's gradients, flattened and padded to the length of `whole_P`; no gradient counts as zeros."""
+    def gradient_row(self):  # this rank's gradients, flattened and padded to the length of `whole_P`
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         return F.pad(flat(gradients), (0, self.padding))
 
@@ -1260,8 +1259,6 @@ for prefetch in (False, True):
 
 # %%
 # %%ranks
-import warnings
-
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 

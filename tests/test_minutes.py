@@ -40,8 +40,13 @@ SUBJECTS = {
         ("average_gradients", "broadcast_state", "start_all_reduce", "bucket_hook", "finish", "Bucket", "BucketedDDP"),
         "lesson.expect_equal(found", ("all_reduce", "broadcast"),
     ),
+    "06": (
+        ("my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "gather", "free",
+         "gather_when_needed", "zero_3"),
+        'rungs.climb("ZeRO-3"', ("all_reduce", "all_gather", "reduce_scatter"),
+    ),
 }  # fmt: skip
-NOT_YET = ("00", "01", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15")  # held by tests/sizes.toml
+NOT_YET = ("00", "01", "05", "07", "08", "09", "10", "11", "12", "13", "14", "15")  # held by tests/sizes.toml
 SHOWN = [lesson for lesson in LESSONS if lesson.number not in NOT_YET]
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from definitions import taken_from
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure import wire
+from manyhands.measure.replicas import flat
 from manyhands.measure.tensor_bytes import tensor_bytes
 from torch import nn
 
 LESSON = "06_zero_fsdp"
 NAMES = (
-    "flat", "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2",
+    "my_share", "Unit", "reduce_scatter", "all_gather", "ShardedOptimizer", "reduce_in_backward", "zero_2",
     "gather", "free", "gather_when_needed", "zero_3", "clip_by_global_norm", "library_clip", "clip_my_share",
 )  # fmt: skip
 # 14 and 65 split evenly over no number of ranks
@@ -48,8 +49,6 @@ def train(model, optimizer, clip, rank=0, world_size=1):
     norms = []
     for step in range(STEPS):
         model(*batch(step, rank, world_size))[1].backward()
-        if hasattr(optimizer, "reduce"):
-            optimizer.reduce()
         norms.append(clip(MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
@@ -86,13 +85,13 @@ def differences(ranks, tied):
         norms = train(model, optimizer, functools.partial(lesson.clip_by_global_norm, optimizer.shares), **here)
         for unit in optimizer.units:
             lesson.gather(unit)
-        found[f"ours, {wrapping}"] = norms - norms_1, lesson.flat(model.parameters()) - weights_1
+        found[f"ours, {wrapping}"] = norms - norms_1, flat(model.parameters()) - weights_1
     mesh = init_device_mesh("cpu", (ranks.world_size,))
     model = new_model(config)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     norms = train(model, sgd(model.parameters()), functools.partial(lesson.library_clip, model), **here)
-    found["fully_shard"] = (norms - norms_1, lesson.flat(p.full_tensor() for p in model.parameters()) - weights_1)
+    found["fully_shard"] = (norms - norms_1, flat(p.full_tensor() for p in model.parameters()) - weights_1)
     return {way: max(part.abs().max().item() for part in parts) for way, parts in found.items()}
 
 
@@ -124,7 +123,7 @@ def adamw_in_shares(ranks):
             optimizer.step()
         for unit in parts:
             lesson.gather(unit)
-        off = (lesson.flat(model.parameters()) - weights_1).abs().max().item()
+        off = (flat(model.parameters()) - weights_1).abs().max().item()
         calls = seen.count("all_gather"), seen.count("reduce_scatter")
         found[stage] = off, (held.parameters, held.gradients, held.optimizer), calls
     return found
