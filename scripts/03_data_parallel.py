@@ -555,8 +555,8 @@ from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 network = VirtualNetwork(ranks, Link(latency_s=0.1e-3, bytes_per_s=0.4e9))
 took_s = {k: lesson.virtual_step(network, k) for k in (1, 8, 32)}
-folded = compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s.get))
-lesson.draw_spans(network, took_s, folded)
+compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s.get))
+lesson.draw_spans(network, took_s)
 
 # %% [markdown]
 # With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up: each
@@ -568,8 +568,8 @@ lesson.draw_spans(network, took_s, folded)
 
 # %%
 # %%ranks
-folded = compare("speed per GPU that is left on 512", "guess_kept", lesson.kept_on_512(), "%")
-lesson.draw_kept_per_gpu(ranks, folded)
+compare("speed per GPU that is left on 512", "guess_kept", lesson.kept_on_512(), "%")
+lesson.draw_kept_per_gpu(ranks)
 
 # %% [markdown]
 # Source: [MosaicML's benchmarks](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72/scripts/train/benchmarking/README.md)

@@ -510,8 +510,8 @@ model = new_model(n_layer=2)
 zero_3(model)
 with wire.watch() as seen:
     model(*batch(0))[1].backward()
-say_once(f"in thousands of numbers: {lesson.in_words(seen)}")
-compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"))
+calls = f"in thousands of numbers: {lesson.in_words(seen)}"
+compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"), because=calls)
 
 # %% [markdown]
 # From left to right: forward gathers the root, block 0 and block 1. Backward gathers and reduces block 1, then block 0,

@@ -24,24 +24,30 @@ CLOSE = 0.02  # a guess within 2 % is right, to allow for rounding
 _sentences: dict[str, str] = {}  # {question: how the guess compares}, in the order of the questions
 
 
-def compare(what, guess, answer, unit=""):
+def compare(what, guess, answer, unit="", because=""):
     """Print on rank 0 how a guess compares with the answer, and keep the sentence for the card.
 
     what: the question in a few words; asked again, it replaces the first comparison. guess: the name of the caller's
     variable, "guess_100", which may be missing, or a number or a text; None or ... is no guess. answer: a finite
-    number, or a text. unit: printed after each number. Returns "", or where nobody has guessed the line to click for a
-    figure that shows the answer.
+    number, or a text. unit: printed after each number. because: a line that is printed, or folded, with the answer.
+    Returns None.
     """
     if isinstance(guess, str) and re.fullmatch(r"guess\w*", guess):
         guess = sys._getframe(1).f_globals.get(guess)
     sentence = _compared(guess, answer, unit)
     folded = sentence.startswith(NONE_YET) and _in_a_notebook()
+    _sentences.pop(what, None)  # the last one comes last
     _sentences[what] = NONE_YET if folded else sentence
     if not folded:
-        say_once(f"{what}: {sentence}")
+        say_once(f"{what}: {sentence}\n{because}".strip())
     elif joined() is None or joined().rank == 0:
-        _show_folded(what, sentence.removeprefix(f"{NONE_YET}: "))
-    return f"{what}: the figure" * folded
+        _show_folded(what, f"{sentence.removeprefix(f'{NONE_YET}: ')}\n{because}".strip())
+
+
+def unanswered():
+    """Return the line to click for a figure that answers the last comparison, where it has no guess; else ""."""
+    what, said = list(_sentences.items())[-1]
+    return f"{what}: the figure" if said == NONE_YET else ""
 
 
 def card(*lines, figure, command):
@@ -69,7 +75,7 @@ def _in_a_notebook():
 def _show_folded(what, answer):
     from IPython.display import display
 
-    page = f"<details><summary>{html.escape(what)}: {NONE_YET}</summary>{html.escape(answer)}</details>"
+    page = f"<details><summary>{html.escape(what)}: {NONE_YET}</summary>{html.escape(answer).replace(chr(10), '<br>')}</details>"
     display({"text/html": page, "text/plain": f"{what}: {NONE_YET}; the answer is folded"}, raw=True)
 
 

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from manyhands.checks.predictions import unanswered
 from manyhands.launch import recorded_runs
 from manyhands.launch.metrics import fingerprint
 from manyhands.launch.program import say, say_once
@@ -136,7 +137,7 @@ def say_what_a_trained_model_writes(ranks):
         say(letters.decode(generate(plays, letters.encode("\n")[None], 240, Sampling(0.8), seed=4)[0, 1:]))
 
 
-def draw_spans(network, counts, folded=""):
+def draw_spans(network, counts):
     """Draw when rank 0 computes and sends in `virtual_step` for each number of buckets k. All ranks call it."""
     spans = {}
     for k in counts:
@@ -146,7 +147,7 @@ def draw_spans(network, counts, folded=""):
     if network.rank == 0:
         figure = gantt(spans, "when rank 0 computes and sends", virtual=True)
         alt = "hatched communication under solid backward: 8 buckets end first, 32 pile up behind it"
-        show(figure, "buckets", alt, folded)
+        show(figure, "buckets", alt, unanswered())
 
 
 def kept_on_512():
@@ -155,7 +156,7 @@ def kept_on_512():
     return round(100 * on_512 / on_8)
 
 
-def draw_kept_per_gpu(ranks, folded=""):
+def draw_kept_per_gpu(ranks):
     """Draw how much of the speed per GPU is left on more GPUs, in % of that on a curve's fewest."""
     if ranks.rank:
         return
@@ -174,7 +175,8 @@ def draw_kept_per_gpu(ranks, folded=""):
     axes.set(xlabel="GPUs", ylabel="tokens/s per GPU, %", ylim=(80, 102), title="MPT on H100: speed per GPU")
     axes.set_xlim(ticks[0] / 1.2, 2.5 * ticks[-1])
     looks.end_label(axes, ticks[0], 100, "ideal", looks.PREDICTED["color"], up=1)
-    show(figure, "weak_scaling_published", "7b keeps 91 % from 8 to 512 GPUs, 1b 90 % from 128 to 512", folded)
+    alt = "7b keeps 91 % from 8 to 512 GPUs, 1b 90 % from 128 to 512"
+    show(figure, "weak_scaling_published", alt, unanswered())
 
 
 def draw_and_say_times(ranks, step_s):

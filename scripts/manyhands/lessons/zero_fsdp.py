@@ -106,7 +106,8 @@ class Rungs:
         for i, peak in enumerate(self.peaks.values()):
             parts = [(peak.bytes[kind] / 1e6, *looks.BYTES[kind]) for kind in KINDS]
             total = looks.stacked(axes, i, parts, 0.66)
-            axes.text(total, i, f" {total:.1f}", va="center")
+            ground = {"fc": looks.PAPER, "ec": "none", "pad": 1}
+            axes.text(total + 0.15, i, f"{total:.1f}", va="center", bbox=ground)
         axes.axvline(self.limit / 1e6, **looks.LIMIT)
         axes.set_yticks(range(len(self.peaks)), list(self.peaks))
         axes.invert_yaxis()
