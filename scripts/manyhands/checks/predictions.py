@@ -75,7 +75,8 @@ def _in_a_notebook():
 def _show_folded(what, answer):
     from IPython.display import display
 
-    page = f"<details><summary>{html.escape(what)}: {NONE_YET}</summary>{html.escape(answer).replace(chr(10), '<br>')}</details>"
+    lines = "<br>".join(map(html.escape, answer.splitlines()))
+    page = f"<details><summary>{html.escape(what)}: {NONE_YET}</summary>{lines}</details>"
     display({"text/html": page, "text/plain": f"{what}: {NONE_YET}; the answer is folded"}, raw=True)
 
 
