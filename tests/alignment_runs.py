@@ -15,6 +15,7 @@ TEXT = SPEECH * 30
 ALPHABET = sorted({*TEXT, *"You are. Speak. sort reverse abcdefghijkl"})
 VOCAB = with_markers(ALPHABET)
 BASE = GPTConfig(vocab_size=len(ALPHABET), block_size=72, n_layer=2, n_head=2, n_embd=8)
+OF_LLAMA = replace(BASE, style="llama", n_kv_head=1, n_hidden=20)
 PLAIN_SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "warmup": 0, "clip": 0.0}}
 SMALL = {
     "data": {"held_out": 12, "demos": 20, "letters": 8, "length": 3},
@@ -25,10 +26,10 @@ SMALL = {
 }
 
 
-def base():
+def base(config=BASE):
     """A GPT that knows nothing of the template, far enough from uniform for what it says to differ."""
     torch.manual_seed(3)
-    model = GPT(BASE)
+    model = GPT(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3)
@@ -36,12 +37,16 @@ def base():
 
 
 @torch.no_grad()
-def chatty():
+def chatty(config=BASE):
     """`base` with the markers' rows, which answers with a few of the task's letters and an end: some have a reward."""
-    model = widened(base(), replace(BASE, vocab_size=len(VOCAB)), 0).double()
+    model = widened(base(config), replace(config, vocab_size=len(VOCAB)), 0).double()
+    bias = model.head.bias
+    if bias is None:  # a number that is large at every position, so about 3 x 8^0.5 behind the last norm
+        model.tokens.weight[:, 0] = 9.0
+        bias = model.head.weight[:, 0].zero_()
     for token in "abcdefgh":
-        model.head.bias[VOCAB.index(token)] = 3.0
-    model.head.bias[VOCAB.index(END)] = 4.0
+        bias[VOCAB.index(token)] = 3.0 if config.style == "gpt" else 0.4
+    bias[VOCAB.index(END)] = 4.0 if config.style == "gpt" else 0.5
     return model
 
 
@@ -57,24 +62,24 @@ def wanted_of(method, *changes):
     return wanted
 
 
-def begin(ranks, wanted, outputs):
+def begin(ranks, wanted, outputs, config=BASE):
     """The Alignment of these options, before it resumes. All ranks."""
     from manyhands.align.options import trainer_options
     from manyhands.align.run import Alignment, chat_corpus
     from manyhands.config.layout import resolve_layout
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
-    model = chatty()
+    model = chatty(config)
     corpus, config = chat_corpus(Corpus.from_text("test", TEXT), VOCAB), model.config
     layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
     return Alignment(wanted, model, config, layout, corpus, ranks, PreemptionHandler(ranks))
 
 
-def carry_out(ranks, wanted, outputs):
+def carry_out(ranks, wanted, outputs, config=BASE):
     """Align on all ranks; what this rank saw."""
     from manyhands.train.start import resume
 
-    run = begin(ranks, wanted, outputs)
+    run = begin(ranks, wanted, outputs, config)
     resume(run)
     first = run.step
     run.go()

@@ -3,12 +3,13 @@
 import math
 import re
 import shutil
+from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
 import pytest
 import torch
-from alignment_runs import ALPHABET, BASE, VOCAB, base, begin, carry_out, chatty, first_gradients, wanted_of
+from alignment_runs import ALPHABET, BASE, OF_LLAMA, VOCAB, base, begin, carry_out, chatty, first_gradients, wanted_of
 from manyhands.align.chat import END, LetterTask, encode, is_held_out, render, with_markers
 from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms, kl_terms
@@ -183,22 +184,31 @@ def test_an_answer_stops_at_its_end_marker_and_prompts_may_differ_in_length():
 # ------------------------------------------------------------------ where a run starts
 
 
-def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix():
-    model, ids = base(), torch.randint(len(ALPHABET), (2, 9))
+# the numbers in and out of each matrix of a block, over the width 8
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        (BASE, [(1, 3), (1, 1), (1, 4), (4, 1)]),
+        (OF_LLAMA, [(1, 1), (1, 0.5), (1, 0.5), (1, 1), (1, 2.5), (1, 2.5), (2.5, 1)]),
+        (replace(OF_LLAMA, tie=True), [(1, 1), (1, 0.5), (1, 0.5), (1, 1), (1, 2.5), (1, 2.5), (2.5, 1)]),
+    ],
+    ids=["gpt", "llama", "llama, tied"],
+)
+def test_an_adapter_starts_as_nothing_learns_alone_and_folds_into_its_matrix(config, ends):
+    model, ids = base(config), torch.randint(len(ALPHABET), (2, 9))
     before = model(ids)[0].detach()
     frozen = {name: p.clone() for name, p in model.named_parameters()}
     add_lora(model, rank=3, alpha=6.0)
     assert torch.equal(model(ids)[0], before)
     learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # per block 3 (i + o) for each of four matrices: D, 3D; D, D; D, 4D; 4D, D
-    assert sum(p.numel() for p in learning.values()) == 2 * 3 * (4 + 2 + 5 + 5) * 8
+    assert sum(p.numel() for p in learning.values()) == 2 * 3 * sum(i + o for i, o in ends) * 8
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
         model(ids, ids)[1].backward()
         optimizer.step()
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
-    plain = GPT(BASE).double()
-    plain.load_state_dict(folded({name: p.detach() for name, p in model.named_parameters()}, 6.0 / 3))
+    plain = GPT(config).double()
+    plain.load_state_dict(folded(model.state_dict(), 6.0 / 3))
     assert not torch.allclose(plain(ids)[0], before)
     assert torch.allclose(plain(ids)[0], model(ids)[0], rtol=0, atol=1e-12)
     with pytest.raises(ValueError, match="lora.rank=9 does not fit a model of width 8"):
@@ -254,6 +264,22 @@ def test_any_number_of_ranks_under_any_strategy_learns_the_same(pool, alone, met
     n, parallel, train = LAYOUTS[layout]
     wanted = wanted_of(method, {"parallel": parallel, "train": train})
     assert_same_learning(alone(method), pool.run(n, carry_out, wanted, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "lora"), [("sft", "tp 2", 0), ("dpo", "fsdp 2, accumulating", 2), ("grpo", "ddp 2", 0)]
+)
+def test_a_llama_learns_from_examples_preferences_and_rewards_on_any_number_of_ranks(
+    pool, method, layout, lora, tmp_path
+):
+    n, parallel, train = LAYOUTS[layout]
+    alone = pool.run(1, carry_out, wanted_of(method, {"lora": {"rank": lora}}), tmp_path / "1", OF_LLAMA)[0]
+    wanted = wanted_of(method, {"parallel": parallel, "train": train, "lora": {"rank": lora}})
+    assert_same_learning(alone, pool.run(n, carry_out, wanted, tmp_path / "2", OF_LLAMA))
+    before, weights = chatty(OF_LLAMA).state_dict(), alone["weights"]
+    learned = [name for name in weights if name not in before or not torch.equal(weights[name], before[name])]
+    assert any(name.endswith(".lora_b" if lora else ".k.weight") for name in learned)
+    assert method != "grpo" or any(line["groups_that_teach"] for line in alone["numbers"] if "reward" in line)
 
 
 def test_the_first_gradients_are_those_of_torch_alone(pool, tmp_path):

@@ -6,12 +6,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from live_server import make_model
 from manyhands.gpt import llama
 from manyhands.gpt.llama import RMSNorm, rotated, rotation
-from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.sampling import Sampling
 from manyhands.serve import decoder
-from manyhands.serve.engine import Engine
+from manyhands.serve.decoder import quantize, weight_bytes
+from manyhands.serve.engine import Engine, generate
+from torch import nn
 
 SMALL = GPTConfig(11, 16, n_layer=2, n_head=4, n_embd=24, style="llama", n_kv_head=2, n_hidden=40)
 T = 64
@@ -222,11 +225,23 @@ def test_a_few_steps_learn_a_repeating_text():
     assert model.generate(ids_BT[:1, :4], 12, temperature=0).tolist() == [[0, 1, 2, 3] * 4]
 
 
-def test_adapters_and_the_servers_cache_refuse_a_llama():
-    with pytest.raises(ValueError, match="adapters do not stand in a model of style=llama yet; use one of style=gpt"):
-        add_lora(build(), rank=2, alpha=4.0)
-    with pytest.raises(ValueError, match="a model of style=llama is not served yet: use scripts/sample.py, or one of"):
-        Engine(build(), "step 1")
+@pytest.mark.parametrize("changes", [{}, {"norm": "layer", "clip_qkv": 0.05}, {"head_dim": 10, "tie": True}], ids=str)
+def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_heads_of_keys(changes):
+    """Prompts of unequal lengths in pieces of 5 tokens, blocks of 4; three run at a time and the others wait."""
+    model = make_model(1, dataclasses.replace(SMALL, **changes))
+    prompts = [ids_of((1, length), seed=length) for length in (1, 3, 7, 8, 10)]
+    engine = Engine(model, "", num_blocks=9, block_size=4, max_running=3, prefill_tokens=5)
+    assert engine.cache.store.shape == (2, 10, 4, 2, 2, model.config.head_size)
+    sequences = [engine.add(ids_1T[0].tolist(), 6, Sampling(), seed=1) for ids_1T in prompts]
+    while not engine.idle():
+        engine.step()
+    for ids_1T, sequence in zip(prompts, sequences, strict=True):
+        assert [sequence.ids] == generate(model, ids_1T, 6, seed=1, use_cache=False).tolist()
+    assert len({tuple(sequence.drawn) for sequence in sequences}) == len(prompts)
+    before = weight_bytes(model)
+    linears = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+    weights, outputs = sum(layer.weight.numel() for layer in linears), sum(layer.out_features for layer in linears)
+    assert len(linears) == 14 and weight_bytes(quantize(model)) == before - 7 * weights + 8 * outputs
 
 
 @pytest.mark.parametrize(

@@ -197,9 +197,14 @@ def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
         assert (found + so_far.end(), so_far.stopped) == (shown, shown != text)
 
 
-def test_ids_with_separators_are_answered_as_the_models_own_forward_alone_and_in_a_batch():
+@pytest.mark.parametrize(
+    "style",
+    [{}, {"style": "llama", "n_head": 4, "n_kv_head": 2, "n_hidden": 20, "head_dim": 6, "clip_qkv": 0.5}],
+    ids=["gpt", "llama"],
+)
+def test_ids_with_separators_are_answered_as_the_models_own_forward_alone_and_in_a_batch(style):
     """Prompts in pieces of 8 tokens, blocks of 8; the model writes separators, too."""
-    config = dataclasses.replace(CONFIG, separator=VOCAB.index("Q"))
+    config = dataclasses.replace(CONFIG, separator=VOCAB.index("Q"), **style)
     model, draw = quiet(make_model(2, config)), random.Random(3)
     prompts = [[config.separator], [config.separator, 3, 4], [3, 4, config.separator]]
     prompts += [[draw.choice([config.separator, *range(8)]) for _ in range(draw.randint(2, 60))] for _ in range(17)]

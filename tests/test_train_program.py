@@ -96,21 +96,18 @@ def test_a_llama_goes_on_under_another_strategy_on_another_number_of_ranks(llama
 
 
 @pytest.mark.parametrize(
-    ("program", "status", "words"),
+    ("command", "words"),
     [
-        (["sample.py", "--prompt", "ROMEO:", "--length", "80"], 0, ["ROMEO:"]),  # beyond its 64 positions
-        (["align.py", "sft", "--from"], 2, ["is a model of style=llama, which align.py does not teach yet; name one"]),
-        (["serve.py", "--port", "0"], 2, ["is a model of style=llama, which is not served yet; use scripts/sample.py"]),
+        (["sample.py", "{}", "--prompt", "ROMEO:", "--length", "80"], "ROMEO:"),  # beyond its 64 positions
+        (["align.py", "sft", "--from", "{}", "--train.steps", "1", "--data.held-out", "8", "--train.global-batch", "8",
+          "--data.length", "3", "--data.demos", "8", "--lora.rank", "2", "--log.no-plots"], "8 held-out words right"),
     ],
-    ids=["sample", "align", "serve"],
-)
-def test_a_trained_llama_writes_and_what_does_not_run_yet_refuses_it_at_once(llama, tmp_path, program, status, words):
-    name, *flags = program
-    place = [*flags, str(llama / "two")] if flags[-1] == "--from" else [str(llama / "two"), *flags]
+    ids=["sample", "align"],
+)  # fmt: skip
+def test_a_trained_llama_writes_and_learns_to_answer(llama, tmp_path, command, words):
+    name, *flags = [word.replace("{}", str(llama / "two")) for word in command]
     done = subprocess.run(
-        [sys.executable, f"scripts/{name}", *place], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, f"scripts/{name}", *flags], cwd=ROOT, capture_output=True, text=True, timeout=120,
         env={**os.environ, "MANYHANDS_OUTPUTS": str(tmp_path)},
     )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    assert all(word in (done.stderr if status else done.stdout) for word in words), done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 and words in done.stdout, done.stderr

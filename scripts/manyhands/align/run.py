@@ -119,9 +119,6 @@ def align(wanted):
         try:
             agreement = Agreement(ranks, None, CheckpointError)
             base, metadata = agreement.all(lambda: load_model(wanted.source, wanted.step, tell))
-            if base.config.style == "llama":
-                why = "is a model of style=llama, which align.py does not teach yet"
-                raise CheckpointError(f"{wanted.source} {why}; name one that was trained with --model.style gpt")
             tokenizer = tokenizer_of(metadata)
             if tokenizer.kind != "char":
                 raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters")

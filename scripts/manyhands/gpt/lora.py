@@ -37,11 +37,8 @@ class LoRALinear(nn.Linear):
 def add_lora(model, rank, alpha, seed=0):
     """Freeze `model`, a GPT, and put an adapter beside each linear layer of its blocks, in place; returns the model.
 
-    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width, and
-    for a llama.
+    The same `seed` draws the same adapters on every rank. Raises ValueError for a rank that is not 1 to the width.
     """
-    if model.config.style == "llama":
-        raise ValueError("adapters do not stand in a model of style=llama yet; use one of style=gpt")
     widest = model.config.n_embd
     if not 1 <= rank <= widest:
         raise ValueError(f"lora.rank={rank} does not fit a model of width {widest}; use 1 to {widest}")
@@ -49,9 +46,15 @@ def add_lora(model, rank, alpha, seed=0):
         parameter.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for block in model.blocks:
-        for part, name in ((block.attention, "qkv"), (block.attention, "out"), (block.mlp, "up"), (block.mlp, "down")):
-            setattr(part, name, LoRALinear.from_linear(getattr(part, name), rank, alpha / rank, generator))
+        for part in (block.attention, block.mlp):
+            for name, linear in linears_of(part):
+                setattr(part, name, LoRALinear.from_linear(linear, rank, alpha / rank, generator))
     return model
+
+
+def linears_of(part):
+    """[(name, linear layer)] of a block's attention or MLP, in order; none of experts."""
+    return [(name, layer) for name, layer in part.named_children() if isinstance(layer, nn.Linear)]
 
 
 def folded(weights, scale):

@@ -1,6 +1,6 @@
 """Run the GPT of gpt/model.py position by position: the same weights and products, with attention passed in.
 
-    logits_BTV = run(model, ids_BT, positions_BT, attend)       # attend(layer, q, k, v) -> y, all [B, H, T, E]
+    logits_BTV = run(model, ids_BT, positions_BT, attend)       # attend(layer, q, k, v) -> y [B, H, T, E]
     quantize(model)                       # in place: every linear layer of the blocks in 8 bits
     weight_bytes(model)                   # bytes that decoding reads for each token
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from manyhands.gpt.lora import linears_of
 from manyhands.gpt.model import GPT
 
 
@@ -50,9 +51,8 @@ class Int8Linear(nn.Module):
 def quantize(model: GPT) -> GPT:
     """Replace the linear layers in a GPT's blocks; embeddings, norms, experts and head stay. Return the model."""
     for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
-        for part, name in ((attention, "qkv"), (attention, "out"), (mlp, "up"), (mlp, "down")):
-            if isinstance(full := getattr(part, name), nn.Linear):  # experts are unchanged
+        for part in (block.attention, block.mlp):
+            for name, full in linears_of(part):  # experts are unchanged
                 setattr(part, name, Int8Linear(full))
     return model
 

@@ -138,14 +138,14 @@ def compare_cache(model, n: int = 256) -> None:
 def plain_loop(model: GPT, ids_B1: torch.Tensor, n: int) -> list[list[int]]:
     """Return the n likeliest tokens after one token each of B sequences, by a minimal loop with a one-tensor cache."""
     config, (B, _) = model.config, ids_B1.shape
-    shape = (config.n_layer, 2, B, config.n_head, n, config.n_embd // config.n_head)
-    cache_L2BHSE, written = torch.zeros(shape), []
+    shape, grouped = (config.n_layer, 2, B, config.kv_heads, n, config.head_size), config.kv_heads < config.n_head
+    cache_L2BKSE, written = torch.zeros(shape), []
     for t in range(n):
 
-        def attend(layer, q_BH1E, k_BH1E, v_BH1E, t=t):
-            cache_L2BHSE[layer, :, :, :, t] = torch.stack((k_BH1E[:, :, 0], v_BH1E[:, :, 0]))
-            keys_BHSE, values_BHSE = cache_L2BHSE[layer, ..., : t + 1, :]
-            return F.scaled_dot_product_attention(q_BH1E, keys_BHSE, values_BHSE)
+        def attend(layer, q_BH1E, k_BK1E, v_BK1E, t=t):
+            cache_L2BKSE[layer, :, :, :, t] = torch.stack((k_BK1E[:, :, 0], v_BK1E[:, :, 0]))
+            keys_BKSE, values_BKSE = cache_L2BKSE[layer, ..., : t + 1, :]
+            return F.scaled_dot_product_attention(q_BH1E, keys_BKSE, values_BKSE, enable_gqa=grouped)
 
         ids_B1 = run(model, ids_B1, torch.full((B, 1), t), attend)[:, -1:].argmax(-1)
         written.append(ids_B1)

@@ -15,7 +15,8 @@ Position i of a sequence is in block table[i // block_size], at place i % block_
 *everything before its end*: its own tokens and all earlier ones. When the model changes, all blocks are forgotten.
 Attention gathers a sequence's blocks into one tensor; on a GPU a kernel would read them in place (Kwon et al. 2023,
 PagedAttention); the bookkeeping is the same.
-Shapes: N new positions in all, B sequences with T of them each, S gathered positions, P blocks of a table, H heads (E).
+Shapes: N new positions in all, B sequences with T of them each, S gathered positions, P blocks of a table, H heads of
+queries and K of keys (E).
 """
 
 import hashlib
@@ -120,13 +121,11 @@ class BlockPool:
 
 
 class PagedCache:
-    """The tensors of `num_blocks` blocks for each layer; the pool manages holders. Raise ValueError for a llama."""
+    """The tensors of `num_blocks` blocks for each layer; the pool manages holders."""
 
     def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
-        if config.style == "llama":
-            raise ValueError("a model of style=llama is not served yet: use scripts/sample.py, or one of style=gpt")
         # keys and values of a position are adjacent: one write and one gather for both; an extra block stays zero
-        shape = (config.n_layer, num_blocks + 1, block_size, config.n_head, 2, config.n_embd // config.n_head)
+        shape = (config.n_layer, num_blocks + 1, block_size, config.kv_heads, 2, config.head_size)
         self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
         self.store = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = self.store.unbind()
@@ -139,8 +138,9 @@ class PagedCache:
     def attend_for(
         self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor, starts_N: torch.Tensor
     ) -> Callable:
-        """Return attend(layer, q, k, v), all [1, H, N, E], for a row of new positions: lengths[b] with tables[b].
+        """Return attend(layer, q, k, v) for a row of new positions: lengths[b] with tables[b].
 
+        Queries are [1, H, N, E], keys and values [1, K, N, E], and H / K neighbouring heads share them.
         Each attends to what stands from its document's start, in `starts_N`, up to itself.
         Sequences of equal lengths are adjacent and attend as one batch; their tables may differ in length.
         """
@@ -153,17 +153,20 @@ class PagedCache:
             first, begin = first + B, stop
         slots_N = torch.cat([slots for _, (slots, _, _) in groups])
 
-        def attend(layer, q_1HNE, k_1HNE, v_1HNE):
-            store_PSH2E = self.layers[layer]
-            new_NH2E = torch.stack((k_1HNE[0], v_1HNE[0]), dim=-2).transpose(0, 1)
-            store_PSH2E.flatten(0, 1).index_copy_(0, slots_N, new_NH2E)
+        def attend(layer, q_1HNE, k_1KNE, v_1KNE):
+            store_PSK2E = self.layers[layer]
+            grouped = q_1HNE.shape[1] > k_1KNE.shape[1]
+            new_NK2E = torch.stack((k_1KNE[0], v_1KNE[0]), dim=-2).transpose(0, 1)
+            store_PSK2E.flatten(0, 1).index_copy_(0, slots_N, new_NK2E)
             found = []
             for part, (_, places_P, mask_B1TS) in groups:
                 B = len(mask_B1TS)
-                rows_BSH2E = store_PSH2E.index_select(0, places_P).view(B, -1, *store_PSH2E.shape[2:])
-                keys_BHSE, values_BHSE = rows_BSH2E.transpose(1, 2).unbind(-2)
+                rows_BSK2E = store_PSK2E.index_select(0, places_P).view(B, -1, *store_PSK2E.shape[2:])
+                keys_BKSE, values_BKSE = rows_BSK2E.transpose(1, 2).unbind(-2)
                 q_BHTE = q_1HNE[0, :, part].unflatten(1, (B, -1)).transpose(0, 1)
-                y_BHTE = F.scaled_dot_product_attention(q_BHTE, keys_BHSE, values_BHSE, attn_mask=mask_B1TS)
+                y_BHTE = F.scaled_dot_product_attention(
+                    q_BHTE, keys_BKSE, values_BKSE, attn_mask=mask_B1TS, enable_gqa=grouped
+                )
                 found.append(y_BHTE.transpose(0, 1).flatten(1, 2))
             return (found[0] if len(found) == 1 else torch.cat(found, dim=1))[None]
 

@@ -25,7 +25,6 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from manyhands.checkpoint.export import not_finite
-from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.gpt.model import GPT
 from manyhands.serve import gate
 from manyhands.serve.engine import NOT_FINITE, Engine
@@ -113,9 +112,6 @@ class Live:
     """The model that serves new requests. Its version names the step, and differs between different weights."""
 
     def __init__(self, model: GPT, metadata: dict):
-        if model.config.style == "llama":
-            why = f"step {metadata['step']} is a model of style=llama, which is not served yet"
-            raise CheckpointError(f"{why}; use scripts/sample.py, or serve one that was trained with --model.style gpt")
         digest = hashlib.sha256()
         for name, tensor in model.state_dict().items():
             digest.update(name.encode())
@@ -129,7 +125,7 @@ class Service:
 
     `held_out_ids` [n] are the text for judging a new checkpoint, and `tolerance` is the nats per token by which it may
     be worse. `load(step)` returns a checkpoint's (model, metadata); without it none can be loaded. Raise ValueError for
-    a model with a weight that is NaN or infinite, and for a llama.
+    a model with a weight that is NaN or infinite.
     """
 
     def __init__(
