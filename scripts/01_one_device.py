@@ -94,10 +94,10 @@ if sequences % 4:
     refuse(f"sequences={sequences} does not split into 4 micro-batches; use a multiple of 4")
 corpus = load_corpus(ranks)
 shakespeare = GPTConfig(vocab_size=len(corpus.vocab))
-olmo_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
-olmo_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
+gpt_1b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=16, n_head=16, n_embd=2048)
+gpt_7b = GPTConfig(vocab_size=32_100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
 class_70b = GPTConfig(vocab_size=50_280, block_size=4096, n_layer=80, n_head=64, n_embd=8192)
-large_models = {"1B": olmo_1b, "7B": olmo_7b, "70B class": class_70b}
+large_models = {"1B": gpt_1b, "7B": gpt_7b, "70B class": class_70b}
 metrics = Metrics(ranks, corpus, {"sequences": sequences, "repeats": repeats, "peak_s": peak_s})
 metrics.exact(num_params={name: config.num_params() for name, config in large_models.items()})
 
@@ -696,7 +696,7 @@ card(
     "Checkpointing keeps one vector per token and layer, for up to a third more FLOPs.",
     "An MFU is the model's FLOP/s divided by a peak: name the peak, dense, in your precision.",
     figure="one training step, byte by byte, under your ledger's dashed line",
-    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run   # what each of 64 ranks keeps",
+    command="python scripts/train.py --preset gpt-7b --ranks 64 --dry-run   # what each of 64 ranks keeps",
 )
 
 # %% [markdown]
@@ -1724,7 +1724,7 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 #
 # ```bash
 # python scripts/01_one_device.py --sequences 64 --repeats 50     # one process, one GPU: inside a job
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run   # what each of 64 ranks keeps
+# python scripts/train.py --preset gpt-7b --ranks 64 --dry-run   # what each of 64 ranks keeps
 # ```
 #
 # **What changes on GPUs.** The formulas stay the same. But on a GPU AdamW updates all tensors at once (`foreach`), and

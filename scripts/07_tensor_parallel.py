@@ -1296,7 +1296,7 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # The first command prints what would run on 64 ranks. The others run here. Then submit a job with the same flags:
 #
 # ```bash
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 4 --parallel.sequence-parallel
+# python scripts/train.py --preset gpt-7b --ranks 64 --dry-run --parallel.tensor 4 --parallel.sequence-parallel
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.tensor 2
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.tensor 2
 # ```
@@ -1315,7 +1315,7 @@ card(
     "Sequence parallelism cuts each all-reduce into its halves: the same volume, less to keep.",
     "What is whole on all ranks must stay equal: compare it after a few steps.",
     figure="an MLP on two ranks: columns, then rows",
-    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.tensor 8 --parallel.sequence-parallel",
+    command="python scripts/train.py --preset gpt-7b --ranks 64 --dry-run --parallel.tensor 8 --parallel.sequence-parallel",
 )
 
 # %% [markdown]

@@ -684,7 +684,7 @@ compare("gathers of a block, 1F1B with 8 micro-batches", "guess_gathers", 9)
 
 # %% [markdown]
 # Every action that finds the weights freed gathers them, here marked: F\* F\* F\* F\* B\* F B\* F B\* F B\* F B\* B B B. These
-# are m + 1. The other choice is to hold the stage *whole*, with one gather. OLMo 7B has 13.4 GB in bf16: one of four
+# are m + 1. The other choice is to hold the stage *whole*, with one gather. `gpt-7b` has 13.4 GB in bf16: one of four
 # stages then takes up to 3.5 GB more.
 #
 # torchtitan holds it whole [by

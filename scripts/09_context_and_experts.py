@@ -1540,7 +1540,7 @@ for factor in (1.0, 1.25, 2.0):
 # run, the second runs here. Then submit [lesson 04](04_first_job.ipynb)'s job with the same flags:
 #
 # ```bash
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.context 4
+# python scripts/train.py --preset gpt-7b --ranks 64 --dry-run --parallel.context 4
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.context 4
 # ```
 #
@@ -1569,7 +1569,7 @@ card(
     "A loss does not show wrong gradients under Adam: compare gradients with one process.",
     "Balance by a loss or by a bias that only chooses. Both have a price in loss: measure it.",
     figure="dispatch and combine on two ranks",
-    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run --parallel.context 4",
+    command="python scripts/train.py --preset gpt-7b --ranks 64 --dry-run --parallel.context 4",
 )
 
 # %% [markdown]

@@ -626,7 +626,7 @@ from manyhands.predict.machines import machine_named
 from manyhands.predict.models import preset_model
 from manyhands.predict.planner import plan, program_for
 
-for name, n_gpus, batch in (("olmo-7b", 64, 512), ("llama3-70b", 64, 512), ("llama3-405b", 16384, 2048)):
+for name, n_gpus, batch in (("gpt-7b", 64, 512), ("llama3-70b", 64, 512), ("llama3-405b", 16384, 2048)):
     model = preset_model(name)
     question = Question(model, machine_named("h100"), n_gpus, batch, context=1, program=program_for(model))
     if rank == 0:
@@ -680,7 +680,7 @@ compare("tensor ranks of the slowest of BLOOM's trials", "guess_tensor", 8)
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: choosing</summary>
 #
-# Let the room vote on olmo-7b on 64 H100 before the cell runs. Most say TP x PP x DP. *Then ask* what each further axis
+# Let the room vote on gpt-7b on 64 H100 before the cell runs. Most say TP x PP x DP. *Then ask* what each further axis
 # would buy. *Ask:* "why does 8-way tensor lose to 4-way inside the same node?" (By the planner's parts
 # it sends twice as much between tensor ranks, and has twice as many micro-batches per replica.)
 #
@@ -895,7 +895,7 @@ if rank == 0:
 # %%ranks --timeout 180
 from manyhands.predict.simulated_rank import in_own_process
 
-flags = ["--preset", "olmo-7b", "--parallel.tensor", "8"]
+flags = ["--preset", "gpt-7b", "--parallel.tensor", "8"]
 if rank == 0:  # nothing communicates in there
     worlds = sorted({8, min(64, gpus), gpus})
     for count, found in zip(worlds, in_own_process(worlds, flags), strict=True):
@@ -998,7 +998,7 @@ if rank == 0:
 # %% tags=["active-ipynb"]
 # from manyhands.widgets.planner import show_planner
 #
-# show_planner(model="olmo-7b", gpus=64)
+# show_planner(model="gpt-7b", gpus=64)
 
 # %% [markdown]
 # `zero3` shards more than `zero2`, so **why does its row hold more bytes?** `zero2` keeps the weights whole ("gathered")
@@ -1013,12 +1013,12 @@ from manyhands.predict.machines import machine_named
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.models import preset_model
 
-olmo = preset_model("olmo-7b")
-for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1)) if rank == 0 else ():
+gpt_7b = preset_model("gpt-7b")
+for family in families(Question(gpt_7b, machine_named("h100"), 64, 512, context=1)) if rank == 0 else ():
     if family.name not in ("zero2 64", "zero3 64"):
         continue
     for one in family.variants:
-        held = bytes_per_rank(olmo, one.layout, one.options)
+        held = bytes_per_rank(gpt_7b, one.layout, one.options)
         if one.options.parallel.activation_checkpointing == "none" and held.on_gpu < 120e9:
             parts = (
                 f"activations {held.activations / 1e9:4.1f}, gathered weights {held.unsharded_parameters / 1e9:4.1f}"
@@ -1144,7 +1144,7 @@ from manyhands.predict.planner import plan, smallest_fit, weakest_assumption
 from manyhands.predict.program import MEGATRON
 
 if rank == 0:
-    question = Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)
+    question = Question(preset_model("gpt-7b"), machine_named("h100"), 64, 512)
     say(weakest_assumption(question, plan(question).best)[0])
     big = Question(preset_model("llama3-405b"), machine_named("h100"), 8, 512, program=MEGATRON)
     say(
@@ -1163,7 +1163,7 @@ card(
     "The product of all axes has one process's loss and gradients, to 1e-10 in float64. Test that.",
     "A planner's bytes at rest are right to 2 %, its times to some 10 %: keep a reserve, and time the best three.",
     figure="game: three times the bytes between nodes, and less waiting",
-    command="python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64",
+    command="python scripts/plan.py --preset gpt-7b --machine h100 --gpus 64",
 )
 
 # %% [markdown]

@@ -225,7 +225,7 @@ checks.cores_beside(cores_beside, ranks)
 
 # %% [markdown]
 # Expect as many ranks as GPUs, a GPU for each, and nearly all of its memory free. Memory decides what you can train.
-# `scripts/train.py` has two **presets** for a cluster, sets of flags under one name: `olmo-1b` runs under DDP, `olmo-7b`
+# `scripts/train.py` has two **presets** for a cluster, sets of flags under one name: `gpt-1b` runs under DDP, `gpt-7b`
 # under FSDP. Both hold fp32 weights, gradients and Adam's two moments: 16 bytes per parameter.
 #
 # **Predict.** The 1B preset has 0.94 billion parameters. How many GB of these does each GPU hold on 64 GPUs, under DDP?
@@ -241,7 +241,7 @@ from manyhands.plots.bars import held_against_limit
 
 P_of = {
     name: model_config(read_options(["--preset", name]), len(corpus.vocab)).num_params()
-    for name in ("olmo-1b", "olmo-7b")
+    for name in ("gpt-1b", "gpt-7b")
 }
 
 
@@ -253,10 +253,10 @@ def on_a_gpu(preset, n=1):
 
 # %%
 # %%ranks
-compare("GB on each of 64 GPUs, 1B under DDP", "guess_gb", round(16 * P_of["olmo-1b"] / 1e9, 1), "GB")
+compare("GB on each of 64 GPUs, 1B under DDP", "guess_gb", round(16 * P_of["gpt-1b"] / 1e9, 1), "GB")
 if rank == 0:
-    rungs = {"1B, DDP": on_a_gpu("olmo-1b"), "7B, DDP": on_a_gpu("olmo-7b")}
-    rungs |= {f"7B, FSDP on {n}": on_a_gpu("olmo-7b", n) for n in (8, 64, 1024)}
+    rungs = {"1B, DDP": on_a_gpu("gpt-1b"), "7B, DDP": on_a_gpu("gpt-7b")}
+    rungs |= {f"7B, FSDP on {n}": on_a_gpu("gpt-7b", n) for n in (8, 64, 1024)}
     show(held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
 
 # %% [markdown]
@@ -550,7 +550,7 @@ from manyhands.config.options import read_options
 from manyhands.train.dry_run import describe
 
 if rank == 0:
-    for preset, n in (("olmo-1b", 8), ("olmo-7b", 64)):
+    for preset, n in (("gpt-1b", 8), ("gpt-7b", 64)):
         options = read_options(["--preset", preset, "--dry-run", "--ranks", str(n), "--gpu-gib", "80"])
         told = [line[2:] for line in describe(options, n).splitlines() if line.startswith("# ")]
         say("\n".join(line for line in told if line.startswith(("model", "ranks", "a step", "it fits", "IT DOES"))))
@@ -596,11 +596,11 @@ def one_step(flags, precision="fp32"):
 
 # %%
 # %%ranks
-loss_1b, seen, placed = one_step("--preset olmo-1b --parallel.all-reduce buckets")
+loss_1b, seen, placed = one_step("--preset gpt-1b --parallel.all-reduce buckets")
 P = placed.config.num_params()
 by_ddp = seen.payload_bytes("all_reduce") / P
 if rank == 0:
-    say(f"olmo-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
+    say(f"gpt-1b scaled to {P:,} parameters: loss {loss_1b:.4f}")
     say(f"2 micro-batches; all-reduces: {seen.count('all_reduce')}, {by_ddp:.2f} bytes per parameter in all")
 
 # %% [markdown]
@@ -632,7 +632,7 @@ WAYS = {
 }
 losses = {}
 for name, flags in WAYS.items():
-    flags = f"--preset olmo-7b --parallel.activation-checkpointing none {flags}"
+    flags = f"--preset gpt-7b --parallel.activation-checkpointing none {flags}"
     losses[name], seen, placed = one_step(flags, "bf16" if "bf16" in name else "fp32")
     gathers, gathered = seen.count("all_gather"), seen.payload_bytes("all_gather")
     formula = placed.sent_by_formula.get("all_gather")  # from the configuration alone
@@ -672,7 +672,7 @@ full_size = {}
 if rank == 0:  # nothing is sent: one process plays rank 0 of each world
     worlds = sorted({8, 64, largest})
     batch = ["--train.global-batch", str(4 * math.lcm(64, largest))]
-    for preset in ("olmo-1b", "olmo-7b"):
+    for preset in ("gpt-1b", "gpt-7b"):
         played = in_own_process(worlds, ["--preset", preset, *batch], timeout_s=240)
         for n, found in zip(worlds, played, strict=True):
             held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
@@ -829,9 +829,9 @@ checks.to_exclude(to_exclude, ranks)
 # ```bash
 # make jobs SITE=polaris ACCOUNT=MyProject GPUS=4 NODES=2            # your site's lines, once
 # sbatch jobs/doctor.slurm                                           # what did we get?
-# sbatch jobs/train.slurm --preset olmo-1b --model.n-layer 4         # DDP
-# sbatch jobs/train.slurm --preset olmo-7b --model.n-layer 4 --parallel.wrapping block_group:2
-# qsub -v TRAIN_ARGS="--preset olmo-7b --model.n-layer 4" jobs/train.pbs
+# sbatch jobs/train.slurm --preset gpt-1b --model.n-layer 4         # DDP
+# sbatch jobs/train.slurm --preset gpt-7b --model.n-layer 4 --parallel.wrapping block_group:2
+# qsub -v TRAIN_ARGS="--preset gpt-7b --model.n-layer 4" jobs/train.pbs
 # tail -f train.o4711                                                # Ctrl-C leaves the job running
 # sbatch jobs/sweep.slurm --preset shakespeare                       # qsub jobs/sweep.pbs: a task per row
 # ```

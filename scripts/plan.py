@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Which layout should this model train with, on these GPUs?
 
-    python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64                      # ranked, with the command
-    python scripts/plan.py --preset olmo-7b --machine h100 --gpus 64 --plot plan.png      # and a picture
+    python scripts/plan.py --preset gpt-7b --machine h100 --gpus 64                      # ranked, with the command
+    python scripts/plan.py --preset gpt-7b --machine h100 --gpus 64 --plot plan.png      # and a picture
     python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
         --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
     python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
     python scripts/plan.py --preset llama3-405b --gpus 16384 --global-batch 2048              # as Megatron-LM would do
     python scripts/plan.py --preset deepseek-v3 --gpus 2048 --global-batch 15360 --fp8        # experts, 8 bits
-    python scripts/plan.py --preset olmo-7b --gpus 64 --experts 8 --top-k 2 --capacity-factor 1.25
+    python scripts/plan.py --preset gpt-7b --gpus 64 --experts 8 --top-k 2 --capacity-factor 1.25
     python scripts/plan.py --published --plot published.png                               # held against published runs
     python scripts/plan.py --machines                                                     # the table, with its sources
 

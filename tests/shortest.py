@@ -34,8 +34,8 @@ FEWER = {
     "03_data_parallel": [("Shakespeare(ranks, global_batch, steps", "Shakespeare(ranks, global_batch, 2, steps")],
     "05_same_science": [("num=256", "num=32"), ("0, 256, T, 0, 1, seed=9", "0, 16, T, 0, 1, seed=9")],
     "10_meshes_and_planning": [
-        ('"olmo-7b", "--parallel.tensor"', '"olmo-1b", "--model.n-layer", "2", "--parallel.tensor"'),
-        ('(("olmo-7b", 64, 512), ("llama3-70b"', '(("llama3-70b"'),
+        ('"gpt-7b", "--parallel.tensor"', '"gpt-1b", "--model.n-layer", "2", "--parallel.tensor"'),
+        ('(("gpt-7b", 64, 512), ("llama3-70b"', '(("llama3-70b"'),
     ],
     "12_llm_pretraining": [
         ("[:60000]", "[:4000]"), ("[:1200]", "[:200]"), ("vocab_size=512", "vocab_size=288"),
@@ -48,7 +48,7 @@ FEWER = {
         ('draft = shipped_model("plays-draft")', 'draft = shipped_model("plays")'),
         ("in (1, 4, 16, 64)}", "in (1, 4)}"), ("16 * T", "2 * T"), ("view(16, T)", "view(2, T)"),
     ],
-    "15_on_your_cluster": [('for preset in ("olmo-1b", "olmo-7b"):', 'for preset in ("gpt2", "shakespeare-85m"):')],
+    "15_on_your_cluster": [('for preset in ("gpt-1b", "gpt-7b"):', 'for preset in ("gpt2", "shakespeare-85m"):')],
 }  # fmt: skip
 
 

@@ -107,16 +107,16 @@ def said(lesson):
 
 
 def test_fsdp_holds_4_bytes_per_parameter_of_whole_gradients_at_any_number_of_ranks_which_is_16_times_64_shards():
-    olmo = preset_model("olmo-7b")
+    gpt_7b = preset_model("gpt-7b")
     found = [
-        (bytes_per_rank(olmo, one.layout, one.options), one.layout.micro_batches)
-        for family in families(Question(olmo, machine_named("h100"), 64, 512, context=1))
+        (bytes_per_rank(gpt_7b, one.layout, one.options), one.layout.micro_batches)
+        for family in families(Question(gpt_7b, machine_named("h100"), 64, 512, context=1))
         if family.name in ("zero2 64", "zero3 64")
         for one in family.variants
     ]
     assert {count > 1 for _, count in found} == {True, False}
     for held, micro_batches in found:
-        assert held.accumulated_gradients == (4 * olmo.num_params() if micro_batches > 1 else 0)
+        assert held.accumulated_gradients == (4 * gpt_7b.num_params() if micro_batches > 1 else 0)
         if micro_batches > 1:
             assert held.accumulated_gradients / held.between_steps == pytest.approx(16, rel=0.01)
 

@@ -87,7 +87,7 @@ def test_it_refuses_what_the_run_would_refuse_with_status_2(monkeypatch, capsys,
 
 
 def test_it_counts_for_as_many_ranks_as_it_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "olmo-7b", "--ranks", "64", "--dry-run"])
+    monkeypatch.setattr(sys, "argv", ["train.py", "--preset", "gpt-7b", "--ranks", "64", "--dry-run"])
     assert dry_run.dry_run(read_options(sys.argv[1:])) == 0
     shown = comments(capsys.readouterr().out)
     assert "6,715,153,764 parameters" in shown and "64 ranks, strategy fsdp: shard 64" in shown
@@ -119,7 +119,7 @@ def shown_gib(text, kind):
 
 
 def test_where_state_rests_on_the_host_the_gpu_holds_that_much_less():
-    here, there = (comments(described(f"--preset olmo-7b {more}", 8)) for more in ("", "--parallel.offload"))
+    here, there = (comments(described(f"--preset gpt-7b {more}", 8)) for more in ("", "--parallel.offload"))
     spared = shown_gib(here, "at its peak") - shown_gib(there, "at its peak")
     assert spared == pytest.approx(shown_gib(here, "total"), abs=0.02) and "in the host's memory" in there
 
@@ -165,7 +165,7 @@ def test_no_weight_is_allocated_for_the_largest_preset(root):
         "unit = 1 if sys.platform == 'darwin' else 1024;"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, file=sys.stderr)"
     )
-    ran = run(["-c", code, "--preset", "olmo-7b"], root / "scripts")
+    ran = run(["-c", code, "--preset", "gpt-7b"], root / "scripts")
     assert "6,715,153,764 parameters" in ran.stdout
     assert int(ran.stderr.split()[-1]) < 4 * 2**30
 
@@ -179,7 +179,7 @@ def test_what_is_said_of_the_corpus_is_no_part_of_the_file(root, tmp_path):
 
 
 def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_this_one(monkeypatch):
-    flags = "--preset olmo-7b --dry-run"
+    flags = "--preset gpt-7b --dry-run"
     assert "it fits: " in comments(described(f"{flags} --gpu-gib 800"))
     assert "IT DOES NOT FIT: " in comments(described(f"{flags} --gpu-gib 8"))
     assert [dry_run.fits(needed * 2**30, 40 * 2**30, "of a GPU").partition(":")[0] for needed in (36, 37, 40, 41)] == [
@@ -187,7 +187,7 @@ def test_it_says_whether_it_fits_into_the_machine_that_is_asked_about_or_into_th
     ]  # fmt: skip
     monkeypatch.setattr(start, "available_memory_bytes", lambda: 16 * 2**30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "IT DOES NOT FIT: " in comments(described("--preset olmo-7b --dry-run"))
+    assert "IT DOES NOT FIT: " in comments(described("--preset gpt-7b --dry-run"))
     said = comments(described("--dry-run", world_size=2))
     assert "it fits: " in said and "into the 8.00 GiB that a rank finds here" in said  # two ranks share it
 

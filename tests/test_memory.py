@@ -157,7 +157,7 @@ def test_adam_in_fp32_takes_sixteen_bytes_per_parameter():
 )
 def test_the_stages_of_zero_share_one_thing_more_each(stage, per_rank):
     bytes_ = held(
-        f"--preset olmo-1b --parallel.strategy deepspeed --train.precision fp32 --parallel.zero-stage {stage}", 64
+        f"--preset gpt-1b --parallel.strategy deepspeed --train.precision fp32 --parallel.zero-stage {stage}", 64
     )
     P = 941_346_148
     for kind, factor in zip(("parameters", "gradients", "optimizer"), per_rank, strict=True):

@@ -131,7 +131,7 @@ def test_the_way_back_takes_what_each_rank_must_receive_and_arrives(pool, n):
 
 
 def test_a_rank_of_8_64_and_1024_holds_what_the_formula_says():
-    flags = ["--preset", "olmo-7b", "--parallel.tensor", "8"]
+    flags = ["--preset", "gpt-7b", "--parallel.tensor", "8"]
     eight, some, many = in_own_process([8, 64, 1024], flags)
     for found in (eight, some, many):
         planned = {kind: found["planned"][kind] for kind in found["held"]}

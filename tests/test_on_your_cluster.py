@@ -84,7 +84,7 @@ def test_the_container_installs_exactly_the_pins_with_their_hashes(parts, root, 
 
 @pytest.mark.full  # `test_meshes_and_planning` has a smaller model on as many ranks
 @pytest.mark.ranks
-@pytest.mark.parametrize("preset", ["olmo-1b", "olmo-7b"])
+@pytest.mark.parametrize("preset", ["gpt-1b", "gpt-7b"])
 def test_the_presets_in_full_size_hold_what_the_dry_run_plans_on_8_64_and_1024_ranks(preset):
     worlds = (8, 64, 1024)
     sizes = []
@@ -92,7 +92,7 @@ def test_the_presets_in_full_size_hold_what_the_dry_run_plans_on_8_64_and_1024_r
         held, planned = (sum(found[key][kind] for kind in found["held"]) for key in ("held", "planned"))
         assert held == planned
         sizes.append(held)
-    if preset == "olmo-1b":  # replicas: 16 bytes for each of 0.941 billion parameters, on any number of ranks
+    if preset == "gpt-1b":  # replicas: 16 bytes for each of 0.941 billion parameters, on any number of ranks
         assert len(set(sizes)) == 1 and sizes[0] / 16 == pytest.approx(0.941e9, rel=1e-3)
     else:
         for n, held in zip(worlds, sizes, strict=True):

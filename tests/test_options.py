@@ -80,11 +80,14 @@ def test_what_a_checkpoint_writes_down_of_the_options_is_read_back():
         ("gpt2-medium", 354_823_168),
         ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
-        ("olmo-1b", 941_346_148),
-        ("olmo-7b", 6_715_153_764),
+        ("gpt-1b", 941_346_148),
+        ("gpt-7b", 6_715_153_764),
         ("llama-nano", 742_784),  # 4 (2 x 128^2 + 2 x 128 x 64 + 3 x 128 x 344 + 2 x 128) + 2 x 65 x 128 + 128
         ("smollm2-135m", 134_515_008),  # as the published weights
         ("llama3.2-1b", 1_235_814_400),
+        ("llama3-8b", 8_030_261_248),
+        ("olmo-1b", 1_176_764_416),
+        ("olmo-7b", 6_888_095_744),
     ],
 )
 def test_each_preset_has_the_size_that_its_name_says(preset, num_params):

@@ -38,7 +38,7 @@ def answer(preset, gpus, batch=None, machine="h100", **kwargs):
 
 
 def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
-    status, out, _ = run("--preset olmo-7b --machine h100 --gpus 64 --top 3")
+    status, out, _ = run("--preset gpt-7b --machine h100 --gpus 64 --top 3")
     assert status == 0
     assert "6,715,153,764 parameters" in out and "512 sequences = 1,048,576 tokens" in out
     rows = re.findall(r"^ *(\d+)\. (zero|hybrid|offload|replicas|tensor|pipeline)", out, re.MULTILINE)
@@ -46,7 +46,7 @@ def test_the_table_names_bytes_messages_bubble_time_and_the_command(run):
     assert re.search(r"GB per GPU: parameters [\d.]+, gradients", out)
     sent = r"data: 33 reduce_scatter of 26.9 GB; a GPU sends [\d.]+ GB inside its node, [\d.]+ GB to others"
     assert re.search(sent, out)
-    assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset olmo-7b" in out
+    assert "weakest assumption: " in out and "sbatch jobs/train.slurm --preset gpt-7b" in out
     assert "replicas 64: needs 122.2 GB of 72.0 GB per GPU at least (optimizer 53.7" in out
 
 
@@ -92,8 +92,8 @@ def test_the_published_table_and_picture_show_residuals_and_which_runs_were_fitt
 @pytest.mark.parametrize(
     ("preset", "gpus", "machine", "schedule"),
     [("nano", 2, "a100-40", None), ("gpt2", 8, "h100", None), ("gpt2-xl", 24, "pvc", None),
-     ("olmo-1b", 16, "mi250x", None), ("olmo-7b", 64, "h100", None),
-     *(("olmo-1b", 8, "h100", schedule) for schedule in SCHEDULES)],
+     ("gpt-1b", 16, "mi250x", None), ("gpt-7b", 64, "h100", None),
+     *(("gpt-1b", 8, "h100", schedule) for schedule in SCHEDULES)],
 )  # fmt: skip
 def test_every_planned_command_is_one_that_train_py_takes(preset, gpus, machine, schedule):
     found = answer(preset, gpus, machine=machine, batch=512 if gpus != 24 else 480, schedule=schedule)
@@ -139,7 +139,7 @@ def test_replicas_that_a_cuda_graph_records_send_one_flat_vector_that_nothing_hi
 def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypatch):
     from manyhands.jobs import stamp
 
-    found = answer("olmo-7b", 64)
+    found = answer("gpt-7b", 64)
     lines = dict(start_lines(found.question, found.best))
     shutil.copytree(root / "jobs", tmp_path / "jobs")
     words = shlex.split(lines["a job, once"])
@@ -156,7 +156,7 @@ def test_the_job_lines_stamp_the_files_that_they_submit(root, tmp_path, monkeypa
 
 
 def test_a_model_that_train_py_does_not_train_gets_no_command(run):
-    status, out, _ = run("--preset llama3-8b --gpus 16 --global-batch 128")
+    status, out, _ = run("--preset mixtral-8x7b --gpus 16 --global-batch 128")
     assert status == 0 and "train.py has no command for this" in out and "sbatch" not in out
 
 
@@ -182,14 +182,14 @@ def test_a_llama_without_experts_gets_a_command_that_trains_it(run):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--preset olmo-7b --machine h900", "machine 'h900' is unknown; use one of a100-40, a100-80, h100"),
-        ("--preset olmo-7b --gpus 12", "12 GPUs do not fill nodes of 8; use a multiple of 8"),
+        ("--preset gpt-7b --machine h900", "machine 'h900' is unknown; use one of a100-40, a100-80, h100"),
+        ("--preset gpt-7b --gpus 12", "12 GPUs do not fill nodes of 8; use a multiple of 8"),
         ("--preset gpt9", "preset 'gpt9' is unknown; use one of nano"),
-        ("--preset olmo-7b --layers 4", "--preset olmo-7b has sizes of its own; leave --layers out"),
-        ("--preset olmo-7b --top-k 2", "--top-k and --capacity-factor are about experts; name --experts, too"),
-        ("--preset olmo-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
+        ("--preset gpt-7b --layers 4", "--preset gpt-7b has sizes of its own; leave --layers out"),
+        ("--preset gpt-7b --top-k 2", "--top-k and --capacity-factor are about experts; name --experts, too"),
+        ("--preset gpt-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
         (f"--preset gpt2 --global-batch {'9' * 30}", "is more than any run has; use at most 1,000,000,000"),
-        ("--preset llama3-8b", "comes without a batch; name --global-batch"),
+        ("--preset llama3-70b", "comes without a batch; name --global-batch"),
         ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),
     ],
 )
@@ -212,4 +212,4 @@ def test_it_runs_without_torch(root):
 
 
 def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():
-    assert answer("olmo-7b", 4096, batch=4096).tried < 10_000
+    assert answer("gpt-7b", 4096, batch=4096).tried < 10_000

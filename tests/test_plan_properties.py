@@ -102,7 +102,7 @@ def test_what_the_planner_recommends_the_dry_run_says_fits_and_the_trainer_takes
     """200 drawn questions about the trainer's presets, each planned, then described as `--dry-run` does."""
     drawn, said = random.Random(20261128), Counter()
     for _ in range(200):
-        preset, gpus = drawn.choice(["gpt2", "gpt2-medium", "olmo-1b", "shakespeare-85m"]), drawn.choice([1, 2, 4, 8])
+        preset, gpus = drawn.choice(["gpt2", "gpt2-medium", "gpt-1b", "shakespeare-85m"]), drawn.choice([1, 2, 4, 8])
         machine = dataclasses.replace(H100, memory_bytes=drawn.uniform(4, 40) * 1e9)
         question = Question(preset_model(preset), machine, gpus, 8 * drawn.choice([1, 4, 16]), False, "1F1B")
         model, space = question.model, machine.memory_bytes

@@ -160,7 +160,7 @@ def with_experts(name, **sizes):
 
 @pytest.mark.parametrize(
     "model",
-    [preset_model("shakespeare-moe"), with_experts("olmo-1b", n_expert=4, top_k=1)],
+    [preset_model("shakespeare-moe"), with_experts("gpt-1b", n_expert=4, top_k=1)],
     ids=lambda model: model.name,
 )
 def test_the_commands_of_a_gpt_with_experts_run_as_they_were_planned(model):

@@ -104,7 +104,7 @@ def test_help_comes_without_torch_and_is_no_error_where_nobody_reads_it_or_it_fi
 
 
 WORKS = {  # a piece of real work of each program that has some for a second; what tells that it was done
-    "plan.py": (["scripts/plan.py", "--preset", "olmo-7b", "--gpus", "64", "--plot", "{folder}/done.svg"], 0),
+    "plan.py": (["scripts/plan.py", "--preset", "gpt-7b", "--gpus", "64", "--plot", "{folder}/done.svg"], 0),
     "train.py": (
         ["scripts/train.py", "--checkpoint.folder", "{folder}/done", "--train.steps", "2", "--model.n-layer", "1",
          "--model.n-embd", "16", "--log.eval-batches", "1", "--log.sample", "3"], 0),
@@ -116,7 +116,7 @@ WORKS = {  # a piece of real work of each program that has some for a second; wh
 
 
 def test_a_plan_that_a_full_disk_does_not_take_is_a_sentence_and_status_1_and_a_closed_pipe_is_quiet(root):
-    words = ["scripts/plan.py", "--preset", "olmo-7b", "--gpus", "16", "--schedule", "1F1B", "--all"]
+    words = ["scripts/plan.py", "--preset", "gpt-7b", "--gpus", "16", "--schedule", "1F1B", "--all"]
     with open("/dev/full", "wb") as full:
         ran = start(root, words, full)
         said = ran.communicate(timeout=100)[1]

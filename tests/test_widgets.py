@@ -129,9 +129,9 @@ def test_a_number_that_makes_no_grid_is_refused_in_the_picture(capsys):
 
 
 def test_the_planner_draws_the_recommended_plan_first():
-    found = texts(planner_picture("olmo-7b", "h100", 64))
-    assert {"olmo-7b on 64 h100", "gradients", "whole gradients until the last micro-batch"} <= set(found)
-    best = plan(Question(preset_model("olmo-7b"), machine_named("h100"), 64, 512)).best
+    found = texts(planner_picture("gpt-7b", "h100", 64))
+    assert {"gpt-7b on 64 h100", "gradients", "whole gradients until the last micro-batch"} <= set(found)
+    best = plan(Question(preset_model("gpt-7b"), machine_named("h100"), 64, 512)).best
     (first,) = {text for text in found if text.startswith("1 ")}
     assert best.name in first and first.split()[-2:] == [f"{best.step_s:.2f}", f"{best.mfu:.0%}"]
 
@@ -180,7 +180,7 @@ def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_th
          [({"look at rank": 6, "outermost first": "tensor x data x pipeline"}, "between nodes: 549.8 of")]),
         (show_sizes, {"device": 48}, ["GB to hold", "device", "whose unit is"], "20 of 48 GB and 18 of 48 GiB",
          [({"GB to hold": 1718, "device": 64, "whose unit is": "GB"}, "1,718 GB = 1,600 GiB: that takes 27 of 64 GB")]),
-        (show_planner, {"gpus": 8}, ["model", "machine", "GPUs", "sequences per step", "offload"], "olmo-7b on 8 h100",
+        (show_planner, {"gpus": 8}, ["model", "machine", "GPUs", "sequences per step", "offload"], "gpt-7b on 8 h100",
          [({"model": "gpt2"}, "gpt2 on 8 h100: best is replicas 8")]),
     ],
 )  # fmt: skip

@@ -180,7 +180,7 @@ class Options:
     """All options of a run."""
 
     # sizes under a name: nano, shakespeare, shakespeare-moe, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl,
-    # olmo-1b, olmo-7b, llama-nano, smollm2-135m, llama3.2-1b
+    # gpt-1b, gpt-7b, llama-nano, smollm2-135m, llama3.2-1b, llama3-8b, olmo-1b, olmo-7b
     preset: str = "nano"
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end

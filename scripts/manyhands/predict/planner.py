@@ -1,6 +1,6 @@
 """Which layout to train with: every family of layouts is refused with its numbers, or ranked by predicted step time.
 
-    answer = plan(Question(preset_model("olmo-7b"), machine_named("h100"), gpus=64, global_batch=512))
+    answer = plan(Question(preset_model("gpt-7b"), machine_named("h100"), gpus=64, global_batch=512))
     answer.best, answer.ranked, answer.refused     # Plan or None, [Plan], [(name of a family, sentence)]
     smallest_fit(question)                         # where nothing fits: on how many GPUs something would
 

@@ -2,7 +2,7 @@
 
     print(as_text(answer, top=8))
     json.dumps(as_dict(answer))
-    train_flags(question, candidate)      # ["--preset", "olmo-7b", "--train.global-batch", "512", ...]
+    train_flags(question, candidate)      # ["--preset", "gpt-7b", "--train.global-batch", "512", ...]
     start_lines(question, candidate)      # lines of a shell that submit it as a job
 
 Sizes are in decimal GB, as vendors state memories.

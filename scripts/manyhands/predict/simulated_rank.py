@@ -1,8 +1,8 @@
 """One rank of a world that is not there: torch builds its share of a model on the fake backend, and the bytes are
 counted.
 
-    python -m manyhands.predict.simulated_rank 64,1024 --preset olmo-7b --parallel.tensor 8   # JSON: bytes
-    in_own_process([64, 1024], ["--preset", "olmo-7b", "--parallel.tensor", "8"])           # the same, in Python
+    python -m manyhands.predict.simulated_rank 64,1024 --preset gpt-7b --parallel.tensor 8   # JSON: bytes
+    in_own_process([64, 1024], ["--preset", "gpt-7b", "--parallel.tensor", "8"])           # the same, in Python
 
 `torch.testing._internal.distributed.fake_pg` (torch 2.13) has a process group whose collectives return at once and move
 nothing, so one process can be rank 0 of 1,024. The weights are on the meta device: shapes and no numbers. What torch

@@ -1,6 +1,6 @@
 """Implement `--dry-run`: print the options, the ranks and whether it fits, without a process group or weights.
 
-    python scripts/train.py --preset olmo-7b --ranks 64 --dry-run                 # read it
+    python scripts/train.py --preset gpt-7b --ranks 64 --dry-run                 # read it
     python scripts/train.py --preset gpt2 --train.steps 9 --dry-run > run.toml    # --config run.toml runs the same
 
 The output is a configuration file: the resolved options in TOML, preceded by derived numbers as comments.

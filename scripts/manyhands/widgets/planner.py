@@ -11,7 +11,7 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ROWS = 6
 
 
-def planner_picture(model="olmo-7b", machine="h100", gpus=64, global_batch=512, offload=True):
+def planner_picture(model="gpt-7b", machine="h100", gpus=64, global_batch=512, offload=True):
     """(a matplotlib Figure, its text): the recommended plan and the next best.
 
     Raise ValueError where nothing fits, or where that cannot be asked.
@@ -39,7 +39,7 @@ def show_planner(**settings):
     show_with_controls(
         planner_picture, settings,
         {
-            "model": ("Dropdown", "olmo-7b", "model", 6, 18, {"options": list(MODELS)}),
+            "model": ("Dropdown", "gpt-7b", "model", 6, 18, {"options": list(MODELS)}),
             "machine": ("Dropdown", "h100", "machine", 6, 16, {"options": list(MACHINES)}),
             "gpus": ("Dropdown", 64, "GPUs", 4, 11, {"options": [(f"{n:,}", n) for n in GPUS]}),
         },
