@@ -10,6 +10,7 @@ You should see one line: where the file lies, or what the lessons will use inste
     python scripts/prepare_data.py essays/ posts.jsonl.gz --to data/mine --vocab-size 4096      # a text of your own
     mpiexec -n 4 python scripts/prepare_data.py essays/ --to data/mine                          # the same bytes, sooner
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/prepare_data.py essays/ --to data/mine
+    python scripts/prepare_data.py essays/ --to data/mine --tokenizer SmolLM2-135M   # for train.py --from SmolLM2-135M
     python scripts/prepare_data.py --corpus plays --to data/plays   # all 38 plays, 4.8 MB of text, for larger models
     python scripts/prepare_data.py --verify data/mine           # read every byte: has one changed since?
     python scripts/train.py --data.folder data/mine
@@ -51,7 +52,11 @@ def arguments_of(argv, error=None):
     own.add_argument("--to", type=Path, metavar="FOLDER", help="where it goes, such as data/mine")
     own.add_argument("--replace", action="store_true", help="write FOLDER anew if a text was prepared there")
     own.add_argument("--verify", type=Path, metavar="FOLDER", help="read a prepared text and check every byte")
-    own.add_argument("--tokenizer", choices=("bpe", "char"), default="bpe", help="byte-pair encoding, or characters")
+    own.add_argument(
+        "--tokenizer",
+        default="bpe",
+        help="bpe: byte-pair encoding; char; or the folder of a model, for its own",
+    )
     own.add_argument("--vocab-size", type=int, help="size of the BPE's vocabulary, 257 or more (4096)")
     own.add_argument("--validation", type=float, default=0.1, help="share of the documents (0.1)")
     own.add_argument("--blank-lines", type=int, default=2, help="blank lines that end a document (2); 0: never")
@@ -90,6 +95,11 @@ def wrong_value(given):
         "--to FOLDER says where the prepared text goes; name one, such as data/mine": prepares and not given.to,
         "--to needs files to prepare; name some": given.to and not prepares,
         f"--vocab-size is for bpe; {char}": given.vocab_size is not None and given.tokenizer == "char",
+        f"--tokenizer {given.tokenizer} is neither bpe nor char nor a folder with a tokenizer.json": given.tokenizer
+        not in ("bpe", "char")
+        and not Path(given.tokenizer, "tokenizer.json").is_file(),
+        "--vocab-size is for bpe; a model's tokenizer has its own": given.vocab_size is not None
+        and given.tokenizer not in ("bpe", "char"),
     }
     if sentence := next((sentence for sentence, wrong in faults.items() if wrong), None):
         return sentence

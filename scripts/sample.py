@@ -4,6 +4,7 @@
     python scripts/sample.py outputs/train/latest/checkpoints --prompt "ROMEO:" --length 300
     python scripts/sample.py outputs/train/latest/checkpoints --step newest --temperature 0.8 --top-k 40 --seed 2
     python scripts/sample.py outputs/align/latest --chat --prompt "sort gbad"         # a model that align.py has taught
+    python scripts/sample.py SmolLM2-135M --prompt "Water boils"        # a folder as transformers writes it
     python scripts/sample.py model.safetensors --temperature 0 > text.txt   # of python -m manyhands.checkpoint.export
 
 On stdout you see the prompt and what the model makes of it, token by token (a model of documents writes <|document|>
@@ -31,7 +32,7 @@ LEAST = 1e-6  # temperature: what divides by less leaves the range of numbers
 
 @dataclass(frozen=True)
 class Options:
-    # a folder of checkpoints, a run's, one step's, or a .safetensors file
+    # a folder of checkpoints, a run's, one step's, a .safetensors file, or a folder as transformers writes it
     source: tyro.conf.Positional[Path] = Path("outputs/train/latest/checkpoints")
     prompt: str | None = None  # where the text starts; none: at a new line, where the model knows lines
     chat: bool = False  # the prompt is a user's message; the answer ends where the model ends it (scripts/align.py)
@@ -105,7 +106,11 @@ def write_text(options):
     first = "\n" if tokenizer.kind == "bpe" or "\n" in vocab else min(vocab, key=len)  # a separator is longer
     prompt = options.prompt or first
     try:
-        ids = asked(prompt, options.system, vocab) if options.chat else tokenizer.encode(prompt).tolist()
+        ids = (
+            asked(prompt, options.system, vocab)
+            if options.chat
+            else [*tokenizer.begin, *tokenizer.encode(prompt).tolist()]
+        )
     except ValueError as error:
         raise Refused(f"--prompt: {error}") from None
     print(described(model, metadata), file=sys.stderr, flush=True)

@@ -42,8 +42,8 @@ SMALL = 20e6  # parameters
 
 @dataclass(frozen=True)
 class Options:
-    # a folder of checkpoints, a run's, one step's, or a .safetensors file; none: what lesson 13 or align.py made last,
-    # or the shipped assets/models/plays.safetensors
+    # a folder of checkpoints, a run's, one step's, one as transformers writes it, or a .safetensors file; none: what
+    # lesson 13 or align.py made last, or the shipped assets/models/plays.safetensors
     source: tyro.conf.Positional[Path | None] = None
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     name: Annotated[str, Field(min_length=1)] = "manyhands"  # what clients call the model

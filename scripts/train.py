@@ -5,6 +5,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/train.py --parallel.strategy fsdp
     mpiexec -n 8 python scripts/train.py --parallel.strategy fsdp --parallel.tensor 2 --parallel.pipeline 2
     python scripts/train.py --data.folder data/mine                      # a text of your own: scripts/prepare_data.py
+    python scripts/train.py --from SmolLM2-135M --data.folder data/mine  # go on from a folder as transformers writes it
     python scripts/train.py --preset gpt-7b --ranks 64 --dry-run        # what would run, and whether it fits
     sbatch jobs/train.slurm --preset gpt2 --train.precision bf16         # a job; jobs/README.md has PBS
 

@@ -15,6 +15,7 @@ import math
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from safetensors.torch import load_file, save_file
 
 from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import whole_tensors
+from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
+from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.schema import visible
-from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from
+from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from, tokenizer_of_folder
 from manyhands.gpt.lora import A, folded
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.flags import Flags
-from manyhands.launch.program import explained, reason
+from manyhands.launch.program import Refused, explained, reason
 
-KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options")  # metadata that describe the weights
+KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options", "base")  # metadata that describe the weights
 
 
 def find_checkpoint(source, step="best", tell=print):
@@ -100,6 +103,8 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
     metadata["source"] is the path that was read. Raise CheckpointError if what is there is damaged or is no GPT.
     """
     source = Path(source)
+    if (source / "config.json").is_file():
+        return _load_folder(source)
     if source.suffix == ".safetensors":
         weights, metadata = read_export(source)
         if step not in ("best", "newest", str(metadata.get("step"))):
@@ -110,6 +115,21 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
         about = manifest.read_manifest(source)
         weights, metadata = whole_tensors(source, "model."), about.metadata | {"val_loss": about.val_loss}
     return _model_of(weights, metadata, source), metadata | {"source": str(source)}
+
+
+def _load_folder(path):
+    """Return (GPT, metadata) of a folder in transformers' format, up to the longest context that it has."""
+    try:
+        config = GPTConfig(**sizes_in(path))
+        folder, tokenizer = ModelFolder(path, config), tokenizer_of_folder(path)
+    except Refused as error:
+        raise CheckpointError(str(error)) from None
+    with torch.device("meta"):
+        names = [name for name, _ in GPT(config).named_parameters()]
+    weights = {name: folder.tensor(name).float() for name in names}
+    corpus = {"name": path.name, "vocab_size": len(tokenizer.vocab), "vocabulary": tokenizer.content}
+    metadata = {"config": asdict(config), "corpus": corpus, "step": 0, "base": folder.about()}
+    return _model_of(weights, metadata, path), metadata | {"source": str(path)}
 
 
 def _model_of(weights, metadata, source):

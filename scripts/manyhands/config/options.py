@@ -8,6 +8,7 @@ wins over the preset. A value that makes no sense by itself is refused here; wha
 """
 
 import dataclasses
+import json
 import math
 import tomllib
 import typing
@@ -16,9 +17,12 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tyro.conf import arg
 
 from manyhands.config.bounds import Count, Positive, Rate, Seconds, Seed, Share
+from manyhands.config.model_folder import LONGEST, sizes_in
 from manyhands.config.strategies import STRATEGIES, strategies_help
 from manyhands.course.folders import named
 from manyhands.launch.program import Refused, explained
@@ -182,6 +186,8 @@ class Options:
     # sizes under a name: nano, shakespeare, shakespeare-moe, shakespeare-85m, gpt2, gpt2-medium, gpt2-large, gpt2-xl,
     # gpt-1b, gpt-7b, llama-nano, smollm2-135m, llama3.2-1b, llama3-8b, olmo-1b, olmo-7b
     preset: str = "nano"
+    # a model to go on from: a folder as transformers writes it, which has the sizes; none: a new one
+    source: Annotated[Path | None, arg(name="from")] = None
     config: Path | None = None  # a TOML file
     dry_run: bool = False  # print what would run, and end
     ranks: Positive | None = None  # with --dry-run: as if on this number of ranks
@@ -197,7 +203,7 @@ class Options:
 
 def read_options(argv: Sequence[str], prog: str = "train.py", description: str | None = None) -> Options:
     """The `Options` of a command line. Raise Refused; `--help` ends the program."""
-    from manyhands.config.command_line import named_value, parsed  # late: it brings tyro, and plan.py needs none
+    from manyhands.config.command_line import named_value, parsed  # late: plan.py needs none
 
     preset, config = named_value(argv, "--preset"), named_value(argv, "--config")
     if config == "":
@@ -206,8 +212,14 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
         options = from_preset(preset)
     else:
         options = from_file(config, None if preset is None else from_preset(preset))
+    source = named_value(argv, "--from")
+    if source is not None:
+        options = _from_model(source, options, config is None, named_value(argv, "--checkpoint.folder"))
     about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
     options = parsed(Options, argv, prog, about, options)
+    if source is not None and options.optimizer.warmup is None:  # 3 %, of the steps that the flags say
+        warmup = options.train.steps * 3 // 100
+        options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, warmup=warmup))
     validate(options)
     for group in ("data", "checkpoint"):  # ~ as a shell reads it, which does not look behind "--data.folder="
         own = getattr(options, group)
@@ -236,6 +248,23 @@ def from_file(path: str | Path, options: Options | None = None) -> Options:
         raise OptionError(f"{file}: config={content['config']} is not read from a file; name one file as --config")
     preset = content.pop("preset", None)
     return merged(from_preset(preset) if options is None else options, content, path)
+
+
+def _from_model(source, options, tender, checkpoints):
+    """`options` with the sizes of a folder's model; those of the newest checkpoint, where the run goes on from one.
+
+    `tender`: with a learning rate that does not destroy a trained model.
+    """
+    manifests = sorted(Path(checkpoints or "", "").glob("step-*[0-9]/manifest.json")) if checkpoints else []
+    if manifests:
+        with explained(OptionError, "name another checkpoint.folder", manifests[-1]):
+            sizes = json.loads(manifests[-1].read_text("utf-8")).get("metadata", {}).get("config", {})
+        sizes = {f.name: sizes[f.name] for f in dataclasses.fields(ModelOptions) if f.name in sizes}
+    else:
+        sizes = sizes_in(source)
+        sizes["block_size"] = min(sizes["block_size"], LONGEST)
+    options = dataclasses.replace(options, model=ModelOptions(**sizes))
+    return merged(options, {"optimizer": {"lr": 2e-5}}, "--from") if tender else options
 
 
 def _named(path, option):
@@ -332,4 +361,5 @@ def model_config(options: Options, vocab_size: int, separator: int | None = None
 
 def to_dict(options: Any) -> dict[str, Any]:
     """Plain values, as JSON holds them: what `merged` reads back."""
-    return dataclasses.asdict(options) | {"config": str(options.config) if options.config else None}
+    values = dataclasses.asdict(options)
+    return values | {name: str(value) for name, value in values.items() if isinstance(value, Path)}

@@ -94,7 +94,8 @@ class Corpus:
 
     def vocabulary(self):
         """Return the vocabulary that a checkpoint keeps in addition to `metadata`, so that its model can write text."""
-        return {"alphabet": self.vocab} if self.separator is None else {"vocabulary": self.tokenizer.content}
+        plain = self.tokenizer.kind == "char" and self.separator is None
+        return {"alphabet": self.vocab} if plain else {"vocabulary": self.tokenizer.content}
 
 
 def get_batch(ids, step, global_batch, block, rank, world_size, seed):

@@ -16,7 +16,7 @@ import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from manyhands.data.documents import REASONS, Quality, copies_among
 from manyhands.data.schema import visible
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import write_tokens
-from manyhands.data.tokenizer import characters_of, tokenizer_from, train_bpe
+from manyhands.data.tokenizer import characters_of, tokenizer_from, tokenizer_of_folder, train_bpe
 from manyhands.launch.program import explained
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import save_figure
@@ -45,7 +45,7 @@ FATES = ("kept", *REASONS, "exact copy", "near copy")
 class PrepareConfig:
     """The options for preparing a text."""
 
-    tokenizer: Literal["bpe", "char"] = "bpe"
+    tokenizer: str = "bpe"  # or char, or the folder of a model
     vocab_size: Annotated[int, Field(ge=257, le=10**6)] = 4096  # of bpe: the separator, 256 bytes, and merges
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1  # share of the documents
     held_out: tuple[str, ...] = ()  # names of files that validate, instead of such a share
@@ -226,7 +226,14 @@ def _learn(paths, config, kept, shown):
 
     if config.tokenizer == "char":
         return found, characters_of(texts()).content
-    return found, train_bpe(texts(), config.vocab_size).content
+    if config.tokenizer == "bpe":
+        return found, train_bpe(texts(), config.vocab_size).content
+    for _ in texts():  # for what is shown of them
+        pass
+    tokenizer = tokenizer_of_folder(config.tokenizer)
+    if tokenizer.separator is None:
+        raise DataError(f"the tokenizer of {config.tokenizer} has neither BOS nor EOS to begin a document; add one")
+    return found, tokenizer.content
 
 
 def _write_shards(folder, paths, config, plan, content, ranks):

@@ -17,18 +17,21 @@ import codecs
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
-from typing import Annotated, Literal, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from pydantic import AfterValidator, Field
 
-from manyhands.data.schema import Schema
+from manyhands.data.schema import Partly, Schema
 from manyhands.data.shakespeare import DataError
+from manyhands.launch.program import explained
 
 SEPARATOR = "<|document|>"
 CHARACTERS = "manyhands characters 1"
+FOREIGN = "manyhands foreign tokenizer 1"
 KEPT_PIECES, KEPT_LENGTH = 2**16, 16  # whose ids are remembered, and the characters of one: 50 MB at most
 # contractions | letters and all beyond ASCII | up to three digits | other signs | blanks, without a word's first space
 PIECES = (
@@ -58,6 +61,14 @@ class Characters(Schema):
     symbols: Tokens
 
 
+class Foreign(Schema):
+    """What is kept of a ForeignTokenizer."""
+
+    format: Literal["manyhands foreign tokenizer 1"]
+    tokenizer: dict[str, Any]  # its tokenizer.json
+    separator: Annotated[int, Field(ge=0)] | None
+
+
 class Tokenizer(Protocol):
     """The interface of a tokenizer for texts, models and servers."""
 
@@ -65,6 +76,7 @@ class Tokenizer(Protocol):
     vocab: list[str]  # token i as text
     separator: int | None  # the id that begins a document
     content: dict  # what a file keeps of it: see `tokenizer_from`
+    begin: Sequence[int]  # what a model expects before a prompt
 
     def encode(self, text: str) -> torch.Tensor:
         """The ids of `text`, torch.long [N]. Raise ValueError for a character that has none."""
@@ -79,7 +91,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """Each character is a token. Longer ones in `vocab` (markers, the separator if it comes first) are in no text."""
 
-    kind = "char"
+    kind, begin = "char", ()
 
     def __init__(self, vocab):
         self.vocab = list(vocab)
@@ -107,7 +119,7 @@ class CharTokenizer:
 class BpeTokenizer:
     """Byte-level BPE by `tokenizers`; `content` is its tokenizer.json, as dict. It has ids for every Unicode text."""
 
-    kind = "bpe"
+    kind, begin = "bpe", ()
 
     def __init__(self, content):
         """Raise DataError for what is no such tokenizer."""
@@ -150,6 +162,44 @@ class BpeTokenizer:
     def writer(self):  # a character appears with its last byte
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         return lambda i, final=False: decode(b"" if i is None else self._bytes[i], final)
+
+
+class ForeignTokenizer:
+    """Any tokenizer that the library `tokenizers` reads, such as that of a model in transformers' format."""
+
+    kind = "bpe"
+
+    def __init__(self, content):
+        """Raise DataError for what is no such tokenizer."""
+        from tokenizers import Tokenizer
+
+        try:
+            about = Foreign.parsed(json.dumps(content))
+            self.inner = Tokenizer.from_str(json.dumps(about.tokenizer))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
+            why = f"this is no tokenizer.json of the library tokenizers ({str(error).splitlines()[0][:200]})"
+            raise DataError(f"{why}; use another") from None
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        # what it puts before a text; found before it takes special tokens in a text for text
+        letter, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+        self.begin = full[: full.index(letter[0])] if letter and letter[0] in full else []
+        self.inner.encode_special_tokens = True
+        by_id = {i: token for token, i in self.inner.get_vocab().items()}
+        self.vocab = [by_id.get(i, f"<unused {i}>") for i in range(max(by_id, default=-1) + 1)]
+        self.separator, self.content = about.separator, content
+
+    def encode(self, text):
+        return torch.tensor(self.inner.encode(text, add_special_tokens=False).ids, dtype=torch.long)
+
+    def decode(self, ids):
+        return self.inner.decode(list(_list(ids)), skip_special_tokens=False)
+
+    def writer(self):
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return lambda i, final=False: "" if i is None else stream.step(self.inner, i) or ""
 
 
 def _list(ids):
@@ -215,4 +265,31 @@ def tokenizer_from(content: dict) -> Tokenizer:
             return CharTokenizer(Characters.parsed(json.dumps(content)).symbols)
         except ValueError as error:
             raise DataError(f"these are no characters of prepare_data.py's ({error}); use others") from None
+    if isinstance(content, dict) and content.get("format") == FOREIGN:
+        return ForeignTokenizer(content)
     return BpeTokenizer(content)
+
+
+def tokenizer_of_folder(folder: Path | str) -> Tokenizer:
+    """The tokenizer in a folder as transformers writes it. Raise DataError.
+
+    Its documents begin with its BOS, without one with its EOS. One that we have exported is ours again.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise DataError(f"{folder} has no tokenizer.json, so nobody can say what its tokens are; add the model's own")
+
+    def read(name):
+        with explained(DataError, "copy the folder again", folder / name):
+            return Partly.read(folder / name).model_dump() if (folder / name).is_file() else {}
+
+    content, about, config = map(read, ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    if own := about.get("manyhands"):
+        return tokenizer_from(own if own.get("format") == CHARACTERS else content)
+    foreign = ForeignTokenizer({"format": FOREIGN, "tokenizer": content, "separator": None})
+    tokens = [about.get(name) for name in ("bos_token", "eos_token")]
+    tokens = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    named = [foreign.inner.token_to_id(token) for token in tokens if isinstance(token, str)]
+    named += [config.get(name) for name in ("bos_token_id", "eos_token_id")]
+    known = (i for i in named if type(i) is int and 0 <= i < len(foreign.vocab))
+    return ForeignTokenizer(foreign.content | {"separator": next(known, None)})

@@ -18,19 +18,19 @@ import sys
 from dataclasses import dataclass, replace
 
 from manyhands.config.layout import Layout, resolve_layout
-from manyhands.config.options import OptionError, Options, model_config, read_options, to_dict
+from manyhands.config.options import Options, model_config, read_options, to_dict
 from manyhands.data.shakespeare import DataError, at_hand
 from manyhands.gpt.model import GPTConfig
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.devices import gpus_here
 from manyhands.launch.launchers import LaunchError, resolve
-from manyhands.launch.program import end, write
+from manyhands.launch.program import Refused, end, write
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import Strategy, full_model, parallelize
 from manyhands.predict import memory, traffic
 from manyhands.predict.activation_memory import sequences_at_once
 from manyhands.train.report import about_run
-from manyhands.train.start import corpus_of, may_not_fit, memory_of_a_rank, refuse_text
+from manyhands.train.start import corpus_of, may_not_fit, memory_of_a_rank, model_folder, refuse_text
 
 USUAL_PER_NODE = 8  # ranks per node: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # options of this call, not of the run
@@ -47,7 +47,7 @@ def dry_run(options):
         if place.rank == 0:
             per_node = None if options.ranks else place.local_world_size
             write(f"{describe(options, world_size, per_node)}\n")
-    except (LaunchError, OptionError, DataError, RanksError) as error:
+    except (LaunchError, Refused, DataError, RanksError) as error:
         end(f"train.py: {error}", 2)
     return 0
 
@@ -70,6 +70,7 @@ def describe(options, world_size, per_node=None):
         layout = resolve_layout(options, config, world_size, per_node)
     if corpus:
         refuse_text(options, config, corpus)
+    model_folder(options, config, corpus)
     held = memory.bytes_per_rank(config, layout, options)
     several_nodes = world_size > per_node and world_size % per_node == 0
     about = about_run(options, config, layout)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from manyhands.checkpoint.checkpoints import Checkpoints
-from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.checkpoint.manifest import CheckpointError, steps_in
 from manyhands.config.layout import resolve_layout, starts_in_shares
 from manyhands.config.options import model_config, to_dict
 from manyhands.data.corpus import get_batch
@@ -34,6 +34,7 @@ from manyhands.train.start import (
     choose_tf32,
     corpus_of,
     decided,
+    model_folder,
     of_all_ranks,
     prompt_ids,
     random_state,
@@ -42,6 +43,7 @@ from manyhands.train.start import (
     refuse_text,
     resume,
     seed_dropout,
+    without_numbers,
 )
 from manyhands.train.timing import profiled
 
@@ -64,7 +66,8 @@ class Run:
 
     _ahead = (-1, None)  # a step and its batch: see `gradients`
 
-    def __init__(self, options, config, layout, corpus, ranks, preemption, start=full_model):
+    def __init__(self, options, config, layout, corpus, ranks, preemption, start=full_model, source=None):
+        self.source, self.base = source, source and source.about()
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
         self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
@@ -252,6 +255,7 @@ class Run:
             "val_loss": self.val_losses.get(self.step),
             "tokens": self.report.tokens(self.step),
             "loss_scale": self.scale and self.scale.state(),
+            "base": self.base,
         }
 
     def tensors(self):
@@ -322,11 +326,18 @@ def train(options):
             config = model_config(options, len(corpus.vocab), corpus.separator)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_text(options, config, corpus)
-            refuse_size(config, ranks, layout.shard if starts_in_shares(config, layout, options) else 1)
+            source, start = None, full_model
+            if options.source is not None:  # a run that goes on from a checkpoint does not read the folder
+                agreement, kept = Agreement(ranks, None, Refused), options.checkpoint.folder
+                if not agreement.on_rank_0(lambda: kept is not None and bool(steps_in(kept))):
+                    source = agreement.all(lambda: model_folder(options, config, corpus))
+                start = without_numbers
+            shares = layout.shard if starts_in_shares(config, layout, options) else 1
+            refuse_size(config, ranks, shares if start is full_model else ranks.world_size // layout.replicate)
             refuse_compile(options, ranks)
             options, sentence = decided(options, config, layout, ranks)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
-            run = Run(options, config, layout, corpus, ranks, preemption)
+            run = Run(options, config, layout, corpus, ranks, preemption, start, source)
         except Refused as error:
             refuse(str(error))
         if sentence:

@@ -7,19 +7,24 @@ of the same or another layout, and seed each rank's dropout.
 
 import dataclasses
 import platform
+import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from manyhands.checkpoint.export import build
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.layout import compiles
+from manyhands.config.model_folder import sizes_in
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
-from manyhands.gpt.model import GPTConfig
+from manyhands.data.tokenizer import tokenizer_of_folder
+from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
+from manyhands.parallel.strategy import own_precision
 
 SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
@@ -40,6 +45,46 @@ def corpus_of(options, ranks=None):
     """
     folder = options.data.folder
     return load_corpus(ranks) if folder is None else open_text(folder, ranks)
+
+
+def model_folder(options, config, corpus):
+    """Return the ModelFolder that `options.source` names, or None without one. `corpus`: None if it is not at hand.
+
+    Raise Refused if the model there is another than `config`, cannot be read, or has another tokenizer than the text.
+    """
+    if options.source is None:
+        return None
+    from manyhands.checkpoint.folders import ModelFolder  # late: most runs need none of it
+
+    sizes = sizes_in(options.source)
+    longest = sizes.pop("block_size")
+    for name, value in sizes.items():
+        if (own := getattr(options.model, name)) != value and (own, value) != (config.n_head, None):
+            raise OptionError(f"model.{name}={own}, and the model in {options.source} has {value}; leave it out")
+    if config.block_size > longest:
+        why = f"model.block_size={config.block_size} is more than the model in {options.source} reads"
+        raise OptionError(f"{why}, {longest}; use at most that")
+    folder = ModelFolder(options.source, config)
+    if corpus and tokenizer_of_folder(options.source).content != corpus.tokenizer.content:
+        cure = f"cut it anew: scripts/prepare_data.py FILES --to data/mine --tokenizer {options.source}"
+        raise OptionError(f"the text is cut by another tokenizer than that of {options.source}; {cure}")
+    return folder
+
+
+def without_numbers(config, options):
+    """Return a GPT whose weights are not set: memory that nobody has touched takes no room. See `parallelize`."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
+    weights = {name: torch.empty(shape, dtype=own_precision(options)) for name, shape in shapes.items()}
+    return build(weights, {"config": dataclasses.asdict(config)}).train()
+
+
+def fill(run, folder):
+    """Fill the weights of `run` from a ModelFolder, each rank what it holds. Raise CheckpointError on all ranks."""
+    run.report.note(f"reading the model in {folder.path}")
+    begin = time.perf_counter()
+    num_bytes = Agreement(run.ranks, None, CheckpointError).all(lambda: folder.fill(run.parallel.named_parameters()))
+    run.report.note(f"this rank has read {num_bytes / 1e6:,.1f} MB of weights in {time.perf_counter() - begin:.1f} s")
 
 
 def refuse_text(options, config, corpus):
@@ -158,6 +203,8 @@ def resume(run):
             )
         if wanted == "must":
             raise CheckpointError(f"{run.checkpoint_folder} holds no complete checkpoint to resume from")
+        if run.source is not None:
+            fill(run, run.source)
         return
     if wanted == "never":
         raise CheckpointError(
@@ -178,6 +225,7 @@ def resume(run):
         run.scale.restore(metadata["loss_scale"])
     run.step = run.saved = metadata["step"]
     run.eval_pending = metadata.get("val_loss") is None
+    run.base = metadata.get("base")
     if metadata.get("tokens") is not None:
         run.report.resumed = (run.step, metadata["tokens"])
     several = "s" * (metadata["world_size"] != 1)

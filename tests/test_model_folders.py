@@ -1,0 +1,446 @@
+"""Folders as the library transformers writes them: what comes in computes what transformers computes, on any ranks."""
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from manyhands.checkpoint.export import load_model
+from manyhands.checkpoint.folders import ModelFolder
+from manyhands.checkpoint.manifest import CheckpointError, read_manifest
+from manyhands.config.layout import resolve_layout
+from manyhands.config.model_folder import ModelFolderError, sizes_in
+from manyhands.config.options import (
+    OptionError,
+    Options,
+    ParallelOptions,
+    TrainOptions,
+    from_file,
+    model_config,
+    read_options,
+)
+from manyhands.data.corpus import Corpus, get_batch, open_text
+from manyhands.data.shakespeare import DataError
+from manyhands.data.tokenizer import tokenizer_of_folder, train_bpe
+from manyhands.gpt.model import GPTConfig
+from manyhands.launch import settings
+from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.strategy import parallelize
+from manyhands.train.dry_run import to_toml
+from manyhands.train.start import fill, model_folder, without_numbers
+from rank_pool import run_on_ranks
+from safetensors.torch import load_file, save_file
+
+T, V = 64, 300
+WORDS = ["to be, or not to be: that is the question", "whether 'tis nobler in the mind to suffer", "and sorrows. "]
+TEXT = [
+    f"{a} {b} {c} {n} times over, and then once more " for n in range(9) for a in WORDS for b in WORDS for c in WORDS
+]
+TURNS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KINDS = {
+    "Llama": {"num_key_value_heads": 2},
+    "Llama, tied": {"tie_word_embeddings": True},
+    "Llama, wide heads, scaled": {
+        "head_dim": 20,
+        "rope_parameters": {**TURNS, "rope_theta": 5e5, "original_max_position_embeddings": 16},
+    },
+    "Mistral": {"num_key_value_heads": 2, "sliding_window": 96},
+    "Olmo": {"num_key_value_heads": 2, "clip_qkv": 0.7},
+    "Olmo, tied": {"tie_word_embeddings": True},
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def theirs(case):
+    """A tiny model with weights that matter: at the library's own deviation of 0.02 attention moves nothing."""
+    import transformers  # late: it takes seconds
+
+    kind = case.partition(",")[0]
+    sizes = dict(vocab_size=V, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
+    ends = dict(initializer_range=0.3, bos_token_id=0, eos_token_id=0, max_position_embeddings=128)
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **KINDS[case], **ends})
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def change(folder, name="config.json", drop=(), **values):
+    path = folder / name
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop}
+    path.write_text(json.dumps(content | values))
+
+
+def add_tokenizer(folder):
+    content = train_bpe(TEXT, V).content
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<|document|>"}}))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """{case: folder}, written by transformers, each with a tokenizer; and their logits of the same ids."""
+    folders, ids_BT = {}, torch.randint(V, (3, T), generator=torch.Generator().manual_seed(4))
+    for case in KINDS:
+        model, folder = theirs(case), tmp_path_factory.mktemp("made") / "model"
+        model.save_pretrained(folder, max_shard_size="60KB" if "tied" in case else "5GB")
+        add_tokenizer(folder)
+        with torch.no_grad():
+            folders[case] = folder, ids_BT, model(ids_BT).logits
+    return folders
+
+
+@pytest.fixture
+def llama(made, tmp_path):
+    """A copy of a folder that a test may change."""
+    return Path(shutil.copytree(made["Llama"][0], tmp_path / "llama"))
+
+
+@torch.no_grad()
+def apart(folder, ids_BT, expected_BTV):
+    """The largest difference of logits at any position, over the logits' deviation."""
+    return ((load_model(folder)[0](ids_BT)[0] - expected_BTV).abs().max() / expected_BTV.std()).item()
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_the_logits_are_those_of_transformers_at_every_position(case, made):
+    assert apart(*made[case]) <= 1e-5
+    shards = len(list(made[case][0].glob("*.safetensors")))
+    assert shards > 1 if "tied" in case else shards == 1
+
+
+@pytest.mark.parametrize("case", ["Llama", "Llama, wide heads, scaled", "Mistral"])
+def test_the_older_dialect_and_both_together_are_read_alike(case, made, tmp_path):
+    sizes, folder = sizes_in(made[case][0]), Path(shutil.copytree(made[case][0], tmp_path / "old"))
+    turns = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta = turns.pop("rope_theta")
+    scaling = turns | {"type": turns["rope_type"]} if case.endswith("scaled") else None
+    change(folder, rope_theta=int(theta), rope_scaling=scaling, torch_dtype="float32")
+    assert sizes_in(folder) == sizes
+    change(folder, drop=["rope_parameters", "dtype"])
+    assert sizes_in(folder) == sizes
+    change(folder, hidden_size=48.0)
+    assert sizes_in(folder) == sizes and isinstance(sizes_in(folder)["n_embd"], int)
+
+
+def test_what_is_missing_takes_the_kinds_own_default_and_null_does_not(made, tmp_path):
+    for case, heads, longest in (("Llama", 4, 2048), ("Mistral", 8, 4096), ("Olmo", 4, 2048)):
+        folder = Path(shutil.copytree(made[case][0], tmp_path / case))
+        names = ("num_key_value_heads", "max_position_embeddings", "sliding_window", "rope_parameters", "rms_norm_eps")
+        change(folder, drop=names)
+        sizes = sizes_in(folder)
+        assert (sizes["n_kv_head"], sizes["block_size"], sizes["rope_theta"]) == (heads, longest, 1e4)
+        assert sizes.get("norm_eps") == (None if case == "Olmo" else 1e-6)
+        change(folder, num_key_value_heads=None, sliding_window=None, tie_word_embeddings=None, head_dim=None)
+        assert sizes_in(folder)["n_kv_head"] == 4 and not sizes_in(folder)["tie"]
+        assert sizes_in(folder)["block_size"] == (131072 if case == "Mistral" else 2048)
+
+
+def test_a_second_copy_of_a_tied_head_is_dropped_and_another_head_is_refused(made, tmp_path):
+    source, *rest = made["Llama, tied"]
+    folder = Path(shutil.copytree(source, tmp_path / "tied"))
+    tensors = {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+    for path in folder.glob("model*"):
+        path.unlink()
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    assert apart(folder, *rest) <= 1e-5
+    head[7, 5] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is true, and lm_head.weight is not model.embed"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_the_same_numbers_in_32(dtype, llama):
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(llama / "model.safetensors").items()}
+    save_file(tensors, llama / "model.safetensors")
+    model = load_model(llama)[0]
+    assert torch.equal(model.head.weight, tensors["lm_head.weight"].float())
+
+
+# --- what is refused
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def with_tensors(change):
+    def act(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return act
+
+
+def as_bin(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def index(files):
+    def act(folder):
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+    return act
+
+
+NORM = "model.norm.weight"
+REFUSED = {
+    "MixtralForCausalLM has experts": dict(architectures=["MixtralForCausalLM"]),
+    "architectures says BertModel, and LlamaForCausalLM, ": dict(architectures=["BertModel"]),
+    "its weights are quantised, and fp32, bf16 and fp16 are read": dict(quantization_config={"bits": 4}),
+    "auto_map brings code of its own, which nothing here executes": dict(auto_map={"AutoModel": "m.py"}),
+    "hidden_act is 'gelu', and 'silu' is supported": dict(hidden_act="gelu"),
+    "attention_bias is True, and False is supported": dict(attention_bias=True),
+    "scaled by 'yarn', and 'llama3' is supported": dict(rope_parameters={"rope_type": "yarn", "rope_theta": 1.0}),
+    "rope_theta is 7, and within rope_parameters 10000.0": dict(rope_theta=7),
+    "hidden_size is 48.5, which is no size": dict(hidden_size=48.5),
+    "num_hidden_layers is True, which is no size": dict(num_hidden_layers=True),
+    "embed_tokens.weight in .* has the shape .300, 48., and config.json makes it .300, 44.": dict(hidden_size=44),
+    "too few for 10000000 layers": dict(num_hidden_layers=10_000_000),
+    "holds no tensors": cut,
+    "weights as .bin alone, which can hold code; load it with transformers and save it again": as_bin,
+    "model.safetensors.index.json has no weight_map": index(None),
+    "names '../a.safetensors', which is no file of this folder": index({NORM: "../a.safetensors"}),
+    "b.safetensors is missing; copy": index({NORM: "b.safetensors"}),
+    "says a.safetensors has lm_head.bias, and it has not": index({"lm_head.bias": "a.safetensors"}),
+    "lacks the tensor model.norm.weight": with_tensors(lambda tensors: tensors.pop(NORM)),
+    "holds the tensor model.norm.bias, which": with_tensors(lambda t: t.update({"model.norm.bias": torch.ones(48)})),
+    "model.norm.weight in .* is of I32": with_tensors(lambda t: t.update({NORM: torch.ones(48, dtype=torch.int32)})),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_supported_is_one_sentence(message, llama):
+    how = REFUSED[message]
+    how(llama) if callable(how) else change(llama, **how)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_model(llama)
+    assert "\n" not in str(refused.value) and "Traceback" not in str(refused.value)
+
+
+def test_a_folder_without_a_configuration_or_a_tokenizer_is_refused(llama):
+    (llama / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, so nobody can say what its tokens are"):
+        load_model(llama)
+    (llama / "config.json").write_text("[]")
+    with pytest.raises(ModelFolderError, match="config.json cannot be used .it holds no object"):
+        sizes_in(llama)
+    (llama / "config.json").unlink()
+    with pytest.raises(ModelFolderError, match="has no config.json; name a folder as transformers writes it"):
+        sizes_in(llama)
+    with pytest.raises(DataError, match="has no tokenizer.json"):
+        tokenizer_of_folder(llama)
+
+
+# --- its tokenizer
+
+
+def test_a_foreign_tokenizer_encodes_and_writes_as_the_library_does(made):
+    from tokenizers import Tokenizer
+
+    folder = made["Llama"][0]
+    own, library = tokenizer_of_folder(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "the question — naïve, 東京, 🙂 and sorrows"
+    ids = own.encode(text)
+    assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
+    write = own.writer()
+    assert "".join(map(write, ids.tolist())) + write(None, True) == own.decode(ids) == text
+    assert own.separator == 0 and 0 not in own.encode("<|document|>"), "a text that spells it has none"
+
+
+# --- ranks
+
+LAYOUTS = {
+    "ddp": (2, ParallelOptions()),
+    "zero1": (2, ParallelOptions(strategy="zero1")),
+    "fsdp": (4, ParallelOptions(strategy="fsdp")),
+    "tensor": (2, ParallelOptions(strategy="tp")),
+    "a head of keys on 2 ranks": (4, ParallelOptions(strategy="tp")),
+    "fsdp x tensor": (4, ParallelOptions(strategy="fsdp", tensor=2)),
+    "pipeline": (2, ParallelOptions(strategy="pp")),
+}
+
+
+def filled(ranks, folder, parallel, ids_BT):
+    config = GPTConfig(**sizes_in(folder))
+    options = Options(train=TrainOptions(global_batch=4), parallel=parallel)
+    spread = parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks, without_numbers)
+    num_bytes = ModelFolder(folder, config).fill(spread.named_parameters())
+    return spread.named_full_parameters(), spread.logits(ids_BT), num_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_fills_what_it_holds_and_together_they_hold_the_bits_of_the_file(layout, made, pool):
+    tied = layout in ("fsdp", "fsdp x tensor", "tensor")
+    folder, ids_BT, expected_BTV = made["Llama, tied" if tied else "Llama"]
+    n_ranks, parallel = LAYOUTS[layout]
+    results = pool.run(n_ranks, filled, folder, parallel, ids_BT)
+    whole = dict(load_model(folder)[0].named_parameters())
+    total = sum(p.nbytes for p in whole.values())
+    for weights, logits_BTV, num_bytes in results:
+        assert weights.keys() == whole.keys()
+        assert all(torch.equal(weights[name], whole[name]) for name in whole)
+        assert (logits_BTV - expected_BTV).abs().max() <= 1e-5 * expected_BTV.std()
+        assert num_bytes == total if layout in ("ddp", "zero1") else num_bytes < 0.8 * total
+
+
+def anonymous_bytes():
+    """Memory of this process that no file stands for, by /proc."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def peak_while_filling(ranks, folder, parallel):
+    config = GPTConfig(**sizes_in(folder) | {"block_size": 64})
+    options = Options(train=TrainOptions(global_batch=4), parallel=parallel)
+    layout = resolve_layout(options, config, ranks.world_size)
+    parallelize(GPTConfig(V), resolve_layout(options, GPTConfig(V), ranks.world_size), options, ranks)  # warms up
+    gc.collect()
+    before, seen, done = anonymous_bytes(), [], threading.Event()
+
+    def look():
+        while not done.wait(0.001):
+            seen.append(anonymous_bytes())
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    spread = parallelize(config, layout, options, ranks, without_numbers)
+    ModelFolder(folder, config).fill(spread.named_parameters())
+    done.set()
+    watch.join()
+    own = sum(local_part(p).nbytes for p in spread.named_parameters().values())
+    return max(seen) - before, own
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("ddp", "zero1")])
+def test_no_rank_ever_has_more_than_its_share_and_one_tensor(layout, tmp_path):
+    import transformers
+
+    sizes = dict(vocab_size=16384, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8)
+    tied = "pipeline" not in layout
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=tied)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "large")
+    n_ranks, parallel = LAYOUTS[layout]
+    whole = 4 * GPTConfig(**sizes_in(tmp_path / "large")).num_params()
+    # FSDP cuts what tensor ranks have left: meanwhile a rank has its tensor share, here of two shards, and its own
+    shares = 3 if layout == "fsdp x tensor" else 1
+    for peak, own in run_on_ranks(n_ranks, peak_while_filling, tmp_path / "large", parallel):
+        assert peak < shares * own + 4 * 16384 * 512 + 8 * 2**20 < 1.2 * whole
+        assert peak > 0.8 * own, "it is measured"
+
+
+def filled_by_the_trainer(ranks, folder, strategy):
+    config = GPTConfig(**sizes_in(folder))
+    options = Options(train=TrainOptions(global_batch=4), parallel=ParallelOptions(strategy=strategy))
+    spread = parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks, without_numbers)
+    notes = []
+    report = SimpleNamespace(note=notes.append)
+    try:
+        fill(SimpleNamespace(ranks=ranks, parallel=spread, report=report), ModelFolder(folder, config))
+    except CheckpointError as error:
+        return str(error)
+    return notes
+
+
+def test_numbers_that_are_none_are_named_by_whoever_reads_them_and_all_ranks_refuse(llama, pool):
+    assert pool.run(2, filled_by_the_trainer, llama, "pp")[1][0] == f"reading the model in {llama}"
+    name = "model.layers.1.mlp.up_proj.weight"  # of the last stage
+    with_tensors(lambda tensors: tensors[name].view(-1)[-1:].fill_(float("nan")))(llama)
+    sentence = f"{name} in {llama} holds NaN or infinity; use another copy"
+    assert pool.run(2, filled_by_the_trainer, llama, "pp") == [sentence] * 2
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        load_model(llama)
+
+
+# --- the trainer
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def prepared(folder, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n\n\n".join(TEXT))
+    words = [tmp_path / "text.txt", "--to", tmp_path / "text", "--tokenizer", folder, "--near", "2"]
+    subprocess.run([sys.executable, SCRIPTS / "prepare_data.py", *words], check=True, capture_output=True, timeout=120)
+    return tmp_path / "text"
+
+
+def train(folder, text, tmp_path, *words, nproc=1, steps=2):
+    flags = ["--from", folder, "--data.folder", text, "--model.block-size", "32", "--train.global-batch", "4"]
+    flags += [
+        "--train.steps",
+        str(steps),
+        "--log.eval-batches",
+        "1",
+        "--log.sample",
+        "3",
+        "--log.no-plots",
+        "--data.no-mask-documents",
+    ]
+    flags += ["--checkpoint.folder", tmp_path / "kept", *words]
+    launch = [SCRIPTS / "launch.py", "--nproc", str(nproc), "--"] if nproc > 1 else [SCRIPTS / "train.py"]
+    env = {**settings.environment(), "MANYHANDS_OUTPUTS": str(tmp_path / "outputs")}
+    return subprocess.run(
+        list(map(str, [sys.executable, *launch, *flags])), env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_a_folder_and_later_from_its_checkpoint_without_it(llama, tmp_path):
+    text = prepared(llama, tmp_path)
+    (llama / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    began = train(llama, text, tmp_path, "--parallel.strategy", "fsdp", nproc=2)
+    assert began.returncode == 0, began.stderr
+    about = read_manifest(tmp_path / "kept" / "step-00000002").metadata
+    assert about["base"] == {"name": "llama", "licence": "apache-2.0"} and about["config"]["n_kv_head"] == 2
+    x_BT, y_BT = get_batch(open_text(text).val_ids, 0, 4, 32, 0, 1, seed=1)  # what the trainer validates on
+    with torch.no_grad():
+        expected = load_model(llama)[0](x_BT, y_BT)[1].item()
+    losses = json.loads((tmp_path / "outputs" / "train" / "latest" / "metrics.json").read_text())["exact"]["val_losses"]
+    assert losses["0"] == pytest.approx(expected, abs=1e-4), "validation of the model as it came"
+    shutil.rmtree(llama)
+    resumed = train(llama, text, tmp_path, steps=4)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed from" in resumed.stdout
+    assert read_manifest(tmp_path / "kept" / "step-00000004").metadata["base"] == about["base"]
+
+
+def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, tmp_path):
+    options = read_options(["--from", str(llama)])
+    assert (options.optimizer.lr, options.optimizer.warmup) == (2e-5, 9)
+    assert options.model.block_size == 128 and options.model.vocab_size == V
+    change(llama, max_position_embeddings=8192)
+    options = read_options(["--from", str(llama), "--train.steps", "1000", "--optimizer.lr", "1e-4"])
+    assert (options.model.block_size, options.optimizer.lr, options.optimizer.warmup) == (2048, 1e-4, 30)
+    (tmp_path / "run.toml").write_text(to_toml(options))
+    assert from_file(tmp_path / "run.toml").model == options.model
+    assert read_options(["--config", str(tmp_path / "run.toml"), "--from", str(llama)]).optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model.n-layer", "3"], "model.n_layer=3, and the model in .* has 2; leave it out"),
+        (["--model.block-size", "129"], "model.block_size=129 is more than the model in .* reads, 128; use at most"),
+        ([], "the text is cut by another tokenizer than that of .*; cut it anew: scripts/prepare_data.py"),
+    ],
+)
+def test_other_sizes_and_another_tokenizer_are_refused(words, message, llama):
+    options, corpus = read_options(["--from", str(llama), *words]), Corpus.from_text("test", TEXT[0])
+    with pytest.raises(OptionError, match=message):
+        model_folder(options, model_config(options, len(corpus.vocab)), corpus)
