@@ -21,6 +21,7 @@ ____ = None  # not typed yet
 NONE_YET = "no guess yet"
 CLOSE = 0.02  # a guess within 2 % is right, to allow for rounding
 
+_last: list[str] = []  # the question that was compared last
 _sentences: dict[str, str] = {}  # {question: how the guess compares}, in the order of the questions
 
 
@@ -36,8 +37,7 @@ def compare(what, guess, answer, unit="", because=""):
         guess = sys._getframe(1).f_globals.get(guess)
     sentence = _compared(guess, answer, unit)
     folded = sentence.startswith(NONE_YET) and _in_a_notebook()
-    _sentences.pop(what, None)  # the last one comes last
-    _sentences[what] = NONE_YET if folded else sentence
+    _sentences[what], _last[:] = NONE_YET if folded else sentence, [what]
     if not folded:
         say_once(f"{what}: {sentence}\n{because}".strip())
     elif joined() is None or joined().rank == 0:
@@ -46,8 +46,7 @@ def compare(what, guess, answer, unit="", because=""):
 
 def unanswered():
     """Return the line to click for a figure that answers the last comparison, where it has no guess; else ""."""
-    what, said = list(_sentences.items())[-1]
-    return f"{what}: the figure" if said == NONE_YET else ""
+    return f"{_last[0]}: the figure" if _last and _sentences[_last[0]] == NONE_YET else ""
 
 
 def card(*lines, figure, command):

@@ -41,15 +41,16 @@ class Rungs:
         self.limit = 1e6 * memory_mb or self._enough()
 
     def _enough(self):
-        """Return bytes: a rank's shares, the root, two blocks whole and the activations; and some room on top."""
-        n, cpu = self.shakespeare.ranks.world_size, self.shakespeare.ranks.device.type == "cpu"
+        """Return bytes: a rank's shares, the root, and two blocks with all activations, or five with most of them.
+
+        The first when backward begins, the second in it, where messages and their copies are several blocks.
+        """
         model = self.shakespeare.new_model()
         saved = count_saved(lambda: model(*self.shakespeare.batch(0)), model).bytes
         block = sum(p.nbytes for p in model.blocks[0].parameters())
-        root = 4 * self.P - len(model.blocks) * block
-        # the room that messages need does not shrink with the shares; a GPU's kernels need some of their own
-        room = 1.04 if n <= 4 and cpu else 1.3
-        return room * (16 * self.P / n + root + 2 * block + saved)
+        rest = 16 * self.P / self.shakespeare.ranks.world_size + 4 * self.P - len(model.blocks) * block
+        room = 1.04 if self.shakespeare.ranks.device.type == "cpu" else 1.3  # a GPU's kernels need some of their own
+        return max(room * (rest + 2 * block + saved), rest + 5 * block + 0.7 * saved)
 
     def climb(self, name, build):
         """Train what `build(model)` returns, (model, optimizer), and compare its losses with those of one process.
