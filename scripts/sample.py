@@ -48,9 +48,9 @@ class Options:
 def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
     """Yield `length` ids below `vocab_size`, one at a time, that follow the list `ids` as the model sees it.
 
-    It looks at the last block_size ids. All draws come from `generator`, on the CPU. A vocabulary may be wider than the
-    alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn. Raises Refused where a logit is NaN or
-    infinite.
+    It looks at as many ids as the model reads. All draws come from `generator`, on the CPU. A vocabulary may be wider
+    than the alphabet (`--model.vocab-size`): an id that stands for nothing is not drawn. Raises Refused where a logit
+    is NaN or infinite.
     """
     import torch
     from manyhands.gpt.sampling import continued, drawing
@@ -66,7 +66,7 @@ def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
         return logits_11V
 
     ids_1T = torch.tensor([ids], device=next(model.parameters()).device)
-    return map(int, continued(logits, ids_1T, length, model.config.block_size, drawing(temperature, generator, top_k)))
+    return map(int, continued(logits, ids_1T, length, model.config.context, drawing(temperature, generator, top_k)))
 
 
 def refuse_senseless(options):

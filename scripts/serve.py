@@ -11,11 +11,11 @@ Where stdout is no terminal, as in a job, the token is only in the file that the
 loopback unless --host says otherwise; a token is always asked for, since loopback is shared on a login node. The token
 can be set by the variable MANYHANDS_SERVE_TOKEN; there is no flag, because every user of a machine sees flags.
 
-Prompt and answer together fit into the model's context (block_size of its training): a chat leaves out its oldest turns
-and says so; what is longer still is refused with the numbers. `curl -H "Authorization: Bearer ..." .../metrics` is for
-Prometheus, /healthz needs no token. Ctrl-C or SIGTERM: what was asked for is finished, for up to --drain-s; a
-second Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to serve, it cannot start, or a
-value makes no sense, with the cure. 130: a second Ctrl-C.
+Prompt and answer together fit into the model's context (block_size of its training, or max_positions): a chat leaves
+out its oldest turns and says so; what is longer still is refused with the numbers. /healthz needs no token, and
+`curl -H "Authorization: Bearer ..." .../metrics` is for Prometheus. Ctrl-C or SIGTERM: what was asked for is finished,
+for up to --drain-s; a second Ctrl-C does not wait. Status 0: a clean end. 2: there is nothing to
+serve, it cannot start, or a value makes no sense, with the cure. 130: a second Ctrl-C.
 """
 
 import os

@@ -212,6 +212,26 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole():
     assert cache[0][0].shape == (2, 2, 16, 6), "the heads of keys alone"
 
 
+def test_it_reads_and_writes_up_to_max_positions_and_not_further():
+    model = make_model(1, dataclasses.replace(SMALL, max_positions=24))
+    whole, longer = model(ids_of((1, 24)))[0], dataclasses.replace(SMALL, block_size=24)
+    other = GPT(longer).double().eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(whole, other(ids_of((1, 24)))[0]), "what is trained changes nothing"
+    with pytest.raises(ValueError, match="25 positions do not fit into max_positions=24; cut the sequences"):
+        model(ids_of((1, 25)))
+    prompt = ids_of((1, 14))
+    written = model.generate(prompt, 16, temperature=0)
+    assert written[0, -1] == model(written[:, 5:29])[0][0, -1].argmax() and written.shape == (1, 30)
+    assert torch.equal(generate(model, prompt, 10, Sampling(0)), written[:, :24])
+    with pytest.raises(
+        ValueError, match="14 tokens of the prompt and 11 more do not fit into the model's context of 24"
+    ):
+        generate(model, prompt, 11)
+    with pytest.raises(ValueError, match="1 blocks of 16 positions do not hold one sequence of 24; use 2 or more"):
+        Engine(model, "", num_blocks=1)
+
+
 def test_a_few_steps_learn_a_repeating_text():
     model = build()
     ids_BT = (torch.arange(9) % 4).repeat(4, 1)
@@ -261,6 +281,8 @@ def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_h
         ({"rope_theta": math.inf}, "rope_theta=inf is no size; use more than 1"),
         ({"rope_factor": 0.5}, "rope_factor=0.5 makes nothing slower; use 1 or more"),
         ({"rope_low": 4.0}, "rope_high=4 is not above rope_low=4"),
+        ({"max_positions": 15}, "max_positions=15 is less than block_size=16, which is trained; use more"),
+        ({"style": "gpt", "n_kv_head": 4, "n_hidden": 96, "max_positions": 17}, "max_positions=17 is for style=llama"),
     ],
 )  # fmt: skip
 def test_sizes_that_make_no_llama_are_refused_with_the_numbers(sizes, message):

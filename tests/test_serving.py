@@ -199,7 +199,19 @@ def test_what_may_begin_a_stop_string_is_held_back_and_never_lost(cuts):
 
 @pytest.mark.parametrize(
     "style",
-    [{}, {"style": "llama", "n_head": 4, "n_kv_head": 2, "n_hidden": 20, "head_dim": 6, "clip_qkv": 0.5}],
+    [
+        {},
+        {
+            "style": "llama",
+            "n_head": 4,
+            "n_kv_head": 2,
+            "n_hidden": 20,
+            "head_dim": 6,
+            "clip_qkv": 0.5,
+            "block_size": 24,
+            "max_positions": 96,
+        },
+    ],
     ids=["gpt", "llama"],
 )
 def test_ids_with_separators_are_answered_as_the_models_own_forward_alone_and_in_a_batch(style):

@@ -275,7 +275,7 @@ def look(parallel):
     from manyhands.gpt.sampling import generate
 
     ids, targets = next(batches())
-    frozen = parallel.modules[0].blocks[0]
+    frozen = next(parallel.modules[0].blocks.children())
     frozen.eval()
     modes = [part.training for module in parallel.modules for part in module.modules()]
     state = torch.get_rng_state()
@@ -323,8 +323,14 @@ def test_evaluation_and_samples_are_one_processs_and_leave_no_trace(pool, case):
     assert_samples_are_one_processs(pool, case, replace(CONFIG, dropout=0.3))
 
 
-def test_evaluation_and_samples_of_a_llama_are_one_processs(pool):
-    assert_samples_are_one_processs(pool, dict(strategy="fsdp"), replace(LLAMA, dropout=0.3))
+@pytest.mark.parametrize(
+    "case", [dict(strategy="fsdp"), dict(strategy="tp", sequence_parallel=True), dict(strategy="pp")]
+)
+def test_evaluation_and_samples_of_a_llama_are_one_processs_beyond_the_trained_length_too(pool, case):
+    longer = replace(LLAMA, dropout=0.3 if case["strategy"] == "fsdp" else 0.0, max_positions=LLAMA.block_size + 2)
+    longer = replace(longer, tie=case["strategy"] != "pp")
+    assert longer.context == 18, "as long as what is sampled"
+    assert_samples_are_one_processs(pool, case, longer)
 
 
 def assert_samples_are_one_processs(pool, case, config):

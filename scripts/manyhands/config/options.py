@@ -52,7 +52,7 @@ class ModelOptions:
     n_layer: int = 4  # layers
     n_head: int = 4  # attention heads per layer
     n_embd: int = 128  # width
-    block_size: int = 64  # positions: the longest sequence
+    block_size: int = 64  # positions: the longest sequence in training
     vocab_size: Positive | None = None  # none: as the corpus has
     dropout: float = 0.0  # share of the numbers that training sets to zero
     tie: bool = False  # one matrix for token embedding and head, as in GPT-2
@@ -74,6 +74,7 @@ class ModelOptions:
     rope_low: float = 1.0  # turns within rope_original positions: with fewer, a turn is slow
     rope_high: float = 4.0  # and with more it stays as it is
     rope_original: Positive = 8192  # positions that the scaling goes by
+    max_positions: Positive | None = None  # the longest sequence that it reads and writes; none: block_size
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class GPTConfig:
     """The sizes of a GPT. Raises ValueError, with the numbers, for sizes that make no model."""
 
     vocab_size: int  # V
-    block_size: int = 64  # T, the longest sequence
+    block_size: int = 64  # T, the longest sequence in training
     n_layer: int = 4  # N
     n_head: int = 4  # H
     n_embd: int = 128  # D
@@ -63,6 +63,7 @@ class GPTConfig:
     rope_low: float = 1.0  # turns within rope_original positions: a pair with fewer is slow
     rope_high: float = 4.0  # and one with more stays as it is
     rope_original: int = 8192
+    max_positions: int | None = None  # the longest sequence that it reads and writes; None: block_size
 
     def __post_init__(self):
         for name in AT_LEAST_1:
@@ -92,7 +93,7 @@ class GPTConfig:
         if self.style not in ("gpt", "llama"):
             yield f"style={self.style!r} is unknown; use gpt or llama"
         if self.style == "gpt":
-            own = {"n_kv_head": self.n_head, "n_hidden": 4 * self.n_embd}
+            own = {"n_kv_head": self.n_head, "n_hidden": 4 * self.n_embd, "max_positions": self.block_size}
             for f in fields(self):
                 if f.name in OF_A_LLAMA and (value := getattr(self, f.name)) not in (f.default, own.get(f.name)):
                     yield f"{f.name}={value} is for style=llama; use that, or leave it out"
@@ -116,6 +117,8 @@ class GPTConfig:
             yield f"rope_factor={self.rope_factor:g} makes nothing slower; use 1 or more"
         if not self.rope_low < self.rope_high < math.inf:
             yield f"rope_high={self.rope_high:g} is not above rope_low={self.rope_low:g}; use 4 and 1"
+        if self.context < self.block_size:
+            yield f"max_positions={self.context} is less than block_size={self.block_size}, which is trained; use more"
 
     @property
     def kv_heads(self):
@@ -126,6 +129,11 @@ class GPTConfig:
     def head_size(self):
         """E: the numbers of one head."""
         return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def context(self):
+        """Positions of the longest sequence that the model reads and writes; training has `block_size`."""
+        return self.max_positions or self.block_size
 
     @property
     def hidden(self):
@@ -153,11 +161,11 @@ class GPTConfig:
 
 OF_A_LLAMA = (
     "n_kv_head", "n_hidden", "head_dim", "norm", "norm_eps", "clip_qkv", "rope_theta", "rope_factor", "rope_low",
-    "rope_high", "rope_original",
+    "rope_high", "rope_original", "max_positions",
 )  # fmt: skip
 AT_LEAST_1 = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "experts", "n_kv_head", "n_hidden", "head_dim",
-    "rope_original",
+    "rope_original", "max_positions",
 )  # fmt: skip
 
 
@@ -368,11 +376,12 @@ class GPT(nn.Module):
 
         Where the head computes the loss in chunks (`Head.at_once`), there are no logits: None.
         Where the T tokens are a part of longer sequences, `positions_T` says where they stand, and `attention(q, k, v)`
-        attends to the whole. Raises ValueError if the sequences are longer than `block_size`.
+        attends to the whole. Raises ValueError if the sequences are longer than `config.context`.
         """
         T = ids_BT.shape[1]
-        if self.config.block_size < T:
-            raise ValueError(f"{T} positions do not fit into block_size={self.config.block_size}; cut the sequences")
+        if (most := self.config.context) < T:
+            name = "max_positions" if self.config.max_positions else "block_size"
+            raise ValueError(f"{T} positions do not fit into {name}={most}; cut the sequences")
         if positions_T is None:
             positions_T = torch.arange(T, device=ids_BT.device)
         x_BTD, turn = self.embed(ids_BT, positions_T)
@@ -417,7 +426,7 @@ class GPT(nn.Module):
         self.eval()
         try:
             draw = drawing(temperature, generator)
-            return extended(lambda ids: self(ids)[0], ids_BT, n, self.config.block_size, draw)
+            return extended(lambda ids: self(ids)[0], ids_BT, n, self.config.context, draw)
         finally:
             for module, was_training in training.items():
                 module.training = was_training

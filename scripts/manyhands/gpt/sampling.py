@@ -1,7 +1,7 @@
 """Decoding: how a token is drawn, the plain loop, and the step with which texts of any lengths are written together.
 
     ids_BT = generate(parallel, prompt_BT, 200, generator=torch.Generator().manual_seed(seed))    # any number of ranks
-    for next_B in continued(logits, prompt_BT, 200, block_size, drawing(temperature=0.8)): ...    # no trace in training
+    for next_B in continued(logits, prompt_BT, 200, context, drawing(temperature=0.8)): ...    # no trace in training
 
     p_BV = probabilities(logits_BV, [Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=0)])
     ids_B = draw(p_BV, uniform_B)                  # uniform_B in [0, 1): one number per sequence
@@ -161,23 +161,21 @@ def generate(parallel, ids_BT, n, temperature=1.0, generator=None):
     Every rank draws the same from its own `generator`: equal states on all ranks.
     """
     with parallel.gathered():
-        return extended(parallel.logits, ids_BT, n, parallel.config.block_size, drawing(temperature, generator))
+        return extended(parallel.logits, ids_BT, n, parallel.config.context, drawing(temperature, generator))
 
 
-def extended(logits, ids_BT, n, block_size, draw):
+def extended(logits, ids_BT, n, context, draw):
     """`ids_BT` followed by n tokens, [B, T + n]: see `continued`."""
-    return torch.cat([ids_BT, *(next_B[:, None] for next_B in continued(logits, ids_BT, n, block_size, draw))], dim=1)
+    return torch.cat([ids_BT, *(next_B[:, None] for next_B in continued(logits, ids_BT, n, context, draw))], dim=1)
 
 
-def continued(
-    logits: Callable, ids_BT: torch.Tensor, n: int, block_size: int, draw: Callable
-) -> Iterator[torch.Tensor]:
+def continued(logits: Callable, ids_BT: torch.Tensor, n: int, context: int, draw: Callable) -> Iterator[torch.Tensor]:
     """Yield the next token of each row, [B], n times.
 
-    `logits`: of the last `block_size` ids, [B, T, V]; `draw`: of the last position's logits [B, V], ids [B].
+    `logits`: of the last `context` ids, [B, T, V]; `draw`: of the last position's logits [B, V], ids [B].
     """
     for _ in range(n):
-        next_B = draw(logits(ids_BT[:, -block_size:])[:, -1]).to(ids_BT.device)
+        next_B = draw(logits(ids_BT[:, -context:])[:, -1]).to(ids_BT.device)
         yield next_B
         ids_BT = torch.cat((ids_BT, next_B[:, None]), dim=1)
 

@@ -122,7 +122,7 @@ class Stages:
 
     @torch.no_grad()
     def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, V] on all ranks, T <= block_size: from stage to stage, then broadcast from the last.
+        """[B, T, V] on all ranks, T <= config.context: from stage to stage, then broadcast from the last.
 
         The caller has put the stages in eval mode.
         """

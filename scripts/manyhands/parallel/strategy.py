@@ -120,7 +120,7 @@ class Strategy:
         raise NotImplementedError
 
     def logits(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        """[B, T, V] on all ranks, of the same ids on all ranks, T <= block_size. All ranks must call it.
+        """[B, T, V] on all ranks, of the same ids on all ranks, T <= config.context. All ranks must call it.
 
         Modes and random states stay as they were.
         """
@@ -137,7 +137,7 @@ class Strategy:
         if self.ranks.device.type == "cpu" and not compiles:
             return ids_BT
         B, T = ids_BT.shape
-        size = self.config.block_size
+        size = self.config.block_size if self.config.block_size >= T else self.config.context
         longer = size if compiles else min(T + -T % LENGTH_MULTIPLE, size)
         more = 1 << (B - 1).bit_length()
         return F.pad(ids_BT, (0, longer - T, 0, more - B))

@@ -30,9 +30,9 @@ class Engine:
     def __init__(
         self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None
     ):
-        if num_blocks * block_size < model.config.block_size:
-            why = f"{num_blocks} blocks of {block_size} positions do not hold one sequence of {model.config.block_size}"
-            raise ValueError(f"{why}; use {-(-model.config.block_size // block_size)} or more")
+        if num_blocks * block_size < (context := model.config.context):
+            why = f"{num_blocks} blocks of {block_size} positions do not hold one sequence of {context}"
+            raise ValueError(f"{why}; use {-(-context // block_size)} or more")
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
         self.prompt_nats, self.prompt_tokens = 0.0, 0  # the summed loss on prompts: see `service.Metrics`
@@ -56,7 +56,7 @@ class Engine:
 
         Raise ValueError if it exceeds the model's context.
         """
-        context = self.model.config.block_size
+        context = self.model.config.context
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
         if max_tokens < 1:
@@ -136,10 +136,10 @@ def generate(model, ids_BT, n, sampling=Sampling(), seed=0, use_cache=True):  # 
     """Return `ids_BT` and n tokens after it: [B, T + n], each row with separate random numbers of one seed.
 
     `use_cache=False` recomputes all positions for each token, by the model's forward, and draws the same tokens.
-    Raise ValueError if T + n exceeds block_size, the number of learned positions.
+    Raise ValueError if T + n exceeds the model's context.
     """
     B, T = ids_BT.shape
-    blocks = B * -(-model.config.block_size // 16)
+    blocks = max(B * -(-(T + n) // 16), -(-model.config.context // 16))
     engine = Engine(model, "", blocks, max_running=B, prefill_tokens=B * T)
     sequences = [engine.add(ids, n, sampling) for ids in ids_BT.tolist()]
     for b, sequence in enumerate(sequences):

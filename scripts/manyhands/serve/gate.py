@@ -18,7 +18,7 @@ from manyhands.gpt.model import GPT
 from manyhands.launch.program import Refused, explained
 from manyhands.serve.vocabulary import Vocabulary
 
-TOKENS = 8192  # tokens of the held-out text, in windows of the model's context
+TOKENS = 8192  # tokens of the held-out text, in windows as long as in training
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def judge(
     """Return the Verdict on `candidate` without changing anything. `tolerance`: nats by which it may be worse."""
     if tokenizer_of(metadata).content != tokenizer_of(live_metadata).content:
         return Verdict(False, "its vocabulary differs from the serving model's: requests could not be read")
-    context, room = candidate.config.block_size, live.config.block_size
+    context, room = candidate.config.context, live.config.context
     if context != room:
         why = f"its context is {context}, but this server was started for {room}; start another server"
         return Verdict(False, why)

@@ -158,7 +158,7 @@ def share_of_plain_loop(model: GPT, clients: int = 16, n: int = 64, rounds: int 
     Both write the n likeliest tokens of equally many sequences, in turn. Raise RuntimeError if they differ.
     """
     first = torch.arange(clients).remainder(model.config.vocab_size)[:, None]
-    engine = Engine(model, "", clients * -(-(n + 1) // 16) + model.config.block_size // 16, max_running=clients)
+    engine = Engine(model, "", clients * -(-(n + 1) // 16) + model.config.context // 16, max_running=clients)
     ratios = []
     for _ in range(rounds):
         began_s = time.process_time()

@@ -42,14 +42,16 @@ TEXTS = 64  # limit for one request
 
 @dataclass(frozen=True)
 class Limits:
-    """One server's limits. Lengths beyond the model's context are always refused, because its positions are learned."""
+    """One server's limits. Lengths beyond the model's context are always refused."""
 
     running: Positive = 32  # requests that are computed at once
     queue: Positive = 256  # requests that wait for them; one more gets 429
     request_s: Seconds = 120.0  # seconds for a whole request, its wait included
     body_bytes: Positive = 1_000_000  # of a request's body
     body_s: Seconds = 10.0  # seconds that the server waits for a request's body
-    blocks: Positive | None = None  # of the cache; none: for all that run, at full length
+    blocks: Positive | None = (
+        None  # of the cache; none: for all that run, as long as in training, or one at full length
+    )
     block_size: Positive = 16  # positions in a block
     prefill_tokens: Positive = 256  # of prompts in one step
 

@@ -138,7 +138,8 @@ class Service:
         self.held_out_ids, self.load, self.tolerance = held_out_ids, load, tolerance
         self.words, self.started = Vocabulary(metadata), int(time.time())
         size, running = limits.block_size, limits.running
-        blocks = limits.blocks or running * -(-self.context // size)
+        trained = running * -(-model.config.block_size // size)
+        blocks = limits.blocks or max(trained, -(-self.context // size))
         self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
         self.waited_for: dict[CachedSequence, tuple[Ticket, Choice]] = {}  # those that are not over for the engine
         self.changes: deque[tuple | None] = deque()  # changes to apply to the engine before its next step
@@ -148,7 +149,7 @@ class Service:
     @property
     def context(self) -> int:
         """Return the number of positions of prompt and answer together."""
-        return self.live.model.config.block_size
+        return self.live.model.config.context
 
     async def start(self) -> None:
         self.woken, self.still, self.judging = asyncio.Event(), asyncio.Lock(), asyncio.Lock()

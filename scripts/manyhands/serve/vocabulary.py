@@ -35,7 +35,7 @@ class Vocabulary:
         self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
         if self.tokenizer.separator is not None:
             self.markers.add(self.tokenizer.separator)
-        self.context = metadata["config"]["block_size"]
+        self.context = metadata["config"].get("max_positions") or metadata["config"]["block_size"]
         longest = 1 if self.by_character else max(len(t) for i, t in enumerate(self.vocab) if i not in self.markers)
         self.most_characters = self.context * longest
 

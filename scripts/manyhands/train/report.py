@@ -442,6 +442,7 @@ def about_run(options, config, layout):
     return {
         "model": f"{config.num_params():,} parameters in {config.n_layer} layers of width {config.n_embd} with"
         f" {config.n_head} heads; a vocabulary of {config.vocab_size:,}, {config.block_size:,} positions"
+        + f" of the {config.context:,} that it reads" * (config.context > config.block_size)
         + f"; a llama with {config.kv_heads} heads of keys and values" * (config.style == "llama")
         + about_experts(config),
         "ranks": f"{size} ranks, strategy {parallel.strategy}: {layout}" if size > 1 else "one rank",

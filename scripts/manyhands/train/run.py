@@ -219,7 +219,7 @@ class Run:
         """
         draw = drawing(1.0, torch.Generator().manual_seed(self.options.train.seed))
         prompt = prompt_ids(self.options, self.corpus).to(self.ranks.device)[None]
-        ids, size = prompt[0].tolist(), self.config.block_size
+        ids, size = prompt[0].tolist(), self.config.context
         with self.parallel.gathered():
             for next_1 in continued(self.parallel.logits, prompt, self.options.log.sample, size, draw):
                 ids += next_1.tolist()
