@@ -48,7 +48,11 @@ def test_the_formula_gives_what_autograd_keeps_to_the_byte(config, sequences):
     assert count_saved(call, model).bytes == sum(saved_bytes(config, sequences).values())
 
 
-@pytest.mark.parametrize("experts", [{"top_k": 1}, {"top_k": 2, "shared_experts": 2}], ids=str)
+@pytest.mark.parametrize(
+    "experts",
+    [{"top_k": 1}, {"top_k": 2, "shared_experts": 2}, {"style": "llama", "n_kv_head": 2, "n_hidden": 172}],
+    ids=str,
+)
 def test_experts_keep_what_the_formula_says_within_one_per_cent(experts):
     """What is not in it: where each row went, as numbers of 64 bits."""
     config = GPTConfig(vocab_size=65, n_layer=2, experts=4, **experts)

@@ -20,6 +20,7 @@ MIXTURE = replace(CONFIG, n_layer=2, experts=6, top_k=2)
 SIGMOID = replace(MIXTURE, router="sigmoid", shared_experts=1)
 SWITCH = replace(MIXTURE, top_k=1)
 EIGHT = replace(SIGMOID, experts=8, top_k=3)
+MIXTRAL = replace(MIXTURE, experts=8, style="llama", n_kv_head=2, n_hidden=20)
 
 
 def more_of(*cases):
@@ -119,7 +120,7 @@ def test_biases_end_within_1_3_of_the_mean_where_nothing_else_balances():
 
 @pytest.fixture(scope="module")
 def references():
-    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH, EIGHT, DEEP)}
+    return {config: one_process(options_with(), config) for config in (MIXTURE, SIGMOID, SWITCH, EIGHT, DEEP, MIXTRAL)}
 
 
 CASES = {
@@ -149,6 +150,11 @@ CASES = {
     "tensor of shards, experts over 2": (4, EIGHT, dict(strategy="fsdp", tensor=2, expert=2, micro_batch=1)),
     "tensor of replicas, experts over 2": (4, EIGHT, dict(strategy="ddp", tensor=2, expert=2, sequence_parallel=True)),
     "tensor in a pipeline": (4, SIGMOID, dict(strategy="pp", tensor=2, micro_batch=2, sequence_parallel=True)),
+    "a llama's by fsdp, over 2": (2, MIXTRAL, dict(strategy="fsdp", expert=2, activation_checkpointing="block")),
+    "a llama's on tensor ranks": (2, MIXTRAL, dict(strategy="tp", micro_batch=2)),
+    "a llama's by buckets": (2, MIXTRAL, dict(strategy="ddp", all_reduce="buckets", micro_batch=2)),
+    "a llama's in a pipeline, over 2": (4, MIXTRAL, dict(strategy="pp", replicate=2, expert=2, micro_batch=1)),
+    "a llama's on tensor ranks, over 2": (4, MIXTRAL, dict(strategy="fsdp", tensor=2, expert=2, micro_batch=1)),
 }
 DEEP = replace(MIXTURE, n_layer=4)
 SCHEDULED = {
@@ -158,6 +164,7 @@ SCHEDULED = {
 }
 CASES |= SCHEDULED
 SHORT = {"ddp", "zero1", "ddp, experts over 2 of 4", "fsdp, experts over 2", "pipeline", "tensor"}
+SHORT |= {"a llama's by fsdp, over 2", "a llama's on tensor ranks"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.full) for c in CASES])

@@ -50,6 +50,8 @@ LLAMAS = {
     "Llama 3's scaling": {"rope_parameters": {**TURNS, "original_max_position_embeddings": 16}},
     "OLMo": {"num_key_value_heads": 2, "clip_qkv": 0.7},
     "OLMo, tied": {"tie_word_embeddings": True},
+    "Mixtral": {"num_local_experts": 5, "num_key_value_heads": 2},
+    "Mixtral, three at once": {"num_local_experts": 4, "num_experts_per_tok": 3, "num_key_value_heads": 4},
 }
 
 
@@ -57,7 +59,7 @@ def theirs(case):
     """A tiny model of transformers with weights that matter: at its own deviation of 0.02 attention moves nothing."""
     import transformers  # late: it takes seconds
 
-    kind = "Olmo" if "OLMo" in case else "Llama"
+    kind = next((kind for name, kind in {"OLMo": "Olmo", "Mixtral": "Mixtral"}.items() if name in case), "Llama")
     sizes = dict(vocab_size=65, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4)
     config = getattr(transformers, f"{kind}Config")(**sizes, **LLAMAS[case], initializer_range=0.3, eos_token_id=None)
     torch.manual_seed(3)
@@ -73,6 +75,7 @@ def ours(model):
     """The same as a GPT."""
     their, turns = model.config, model.config.rope_parameters
     rms = hasattr(their, "rms_norm_eps")
+    mixture = hasattr(their, "num_local_experts")
     config = GPTConfig(
         their.vocab_size, T, their.num_hidden_layers, their.num_attention_heads, their.hidden_size, style="llama",
         tie=their.tie_word_embeddings, n_kv_head=their.num_key_value_heads, n_hidden=their.intermediate_size,
@@ -80,10 +83,17 @@ def ours(model):
         norm_eps=their.rms_norm_eps if rms else 1e-5, clip_qkv=getattr(their, "clip_qkv", None),
         rope_theta=float(turns["rope_theta"]), rope_factor=turns.get("factor", 1.0),
         rope_original=turns.get("original_max_position_embeddings", 8192),
+        experts=their.num_local_experts if mixture else 1, top_k=their.num_experts_per_tok if mixture else 2,
     )  # fmt: skip
     weights = model.state_dict()
     for name, own in NAMES.items():
         weights = {key.replace(name, own): tensor for key, tensor in weights.items()}
+    for i in range(config.n_layer if mixture else 0):  # theirs lie [E, 2 M, D] and [E, D, M]
+        theirs_are = f"blocks.{i}.mlp.experts."
+        weights[f"blocks.{i}.mlp.router"] = weights.pop(f"blocks.{i}.mlp.gate.weight")
+        weights[f"blocks.{i}.mlp.up"] = weights.pop(f"{theirs_are}gate_up").flatten(0, 1)
+        weights[f"blocks.{i}.mlp.down"] = weights.pop(f"{theirs_are}down").mT.flatten(0, 1)
+        weights[f"blocks.{i}.mlp.bias"] = torch.zeros(config.experts)
     built = GPT(config).eval()
     built.load_state_dict(weights)
     return built
@@ -128,9 +138,10 @@ def test_a_copy_that_turns_otherwise_fails_that_test(monkeypatch, part, wrong):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie": True}, {"n_kv_head": None, "n_hidden": None}, {"head_dim": 10, "n_embd": 25}, {"norm": "layer"}],
+    [{}, {"tie": True}, {"n_kv_head": None, "n_hidden": None}, {"head_dim": 10, "n_embd": 25}, {"norm": "layer"},
+     {"experts": 5}],
     ids=str,
-)
+)  # fmt: skip
 def test_the_formula_counts_every_parameter_and_none_is_a_bias(changes):
     model = build(dataclasses.replace(SMALL, **changes))
     assert model.config.num_params() == model.num_params() == sum(p.numel() for p in model.parameters())
@@ -269,7 +280,7 @@ def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_h
     [
         ({"style": "mamba"}, "style='mamba' is unknown; use gpt or llama"),
         ({"style": "gpt"}, "n_kv_head=2 is for style=llama; use that, or leave it out"),
-        ({"experts": 4}, "experts=4 do not go with style=llama yet; use style=gpt, or experts=1"),
+        ({"experts": 4, "shared_experts": 1}, "shared_experts=1 are for style=gpt; leave them out"),
         ({"qkv_bias": True}, "qkv_bias is for style=gpt"),
         ({"n_kv_head": 3}, "n_head=4 does not split over n_kv_head=3; use a divisor of 4"),
         ({"n_kv_head": 0}, "n_kv_head=0 is too small; use at least 1"),

@@ -102,6 +102,9 @@ LLAMA_ON_TWO = [
         "--parallel.strategy tp --model.n-hidden 30 --model.tie",  # two ranks hold the one head of keys
         "--parallel.strategy tp --model.n-hidden 30 --model.n-kv-head 2 --model.norm layer",
         "--parallel.strategy pp --parallel.schedule ZBVZeroBubble --model.n-layer 5",
+        "--parallel.strategy fsdp --model.experts 4",
+        "--parallel.strategy fsdp --model.experts 4 --parallel.expert 2",
+        "--parallel.strategy tp --model.experts 4 --model.n-hidden 30",
     )
 ]
 ON_FOUR = [
@@ -176,7 +179,8 @@ def test_a_checkpoint_is_as_large_under_every_strategy():
     "variant",
     ["", "--model.tie", "--model.qkv-bias", "--model.tie --model.qkv-bias --model.n-layer 7"]
     + [f"--model.style llama {flags}" for flags in ("", "--model.norm layer", "--model.n-kv-head 2 --model.tie")]
-    + ["--model.style llama --model.n-kv-head 1 --model.head-dim 20 --model.n-hidden 300"],
+    + ["--model.style llama --model.n-kv-head 1 --model.head-dim 20 --model.n-hidden 300"]
+    + ["--model.style llama --model.n-kv-head 1 --model.experts 4 --model.n-hidden 30"],
 )
 def test_the_weights_that_are_counted_are_those_of_the_model_in_its_order(variant):
     config, _, _ = read(f"--model.vocab-size 65 {variant}", 1)

@@ -160,7 +160,7 @@ def test_a_model_that_train_py_does_not_train_gets_no_command(run):
     assert status == 0 and "train.py has no command for this" in out and "sbatch" not in out
 
 
-def test_a_llama_without_experts_gets_a_command_that_trains_it(run):
+def test_a_llama_gets_a_command_that_trains_it(run):
     found = answer("llama3.2-1b", 8, program=program_for(preset_model("llama3.2-1b")))
     layouts = [one.layout for one in found.ranked]
     assert {layout.tensor for layout in layouts} >= {1, 2, 8}
@@ -174,9 +174,9 @@ def test_a_llama_without_experts_gets_a_command_that_trains_it(run):
     status, out, _ = run(f"{sizes} --style llama --kv-heads 1 --hidden 512")
     assert status == 0 and "--model.style llama --model.n-kv-head 1 --model.n-hidden 512" in out
     status, out, _ = run(f"{sizes} --style llama --experts 4")
+    assert status == 0 and "--model.experts 4 --model.style llama" in out
+    status, out, _ = run(f"{sizes} --style llama --experts 4 --capacity-factor 1.25")
     assert status == 0 and "train.py has no command for this" in out and "scripts/train.py" not in out
-    status, out, _ = run(f"{sizes} --style llama --experts 4 --program train.py")
-    assert status == 0 and "train.py trains no llama with experts yet" in out and "scripts/train.py" not in out
 
 
 @pytest.mark.parametrize(

@@ -160,10 +160,14 @@ def with_experts(name, **sizes):
 
 @pytest.mark.parametrize(
     "model",
-    [preset_model("shakespeare-moe"), with_experts("gpt-1b", n_expert=4, top_k=1)],
+    [
+        preset_model("shakespeare-moe"),
+        with_experts("gpt-1b", n_expert=4, top_k=1),
+        with_experts("llama3.2-1b", n_expert=4, top_k=2),
+    ],
     ids=lambda model: model.name,
 )
-def test_the_commands_of_a_gpt_with_experts_run_as_they_were_planned(model):
+def test_the_commands_of_a_model_with_experts_run_as_they_were_planned(model):
     question = Question(model, H100, 8, 512)
     planned = [one for family in families(question, ("none", "block"), 1) for one in family.variants]
     kinds = {(one.layout.expert > 1, one.layout.tensor > 1, one.layout.pipeline > 1): one for one in planned}

@@ -9,7 +9,9 @@ moves by a fixed amount: down if the expert got more than its share, up if it go
 (Wang et al. 2024, arXiv:2408.15664). Next to it stands the small balancing loss of DeepSeek-V3 (arXiv:2412.19437,
 section 2.1.2). It is a mean over sequences, so ranks with different sequences need not talk about it.
 
-Shapes: B sequences, T positions, N = B T tokens, D width, M = 4 D hidden, E experts, k experts per token, R = N k rows.
+A llama's expert is a SwiGLU: its rows in `up` are those of the gate, then those that it multiplies (Jiang et al. 2024).
+
+Shapes: B sequences, T positions, N = B T tokens, D width, M hidden (4 D), E experts, k experts per token, R = N k rows.
 """
 
 import torch
@@ -26,17 +28,26 @@ def multiplied_in(rows_RD):
 def run_experts(rows_RD, sizes_E, up, down):
     """Take rows, sorted by expert, through their experts: [R, D]. `sizes_E` says how many belong to each.
 
-    `up` and `down` are [E M, D], one expert below the other.
+    `up` and `down` are [E M, D], one expert below the other; of SwiGLUs `up` is [E 2 M, D].
     """
     up_EMD, down_EMD = (weight.unflatten(0, (len(sizes_E), -1)) for weight in (up, down))
     dtype = multiplied_in(rows_RD)
     if rows_RD.device.type == "cuda" and dtype == torch.bfloat16:  # one product for all experts, and no wait for sizes
         ends_E = sizes_E.cumsum(0).to(torch.int32)
-        h_RM = F.gelu(F.grouped_mm(rows_RD.to(dtype), up_EMD.to(dtype).mT, offs=ends_E))
+        h_RM = _activated(F.grouped_mm(rows_RD.to(dtype), up_EMD.to(dtype).mT, offs=ends_E), down_EMD.shape[1])
         return F.grouped_mm(h_RM, down_EMD.to(dtype), offs=ends_E)
     parts = rows_RD.split(sizes_E.tolist())
-    done = [F.gelu(part @ up_MD.T) @ down_MD for part, up_MD, down_MD in zip(parts, up_EMD, down_EMD, strict=True)]
-    return torch.cat(done)
+    M = down_EMD.shape[1]
+    both = zip(parts, up_EMD, down_EMD, strict=True)
+    return torch.cat([_activated(part @ up_MD.T, M) @ down_MD for part, up_MD, down_MD in both])
+
+
+def _activated(h_R, M):
+    """[R, M] of what rows make with `up`: M numbers, or 2 M of a SwiGLU."""
+    if h_R.shape[-1] == M:
+        return F.gelu(h_R)
+    gate_RM, up_RM = h_R.chunk(2, dim=-1)
+    return F.silu(gate_RM) * up_RM
 
 
 class WithLoss(torch.autograd.Function):
@@ -59,13 +70,14 @@ class Experts(nn.Module):
     # how rows reach the weights; expert parallelism puts an exchange of rows around it
     run = staticmethod(run_experts)
 
-    def __init__(self, width, experts, top_k, router="softmax", shared=None):
+    def __init__(self, width, experts, top_k, router="softmax", shared=None, hidden=None, gated=False):
         super().__init__()
         self.top_k, self.sigmoid = top_k, router == "sigmoid"
         self.router = nn.Parameter(torch.empty(experts, width))
         # rows of all experts below each other: whoever shards a weight by rows can share these out evenly
-        self.up = nn.Parameter(torch.empty(experts * 4 * width, width))
-        self.down = nn.Parameter(torch.empty(experts * 4 * width, width))
+        rows = experts * (hidden or 4 * width)
+        self.up = nn.Parameter(torch.empty(rows * (2 if gated else 1), width))
+        self.down = nn.Parameter(torch.empty(rows, width))
         self.shared = shared
         self.register_buffer("bias", torch.zeros(experts))
         # [E] choices since the last `move_biases`. Recomputation counts each of them twice, and their shares stay

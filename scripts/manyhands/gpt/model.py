@@ -98,8 +98,8 @@ class GPTConfig:
                 if f.name in OF_A_LLAMA and (value := getattr(self, f.name)) not in (f.default, own.get(f.name)):
                     yield f"{f.name}={value} is for style=llama; use that, or leave it out"
             return
-        if self.experts > 1:
-            yield f"experts={self.experts} do not go with style=llama yet; use style=gpt, or experts=1"
+        if self.shared_experts:
+            yield f"shared_experts={self.shared_experts} are for style=gpt; leave them out"
         if self.qkv_bias:
             yield "qkv_bias is for style=gpt, and a llama has no biases; leave it out"
         if self.n_head % self.kv_heads:
@@ -146,7 +146,8 @@ class GPTConfig:
         if self.style == "llama":
             attention = 2 * D * self.head_size * (self.n_head + self.kv_heads)
             norm = D if self.norm == "rms" else 0
-            return N * (attention + 3 * D * self.hidden + 2 * norm) + V * D * (1 if self.tie else 2) + norm
+            mlp = 3 * D * self.hidden * self.experts + (self.experts > 1) * self.experts * D
+            return N * (attention + mlp + 2 * norm) + V * D * (1 if self.tie else 2) + norm
         layer = 4 * D**2 + (8 if self.qkv_bias else 5) * D + self._mlp_params()
         head = 0 if self.tie else V * (D + 1)
         return N * layer + D * (V + T) + 2 * D + head
@@ -271,12 +272,11 @@ class MLP(nn.Module):
 
 def mlp_of(config):
     """The MLP of a block, or the experts in its place."""
-    if config.style == "llama":
-        return SwiGLU(config)
+    gated = config.style == "llama"
     if config.experts == 1:
-        return MLP(config)
+        return SwiGLU(config) if gated else MLP(config)
     shared = MLP(config, config.shared_experts) if config.shared_experts else None
-    return Experts(config.n_embd, config.experts, config.top_k, config.router, shared)
+    return Experts(config.n_embd, config.experts, config.top_k, config.router, shared, config.hidden, gated)
 
 
 class Block(nn.Module):

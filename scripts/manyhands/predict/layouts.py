@@ -92,6 +92,7 @@ class Question:
     program: Program = TRAIN_PY  # that trains
 
     def __post_init__(self):
+        object.__setattr__(self, "model", replace(self.model, stacked=self.is_trained and self.model.style == "llama"))
         for fault in self._faults():
             raise ValueError(fault)
 
@@ -231,7 +232,7 @@ def families(
 
 def trains_experts(question: Question) -> bool:
     """Return whether train.py is to train a mixture of experts."""
-    return question.is_trained and question.model.style == "gpt" and question.model.n_expert > 1
+    return question.is_trained and question.model.n_expert > 1
 
 
 def divisors(n: int) -> list[int]:

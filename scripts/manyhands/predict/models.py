@@ -5,7 +5,7 @@
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
-al. 2024); without experts `train.py` trains it. With `n_expert` above 1 a router sends each token to
+al. 2024); `train.py` trains it. With `n_expert` above 1 a router sends each token to
 `top_k` of `experts` MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
@@ -71,6 +71,8 @@ class PlannedModel:
     head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
     norm: str = "rms"  # of a llama; or layer, without weights
     clip_qkv: float | None = None  # of a llama
+    # of a llama's experts: one weight has all of a layer, as in `train.py`, and as a gpt's always are
+    stacked: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
@@ -124,7 +126,7 @@ class PlannedModel:
     @property
     def stacks_experts(self) -> bool:
         """True if one weight has all experts of a layer, as in `train.py`: tensor ranks share out whole experts."""
-        return self.n_expert > 1 and self.style == "gpt"
+        return self.n_expert > 1 and (self.style == "gpt" or self.stacked)
 
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
         """Return one layer's weights, in the order of `GPT.parameters()`, with this number of experts (None: all)."""
@@ -151,10 +153,10 @@ class PlannedModel:
         """Return the weights of one MLP, or of one expert."""
         D, M = self.n_embd, self.n_hidden
         linears = _gpt_mlp(D, M)
-        if self.stacks_experts:  # without biases
-            linears = [("up", (M, D), 0), ("down", (M, D), 0)]
         if self.style == "llama":
             linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]
+        if self.stacks_experts:  # without biases; of a llama the rows of the gate are in `up`
+            linears = [("up", (M * (2 if self.style == "llama" else 1), D), 0), ("down", (M, D), 0)]
         return [Weight(f"mlp.{name}", shape, split, True, self.n_expert > 1) for name, shape, split in linears]
 
     def front_weights(self, is_last: bool = True) -> list[Weight]:
@@ -246,7 +248,8 @@ def _mixture(options):
     """The fields of a PlannedModel for the experts of a GPTConfig or ModelOptions."""
     if options.experts == 1:
         return {}
-    return {"n_expert": options.experts, "top_k": options.top_k, "n_shared": options.shared_experts}
+    sizes = {"n_expert": options.experts, "top_k": options.top_k, "n_shared": options.shared_experts}
+    return sizes | {"stacked": options.style == "llama"}
 
 
 @cache

@@ -102,19 +102,16 @@ def program_for(model: PlannedModel) -> Program:
 
     And those of models.toml, as published.
     """
-    dense = model.n_expert == 1 and model.name not in OTHERS
-    return TRAIN_PY if model.capacity is None and (model.style == "gpt" or dense) else MEGATRON
+    return TRAIN_PY if model.capacity is None and model.name not in OTHERS else MEGATRON
 
 
 def not_trained(question: Question, candidate: Candidate) -> str:
     """Why train.py cannot run a plan, in a sentence; "" where it can."""
     if not question.is_trained:
         return "planned as Megatron-LM or torchtitan would train it: train.py has no command for this"
-    layout, llama = candidate.layout, question.model.style == "llama"
+    layout = candidate.layout
     if question.model.name in OTHERS:
         return "planned by its sizes, without its rotary positions: there is no command for this model"
-    if llama and question.model.n_expert > 1:
-        return "train.py trains no llama with experts yet: there is no command for this model"
     if question.model.capacity is not None:
         return "train.py drops no token: there is no command for experts with a capacity"
     if layout.context > 1:
