@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from manyhands.checkpoint import export
 from manyhands.checkpoint.export import load_model
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
@@ -28,7 +30,7 @@ from manyhands.config.options import (
 from manyhands.data.corpus import Corpus, get_batch, open_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder, train_bpe
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import settings
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.strategy import parallelize
@@ -444,3 +446,134 @@ def test_other_sizes_and_another_tokenizer_are_refused(words, message, llama):
     options, corpus = read_options(["--from", str(llama), *words]), Corpus.from_text("test", TEXT[0])
     with pytest.raises(OptionError, match=message):
         model_folder(options, model_config(options, len(corpus.vocab)), corpus)
+
+
+# --- out
+
+
+def saved_by_a_run(folder, config, text, **more):
+    """Weights and metadata as `load_model` returns them: a model with weights that matter."""
+    torch.manual_seed(5)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.ndim > 1 else parameter.uniform_(0.5, 1.5)
+    corpus = {"name": "test", **text}
+    metadata = {"config": asdict(config), "corpus": corpus, "step": 7, "val_loss": 2.5, **more}
+    export.write_export(export.weights_of(model), metadata, folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+CHARACTERS = sorted(set("".join(TEXT)) | set("\n\té🙂"))
+TEXTS = {
+    "characters": {"alphabet": CHARACTERS},
+    "documents": {"vocabulary": {"format": "manyhands characters 1", "symbols": ["<|document|>", *CHARACTERS]}},
+    "bpe": {"vocabulary": train_bpe(TEXT, V).content},
+}
+OUT = GPTConfig(V, T, 2, 4, 48, style="llama", n_kv_head=2, n_hidden=80)
+MODELS = {
+    "Llama": OUT,
+    "tied, wide heads, scaled": replace(OUT, tie=True, head_dim=20, rope_factor=8.0, rope_original=16, norm_eps=1e-3),
+    "OLMo": replace(OUT, norm="layer", clip_qkv=0.7, rope_theta=5e5),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_transformers_loads_what_is_written_and_computes_and_writes_the_same(case, tmp_path, capsys):
+    import transformers
+
+    source, target = saved_by_a_run(tmp_path, MODELS[case], TEXTS["bpe"]), tmp_path / "out"
+    assert export.main([str(source), str(target)]) == 0
+    assert f"{target}: {MODELS[case].num_params():,} parameters of step 7" in capsys.readouterr().out
+    ours, model = load_model(source)[0], transformers.AutoModelForCausalLM.from_pretrained(target)
+    ids_BT = torch.randint(V, (3, T), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        expected_BTV = model(ids_BT).logits
+        assert (ours(ids_BT)[0] - expected_BTV).abs().max() <= 1e-5 * expected_BTV.std()
+        prompt_1T = ids_BT[:1, :8]
+        written_1T = ours.generate(prompt_1T, T - 8, temperature=0)
+        logits_TV = model(written_1T).logits[0]
+    first, second = logits_TV.topk(2).values.unbind(-1)
+    near = (first - second < 1e-4 * logits_TV.std()).nonzero().flatten().tolist() or [T]
+    end = max(8, near[0])
+    theirs_1T = model.generate(prompt_1T, max_new_tokens=T - 8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    assert torch.equal(written_1T[:, :end], theirs_1T[:, :end]) and end > 20
+    old = json.loads((target / "config.json").read_text())
+    assert old["rope_theta"] == old["rope_parameters"]["rope_theta"] and old["dtype"] == old["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_its_tokenizer_encodes_as_ours_and_comes_in_as_ours(case, tmp_path):
+    import transformers
+
+    source, target = saved_by_a_run(tmp_path, OUT, TEXTS[case]), tmp_path / "out"
+    export.main([str(source), str(target)])
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(target), tokenizer_of_folder(target)
+    text = TEXT[5] + "\n\té 🙂 "
+    assert theirs(text)["input_ids"] == ours.encode(text).tolist()
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.separator == (None if case == "characters" else 0)
+    if case != "bpe":
+        with pytest.raises(Exception, match="WordLevel error: Missing|unk"):
+            theirs("ß")
+    corpus = load_model(source)[1]["corpus"]
+    assert ours.content == (export.tokenizer_of({"corpus": corpus}).content)
+
+
+@pytest.mark.parametrize("case", ["Llama", "Llama, tied", "Olmo"])
+def test_what_comes_in_goes_out_with_its_names_shapes_and_bits(case, made, tmp_path, monkeypatch):
+    folder = made[case][0]
+    monkeypatch.setattr("manyhands.checkpoint.to_folder.SHARD_BYTES", 60_000)
+    export.main([str(folder), str(tmp_path / "out")])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+
+    def all_of(folder):
+        return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+    before, after = all_of(folder), all_of(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    said = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert said.keys() == after.keys(), "an index names what is there, and nothing else"
+    assert apart(tmp_path / "out", *made[case][1:]) <= 1e-5
+    export.main([str(folder), str(tmp_path / "half"), "--dtype", "bf16"])
+    half = all_of(tmp_path / "half")
+    assert all(torch.equal(half[name], before[name].bfloat16()) for name in before)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_card_says_where_the_model_comes_from(tmp_path):
+    base = {"name": "SmolLM2-135M", "licence": "apache-2.0"}
+    options = {"train": {"steps": 7}, "optimizer": {"lr": 2e-5}}
+    source = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"], base=base, options=options)
+    export.main([str(source), str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "license: apache-2.0\n" in card and "after step 7, validation loss 2.5000." in card
+    assert "It began from `SmolLM2-135M` (licence: apache-2.0)." in card and '"lr": 2e-05' in card
+
+
+def test_what_the_format_cannot_hold_and_a_folder_in_use_are_refused_and_nothing_is_left(tmp_path, monkeypatch):
+    source, target = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"]), tmp_path / "out"
+    target.mkdir()
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="out holds something already; name a new folder"):
+        export.main([str(source), str(target)])
+    for words, message in (
+        (
+            [str(tmp_path / "new"), "--half"],
+            "--half is for a .safetensors file, and .*new is a folder; use --dtype bf16",
+        ),
+        (
+            [str(tmp_path / "m.safetensors"), "--dtype", "bf16"],
+            "--dtype is for a folder, and .*m.safetensors is a file",
+        ),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            export.main([str(source), *words])
+    gpt = saved_by_a_run(tmp_path, GPTConfig(V), TEXTS["bpe"])
+    with pytest.raises(CheckpointError, match="a model of style=gpt is not written as a folder yet"):
+        export.main([str(gpt), str(tmp_path / "new")])
+    source = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"])
+    monkeypatch.setattr(ModelFolder, "tensor", lambda self, name: torch.zeros(1))
+    with pytest.raises(CheckpointError, match="is not as it was when it is read back; name another disk"):
+        export.main([str(source), str(tmp_path / "new")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.safetensors", "out"]

@@ -1,8 +1,11 @@
 """Export a trained GPT: its weights to one safetensors file, its sizes and tokens to a JSON file next to it.
 
+Or to a folder that the library transformers loads.
+
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors     # and model.json
     python -m manyhands.checkpoint.export outputs/train/latest/checkpoints model.safetensors 300   # else the best
     python -m manyhands.checkpoint.export outputs/mine model.safetensors --half --characters data/tinyshakespeare.txt
+    python -m manyhands.checkpoint.export outputs/mine mine-135m --dtype bf16     # a folder for transformers
     model, metadata = load_model("model.safetensors")                                    # or a folder of checkpoints
 
 You should see one line with the file, the step, and how many parameters it holds. `--half` writes them in 16 bits
@@ -30,6 +33,7 @@ from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import whole_tensors
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
+from manyhands.checkpoint.to_folder import write_folder
 from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.schema import visible
@@ -39,6 +43,7 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.flags import Flags
 from manyhands.launch.program import Refused, explained, reason
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KEPT = ("config", "corpus", "step", "val_loss", "tokens", "options", "base")  # metadata that describe the weights
 
 
@@ -271,20 +276,31 @@ def only_characters(weights, metadata, text):
 def main(argv):
     parser = Flags(prog="export", description=__doc__)
     parser.add_argument("source", help="a folder of checkpoints, a run's, one step's, or a .safetensors file")
-    parser.add_argument("target", help="a .safetensors file")
+    parser.add_argument("target", help="a .safetensors file, or a new folder for transformers")
     parser.add_argument("step", nargs="?", default="best", help="best (the default), newest, or a number")
     parser.add_argument("--half", action="store_true", help="16 bits per number, fp16")
     parser.add_argument("--characters", type=Path, metavar="FILE", help="know the characters of this text alone")
+    parser.add_argument("--dtype", choices=DTYPES, help="of a folder: bf16, or fp32 (the default)")
     given = parser.parse_args(argv)
+    target, to_file = Path(given.target), given.target.endswith(".safetensors")
+    if target.suffix in (".pt", ".pth", ".bin", ".ckpt", ".gguf"):
+        raise CheckpointError(f"{target} does not end in .safetensors; name such a file, or a folder")
+    if to_file and given.dtype:
+        raise CheckpointError(f"--dtype is for a folder, and {target} is a file; use --half, or leave it out")
+    if not to_file and given.half:
+        raise CheckpointError(f"--half is for a .safetensors file, and {target} is a folder; use --dtype bf16")
     model, metadata = load_model(given.source, given.step, lambda text: print(text, file=sys.stderr))
     weights = weights_of(model)
     if given.characters:
         with explained(CheckpointError, "name a text", given.characters):
             text = given.characters.read_text("utf-8")
         weights, metadata = only_characters(weights, metadata, text)
-    if given.half:
+    if not to_file:
+        write_folder(weights, metadata, tokenizer_of(metadata), target, DTYPES[given.dtype or "fp32"])
+    elif given.half:
         weights = {name: tensor.half() for name, tensor in weights.items()}
-    write_export(weights, metadata, given.target)
+    if to_file:
+        write_export(weights, metadata, target)
     count = sum(weights[name].numel() for name, _ in model.named_parameters())
     print(f"{given.target}: {count:,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0

@@ -32,12 +32,17 @@ NO_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # what older versions wrot
 READ = ("F32", "BF16", "F16")
 
 
-def their_name(name: str) -> str:
-    """Return the name that transformers has for our parameter `name`."""
+def their_name(name, config):
+    """Return the name that transformers has for our parameter `name` in a model of `config`."""
     module, _, kind = name.rpartition(".")
     if layer := re.match(r"blocks\.(\d+)\.", module):
         return f"model.layers.{layer[1]}.{LLAMA[module[layer.end() :]]}.{kind}"
     return f"{LLAMA[module]}.{kind}"
+
+
+def theirs(name, tensor, config):
+    """Return our parameter as transformers has it, a view or a copy."""
+    return tensor
 
 
 class ModelFolder:
@@ -51,8 +56,8 @@ class ModelFolder:
             raise CheckpointError(f"{path} holds {len(where)} tensors, too few for {config.n_layer} layers")
         with torch.device("meta"):
             own = {name: p.shape for name, p in GPT(config).named_parameters()}
-        self.names = {name: their_name(name) for name in own}
-        head = their_name("head.weight")
+        self.names = {name: their_name(name, config) for name in own}
+        head = their_name("head.weight", config)
         if missing := [name for name in self.names.values() if name not in where]:
             raise CheckpointError(f"{path} lacks the tensor {missing[0]}; copy the folder again")
         more = [n for n in where.keys() - set(self.names.values()) if not NO_WEIGHTS.fullmatch(n)]

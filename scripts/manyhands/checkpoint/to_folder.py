@@ -1,0 +1,172 @@
+"""Write a trained model as a folder that the library transformers loads, with its tokenizer.
+
+    write_folder(weights, metadata, "mine", torch.bfloat16)     # {our name: tensor}; read back before it has its name
+
+Configurations name rotary positions as versions 4 and 5 of transformers do: each reader finds its own. What the format
+cannot hold is refused, with what to train instead.
+"""
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from manyhands.checkpoint.folders import INDEX, ModelFolder, their_name, theirs
+from manyhands.checkpoint.manifest import CheckpointError
+from manyhands.config.model_folder import sizes_in
+from manyhands.course.folders import write_whole
+from manyhands.data.tokenizer import ForeignTokenizer, tokenizer_from, tokenizer_of_folder
+from manyhands.gpt.model import GPTConfig
+from manyhands.launch.program import explained
+
+SHARD_BYTES = 5 * 10**9
+CARD = """---
+{front}library_name: transformers
+pipeline_tag: text-generation
+---
+# {name}
+
+{parameters:,} parameters, written by Many Hands after step {step}{loss}.{base}
+
+Trained on the text `{text}`. Options of the run:
+
+```json
+{options}
+```
+"""
+
+
+def refuse_config(config: GPTConfig) -> None:
+    """Raise CheckpointError for a model that transformers has no kind for, with the cure."""
+    if config.style == "gpt":
+        cure = "train with --model.style llama, or name a .safetensors file"
+        raise CheckpointError(f"a model of style=gpt is not written as a folder yet; {cure}")
+
+
+def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -> dict[str, Any]:
+    """Return the content of config.json."""
+    name = str(dtype).removeprefix("torch.")
+    about = {"bos_token_id": separator, "eos_token_id": separator, "vocab_size": config.vocab_size, "dtype": name}
+    about |= {"torch_dtype": name, "tie_word_embeddings": config.tie, "use_cache": True}
+    theta, scaling = {"rope_theta": config.rope_theta}, {"rope_type": "default"}
+    if config.rope_factor != 1:
+        scaling = {
+            "rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low,
+            "high_freq_factor": config.rope_high, "original_max_position_embeddings": config.rope_original,
+        }  # fmt: skip
+    olmo = config.norm == "layer"
+    own = {"clip_qkv": config.clip_qkv} if olmo else {"rms_norm_eps": config.norm_eps, "head_dim": config.head_size}
+    return about | own | theta | {
+        "architectures": ["OlmoForCausalLM" if olmo else "LlamaForCausalLM"],
+        "model_type": "olmo" if olmo else "llama",
+        "hidden_size": config.n_embd, "intermediate_size": config.hidden, "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head, "num_key_value_heads": config.kv_heads, "hidden_act": "silu",
+        "max_position_embeddings": config.block_size, "attention_bias": False, "attention_dropout": 0.0,
+        "mlp_bias": False, "rope_parameters": scaling | theta, "pad_token_id": None,
+        "rope_scaling": scaling if config.rope_factor != 1 else None,
+    }  # fmt: skip
+
+
+def their_tokenizer(tokenizer) -> tuple[dict, dict]:
+    """Return the contents of tokenizer.json and tokenizer_config.json."""
+    begin = None if tokenizer.separator is None else tokenizer.vocab[tokenizer.separator]
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {} if begin is None else {"bos_token": begin, "eos_token": begin}
+    if isinstance(tokenizer, ForeignTokenizer):
+        return tokenizer.content["tokenizer"], about
+    if tokenizer.kind == "bpe":
+        return tokenizer.content, about | {"manyhands": {"format": "bpe"}}
+    special = [(i, token) for i, token in enumerate(tokenizer.vocab) if len(token) > 1]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for i, token in special],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "Fuse"},
+        # an unknown character raises: none stands for it
+        "model": {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokenizer.vocab)}, "unk_token": ""},
+    }, about | {"manyhands": tokenizer.content}  # fmt: skip
+
+
+def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: torch.dtype) -> None:
+    """Write {our name: tensor} and what belongs to them. Raise CheckpointError; then `target` is as it was."""
+    config = GPTConfig(**metadata["config"])
+    refuse_config(config)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} holds something already; name a new folder")
+    partial = target.with_name(f"{target.name}.partial")
+    with explained(CheckpointError, "name another place", target, "written"):
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            _write(partial, weights, metadata, config, tokenizer, dtype, target.name)
+            _read_back(partial, weights, config, tokenizer, dtype)
+            if target.exists():
+                target.rmdir()
+            os.replace(partial, target)
+        except SafetensorError as error:  # its own for a full disk
+            raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
+        finally:
+            with suppress(OSError):
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder, weights, metadata, config, tokenizer, dtype, name):
+    own = {key: tensor for key, tensor in weights.items() if not (config.tie and key == "head.weight")}
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key, tensor in own.items():
+        num_bytes = tensor.numel() * dtype.itemsize
+        if shards[-1] and size + num_bytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += num_bytes
+    where = {}
+    for i, keys in enumerate(shards):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {their_name(key, config): theirs(key, own[key], config).to(dtype).contiguous() for key in keys}
+        save_file(tensors, folder / file, {"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+    total = sum(tensor.numel() for tensor in own.values())
+    about = {"total_parameters": total, "total_size": total * dtype.itemsize}
+    content, about_tokenizer = their_tokenizer(tokenizer)
+    separator = tokenizer.separator
+    files = {
+        "config.json": their_config(config, dtype, separator),
+        "generation_config.json": {"bos_token_id": separator, "eos_token_id": separator},
+        "tokenizer.json": content,
+        "tokenizer_config.json": about_tokenizer | {"model_max_length": config.block_size},
+    } | ({INDEX: {"metadata": about, "weight_map": where}} if len(shards) > 1 else {})
+    for file, values in files.items():
+        write_whole(folder / file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    write_whole(folder / "README.md", _card(metadata, name, total))
+
+
+def _card(metadata, name, total):
+    base, loss = metadata.get("base") or {}, metadata.get("val_loss")
+    options = {group: metadata.get("options", {}).get(group, {}) for group in ("train", "optimizer", "parallel")}
+    return CARD.format(
+        name=name, parameters=total, step=metadata["step"], options=json.dumps(options, indent=1),
+        front=f"license: {base['licence']}\n" if base.get("licence") else "",
+        loss="" if loss is None else f", validation loss {loss:.4f}",
+        base=f" It began from `{base['name']}` (licence: {base.get('licence') or 'not said'})." if base else "",
+        text=metadata["corpus"].get("name", "unknown"),
+    )  # fmt: skip
+
+
+def _read_back(folder, weights, config, tokenizer, dtype):
+    """Raise CheckpointError unless `folder` holds the model and the tokenizer again."""
+    written = GPTConfig(**sizes_in(folder))
+    found = ModelFolder(folder, written)
+    for name, tensor in weights.items():
+        if not torch.equal(found.tensor(name), tensor.to(dtype)):
+            raise CheckpointError(f"{name} is not as it was when it is read back; name another disk")
+    if tokenizer_of_folder(folder).content != tokenizer_from(tokenizer.content).content:
+        raise CheckpointError("the tokenizer is not as it was when it is read back; use another")
