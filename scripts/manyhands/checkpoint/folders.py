@@ -52,7 +52,7 @@ class ModelFolder:
         self.path, self.config = Path(path), config
         self._files = {}
         where = self._where()
-        if config.n_layer > len(where):  # before a model of that many blocks is built
+        if config.n_layer > len(where):  # before they are built
             raise CheckpointError(f"{path} holds {len(where)} tensors, too few for {config.n_layer} layers")
         with torch.device("meta"):
             own = {name: p.shape for name, p in GPT(config).named_parameters()}

@@ -62,7 +62,7 @@ class Characters(Schema):
 
 
 class Foreign(Schema):
-    """What is kept of a ForeignTokenizer."""
+    """The content of a ForeignTokenizer, in a checkpoint or a prepared text."""
 
     format: Literal["manyhands foreign tokenizer 1"]
     tokenizer: dict[str, Any]  # its tokenizer.json
