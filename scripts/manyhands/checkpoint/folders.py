@@ -28,20 +28,40 @@ LLAMA = {
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
     "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
 }  # fmt: skip
-NO_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq")  # what older versions wrote beside them
+GPT2 = {
+    "norm_1": "ln_1", "norm_2": "ln_2", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    "tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+}  # fmt: skip
+NO_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")  # what older versions wrote beside them
 READ = ("F32", "BF16", "F16")
 
 
 def their_name(name, config):
     """Return the name that transformers has for our parameter `name` in a model of `config`."""
     module, _, kind = name.rpartition(".")
+    names, layers = (LLAMA, "model.layers") if config.style == "llama" else (GPT2, "transformer.h")
     if layer := re.match(r"blocks\.(\d+)\.", module):
-        return f"model.layers.{layer[1]}.{LLAMA[module[layer.end() :]]}.{kind}"
-    return f"{LLAMA[module]}.{kind}"
+        return f"{layers}.{layer[1]}.{names[module[layer.end() :]]}.{kind}"
+    return f"{names[module]}.{kind}"
 
 
 def theirs(name, tensor, config):
-    """Return our parameter as transformers has it, a view or a copy."""
+    """Return our parameter as transformers has it, a view or a copy: a GPT-2's matrices lie across, with q before k."""
+    if config.style == "llama" or not name.startswith("blocks.") or ".norm_" in name:
+        return tensor
+    if ".qkv." in name:  # ours: q, k and v of head 0, then of head 1, ...
+        tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor.T if tensor.ndim == 2 else tensor
+
+
+def ours(name, tensor, config):
+    """Undo `theirs`."""
+    if config.style == "llama" or not name.startswith("blocks.") or ".norm_" in name:
+        return tensor
+    tensor = tensor.T if tensor.ndim == 2 else tensor
+    if ".qkv." in name:
+        tensor = tensor.unflatten(0, (3, config.n_head, -1)).transpose(0, 1).flatten(0, 2)
     return tensor
 
 
@@ -55,8 +75,11 @@ class ModelFolder:
         if config.n_layer > len(where):  # before they are built
             raise CheckpointError(f"{path} holds {len(where)} tensors, too few for {config.n_layer} layers")
         with torch.device("meta"):
-            own = {name: p.shape for name, p in GPT(config).named_parameters()}
+            weights = dict(GPT(config).named_parameters())
+            own = {name: theirs(name, p, config).shape for name, p in weights.items()}
         self.names = {name: their_name(name, config) for name in own}
+        if "wte.weight" in where:  # a GPT-2 as its first authors named it
+            self.names = {name: other.removeprefix("transformer.") for name, other in self.names.items()}
         head = their_name("head.weight", config)
         if missing := [name for name in self.names.values() if name not in where]:
             raise CheckpointError(f"{path} lacks the tensor {missing[0]}; copy the folder again")
@@ -112,16 +135,22 @@ class ModelFolder:
         found = self._files[self._where_is[name]].get_slice(name)
         if found.get_dtype() not in READ:
             raise CheckpointError(f"{name} in {self.path} is of {found.get_dtype()}, and {', '.join(READ)} are read")
+        if list(found.get_shape())[:1] > list(shape)[:1] and name == self.names.get("positions.weight"):
+            return  # the first ones are read
         if list(found.get_shape()) != list(shape):
             why = f"{name} in {self.path} has the shape {found.get_shape()}, and config.json makes it {list(shape)}"
             raise CheckpointError(f"{why}; use the two that belong together")
+
+    def _rows(self, name):
+        return self.config.block_size if name == "positions.weight" else None
 
     def _whole(self, name):
         return self._files[self._where_is[name]].get_tensor(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return all of our parameter `name` in the file's precision; a tied head is the embedding."""
-        return self._whole(self.names["tokens.weight" if name == "head.weight" and self.config.tie else name])
+        name = "tokens.weight" if name == "head.weight" and self.config.tie else name
+        return ours(name, self._whole(self.names[name])[: self._rows(name)], self.config)
 
     @torch.no_grad()
     def fill(self, parameters) -> int:

@@ -47,7 +47,7 @@ class File(Schema):
 
 
 # the config of a GPT, with all its names; those of experts and of a llama came later, and older files lack them
-LATER = ("experts", "top_k", "shared_experts", "router", "style", *OF_A_LLAMA)
+LATER = ("experts", "top_k", "shared_experts", "router", "gelu", "style", *OF_A_LLAMA)
 Sizes = create_model(
     "Sizes",
     __base__=Schema,

@@ -44,9 +44,10 @@ Trained on the text `{text}`. Options of the run:
 
 def refuse_config(config: GPTConfig) -> None:
     """Raise CheckpointError for a model that transformers has no kind for, with the cure."""
-    if config.style == "gpt":
-        cure = "train with --model.style llama, or name a .safetensors file"
-        raise CheckpointError(f"a model of style=gpt is not written as a folder yet; {cure}")
+    if config.experts > 1:
+        raise CheckpointError(f"experts={config.experts}: transformers has no such model; train with experts=1")
+    if config.style == "gpt" and not config.tie:
+        raise CheckpointError("a GPT-2 has no bias in its head, and this model has one; train with --model.tie")
 
 
 def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -> dict[str, Any]:
@@ -54,6 +55,13 @@ def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -
     name = str(dtype).removeprefix("torch.")
     about = {"bos_token_id": separator, "eos_token_id": separator, "vocab_size": config.vocab_size, "dtype": name}
     about |= {"torch_dtype": name, "tie_word_embeddings": config.tie, "use_cache": True}
+    if config.style == "gpt":
+        return about | {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": config.block_size,
+            "n_embd": config.n_embd, "n_layer": config.n_layer, "n_head": config.n_head, "n_inner": None,
+            "activation_function": "gelu_new" if config.gelu == "tanh" else "gelu", "layer_norm_epsilon": 1e-5,
+            "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
+        }  # fmt: skip
     theta, scaling = {"rope_theta": config.rope_theta}, {"rope_type": "default"}
     if config.rope_factor != 1:
         scaling = {
@@ -98,6 +106,9 @@ def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: 
     """Write {our name: tensor} and what belongs to them. Raise CheckpointError; then `target` is as it was."""
     config = GPTConfig(**metadata["config"])
     refuse_config(config)
+    if config.style == "gpt" and not config.qkv_bias:  # GPT-2 has such biases, and zeros change nothing
+        zeros = torch.zeros(3 * config.n_embd)
+        weights = weights | {f"blocks.{i}.attention.qkv.bias": zeros for i in range(config.n_layer)}
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} holds something already; name a new folder")
     partial = target.with_name(f"{target.name}.partial")

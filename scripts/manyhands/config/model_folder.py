@@ -18,9 +18,15 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096
     },
     "OlmoForCausalLM": {"max_position_embeddings": 2048},
+    "GPT2LMHeadModel": {"n_positions": 1024, "tie_word_embeddings": True},
 }  # fmt: skip
 LONGEST = 2048  # positions that are trained unless model.block_size says more
+GELU = {"gelu": "exact", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
 # what changes the model, and the only values with which it is ours
+PLAIN_GPT2: dict[str, tuple[Any, ...]] = {
+    "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,), "scale_attn_weights": (True,),
+    "add_cross_attention": (False,), "layer_norm_epsilon": (1e-5,), "tie_word_embeddings": (True,),
+}  # fmt: skip
 PLAIN: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1,)
 }  # fmt: skip
@@ -58,7 +64,7 @@ def sizes_in(folder: Path | str) -> dict[str, Any]:
             raise ValueError("its weights are quantised, and fp32, bf16 and fp16 are read")
         if config.get("auto_map"):
             raise ValueError("auto_map brings code of its own, which nothing here executes")
-        return _llama(_Values(KINDS[kind] | config))
+        return (_gpt2 if kind == "GPT2LMHeadModel" else _llama)(_Values(KINDS[kind] | config))
 
 
 class _Values:
@@ -88,6 +94,23 @@ class _Values:
         for name, values in plain.items():
             if (value := self.content.get(name)) is not None and value not in values:
                 raise ValueError(f"{name} is {value!r}, and {values[0]!r} is supported")
+
+
+def _gpt2(values):
+    width, name = values.whole("n_embd"), values.content.get("activation_function", "gelu_new")
+    if name not in GELU:
+        raise ValueError(f"activation_function is {name!r}, and {', '.join(GELU)} are supported")
+    values.refuse_unlike(PLAIN_GPT2 | {"n_inner": (4 * width,)})
+    return {
+        "block_size": values.whole("n_positions"),
+        "n_layer": values.whole("n_layer"),
+        "n_head": values.whole("n_head"),
+        "n_embd": width,
+        "vocab_size": values.whole("vocab_size"),
+        "tie": True,
+        "qkv_bias": True,
+        "gelu": GELU[name],
+    }
 
 
 def _llama(values):

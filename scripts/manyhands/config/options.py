@@ -61,6 +61,7 @@ class ModelOptions:
     top_k: Positive = 2  # with experts: the number of them that each token passes through
     shared_experts: Count = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: Literal["softmax", "sigmoid"] = "softmax"  # with experts: what makes an expert's score
+    gelu: Literal["exact", "tanh"] = "exact"  # tanh: the approximation that GPT-2 was trained with
     # llama: RMSNorm, rotary positions, SwiGLU, no biases; what follows is for llama alone
     style: Literal["gpt", "llama"] = "gpt"
     n_kv_head: Positive | None = None  # heads of keys and values, which share out the others; none: as many

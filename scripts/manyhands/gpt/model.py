@@ -51,6 +51,7 @@ class GPTConfig:
     top_k: int = 2  # with experts: the number of them that each token passes through
     shared_experts: int = 0  # with experts: one MLP for every token, as wide as this number of experts
     router: str = "softmax"  # or sigmoid: what makes an expert's score of a logit
+    gelu: str = "exact"  # or tanh, the approximation that GPT-2's published weights were trained with
     style: str = "gpt"  # or llama, which alone has what follows
     n_kv_head: int | None = None  # K, heads of keys and values; None: as many as heads
     n_hidden: int | None = None  # M; None: 4 D
@@ -90,6 +91,10 @@ class GPTConfig:
             yield f"top_k={self.top_k} of {self.experts} experts is not possible; use 1 to {self.experts}"
 
     def _style_faults(self):
+        if self.gelu not in ("exact", "tanh"):
+            yield f"gelu={self.gelu!r} is unknown; use exact or tanh"
+        if self.gelu == "tanh" and (self.style == "llama" or self.experts > 1):
+            yield "gelu=tanh is for style=gpt without experts; leave it out"
         if self.style not in ("gpt", "llama"):
             yield f"style={self.style!r} is unknown; use gpt or llama"
         if self.style == "gpt":
@@ -264,9 +269,10 @@ class MLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(config.n_embd, 4 * times * config.n_embd)
         self.down = nn.Linear(4 * times * config.n_embd, config.n_embd)
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
 
     def forward(self, x_BTD):
-        h_BTM = F.gelu(self.up(x_BTD))
+        h_BTM = F.gelu(self.up(x_BTD), approximate=self.approximate)
         return self.down(h_BTM)
 
 
