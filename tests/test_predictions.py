@@ -1,11 +1,18 @@
 """A committed prediction is one sentence next to the answer, whatever was typed, and stays for the lesson's card."""
 
+import base64
+import html
 import math
+import re
+from types import SimpleNamespace
 
+import IPython
 import pytest
 from manyhands import card, compare
 from manyhands.checks import predictions
 from manyhands.launch import ranks as ranks_module
+from manyhands.launch.run_folder import show
+from matplotlib.figure import Figure
 from rank_pool import ranks_of, run_on_ranks
 
 
@@ -63,17 +70,20 @@ def test_a_guess_may_be_named_and_a_cell_that_was_skipped_is_no_error(capsys):
     ]
 
 
-def test_in_a_notebook_the_answer_is_folded_where_nobody_has_guessed(capsys, monkeypatch):
-    import IPython
+@pytest.fixture
+def displayed(monkeypatch):
+    """The bundles that this process, a notebook's rank 0, displays."""
+    shown, before = [], ranks_module.joined()
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=True))
+    monkeypatch.setattr(IPython.display, "display", lambda bundle, **how: shown.append(bundle))
+    ranks_module.remember(ranks_of(0, 1, launcher="notebook"))
+    yield shown
+    ranks_module.remember(before)
 
-    class Shell:
-        kernel = True
 
-    shown = []
-    monkeypatch.setattr(IPython, "get_ipython", Shell)
-    monkeypatch.setattr(IPython.display, "display", lambda bundle, raw: shown.append(bundle))
+def test_in_a_notebook_the_answer_is_folded_where_nobody_has_guessed(capsys, displayed):
     compare("rank <0>", None, 3960, "MB")
-    assert shown == [{
+    assert displayed == [{
         "text/html": "<details><summary>rank &lt;0&gt;: no guess yet</summary>it is 3,960 MB</details>",
         "text/plain": "rank <0>: no guess yet; the answer is folded",
     }]  # fmt: skip
@@ -81,6 +91,35 @@ def test_in_a_notebook_the_answer_is_folded_where_nobody_has_guessed(capsys, mon
     compare("rank 1", 40, 3960, "MB")
     said = capsys.readouterr().out
     assert "- rank <0>: no guess yet\n" in said and "you said 40 MB, it is 3,960 MB" in said
+
+
+def test_the_line_of_a_fold_is_there_only_where_nobody_has_guessed_the_last_question(displayed):
+    compare("rank <0>", None, 3960, because="as it has 100 ranks")
+    assert displayed[-1]["text/html"].endswith("it is 3,960<br>as it has 100 ranks</details>")
+    assert predictions.unanswered() == "rank <0>: the figure"
+    compare("rank 0", 40, 3960)
+    assert predictions.unanswered() == ""
+
+
+def test_outside_a_notebook_no_figure_is_folded(capsys):
+    compare("rank 0", None, 3960, because="as it has 100 ranks")
+    assert predictions.unanswered() == "" and capsys.readouterr().out.endswith("it is 3,960\nas it has 100 ranks\n")
+
+
+@pytest.mark.parametrize("folded", ["", "rank <0>: the figure"])
+def test_a_figure_that_shows_an_answer_is_in_a_closed_fold_its_text_twin_too(displayed, folded):
+    show(Figure(), "ring", 'a ring of "4"', folded)
+    (bundle,) = displayed
+    if not folded:
+        assert bundle.keys() == {"image/png", "text/plain"} and bundle["text/plain"] == '[figure: a ring of "4"]'
+        return
+    assert bundle.keys() == {"text/html", "text/plain"} and bundle["text/plain"] == f"[figure, folded: {folded}]"
+    summary, alt, data = re.fullmatch(
+        r'<details><summary>(.*)</summary><img alt="(.*)" src="data:image/png;base64,([^"]+)"></details>',
+        bundle["text/html"],
+    ).groups()
+    assert (html.unescape(summary), html.unescape(alt)) == (folded, 'a ring of "4"')
+    assert base64.b64decode(data).startswith(b"\x89PNG")
 
 
 def test_the_card_has_the_lines_and_the_last_guess_of_each_question(capsys):
