@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import urllib.error
 import urllib.request
 
@@ -117,6 +118,21 @@ def test_solutions_are_folded_and_open_at_a_click(notebook):
     folded.locator("pre", has_text="tensor_split").wait_for()
     folded.locator("summary").click()
     assert "tensor_split" not in folded.inner_text()
+
+
+def test_a_notebook_of_another_person_shows_no_answer_before_a_click(browser, lab, lesson):
+    """As it is stored, with its outputs, which JupyterLab trusts only where they came about."""
+    name = "03_data_parallel"
+    shutil.copy(find_lessons(only=["03"])[0].notebook, lesson.notebook.with_name(f"{name}.ipynb"))
+    with opened(browser, lab, name) as notebook:
+        outputs = notebook.cell("speed per GPU that is left on 512: no guess yet").locator(".jp-Cell-outputArea")
+        assert outputs.locator(".jp-RenderedHTML").count() == 2 and outputs.locator(".jp-mod-trusted").count() == 0
+        assert outputs.inner_text().split("\n") == [
+            "speed per GPU that is left on 512: no guess yet", "speed per GPU that is left on 512: the figure",
+        ]  # fmt: skip
+        assert not any(picture.is_visible() for picture in outputs.locator("img").all())
+        outputs.locator("summary").first.click()
+        assert "it is 91 %" in outputs.inner_text()
 
 
 def test_an_exercise_turns_to_correct_and_saving_writes_the_answer_into_the_script(notebook, exercise, lesson):

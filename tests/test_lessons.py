@@ -295,3 +295,82 @@ def test_no_stored_output_holds_debris(lesson):
         for pattern in DEBRIS if re.search(pattern, line)
     ]  # fmt: skip
     assert found == []
+
+
+# what stands beside a question's fold and gives its answer, in lessons that are not yet as 03 and 06
+BESIDE = {
+    "the sum on rank 0", "more FLOPs with recomputation", "MFU of a 7B model on 8 H100", "the pause",
+    "percent of the ratios outside 0.8 to 1.2 at staleness 4", "one core instead of all: times as long, measured",
+}  # fmt: skip
+FOLD = re.compile(r"<details><summary>(.*?)</summary>(.*?)</details>", re.S)
+
+
+def questions(cell):
+    """The calls of `compare` in a code cell: (what is asked, the blank's name, that of what it returns or "")."""
+    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", cell.source, flags=re.M))
+    held = {id(node.value): ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "compare"]
+    return [(*map(ast.literal_eval, call.args[:2]), held.get(id(call), "")) for call in calls]
+
+
+def told_too_early(cell):
+    """Sentences on what a cell's stored outputs show of the answers to its questions, while nobody has guessed."""
+    bundles, wrong = [output.get("data", {}) for output in cell.outputs], []
+    pages = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
+    folds = {html.unescape(line): html.unescape(inside) for line, inside in FOLD.findall(pages)}
+    beside = html.unescape(re.sub(r"<[^>]+>", " ", FOLD.sub("", pages)))
+    beside += "".join(output.get("text", "") + bundle.get("text/plain", "") for output, bundle in zip(
+        cell.outputs, bundles, strict=True
+    ))  # fmt: skip
+    for what, _, held in questions(cell):
+        answer = folds.get(f"{what}: no guess yet", "")
+        if not answer.startswith("it is ") or f"{what}: no guess yet; the answer is folded" not in beside:
+            wrong.append(f"{what}: not folded")
+        number = re.escape(answer.removeprefix("it is "))
+        if len(number) > 1 and re.search(rf"(?<![\w.,-]){number}(?![\w,]|\.\d)", beside):
+            wrong.append(f"{what}: the answer stands beside")
+        line = f"{what}: the figure"
+        if held and not (f"[figure, folded: {line}]" in beside and "<img" in folds.get(line, "")):
+            wrong.append(f"{what}: its figure is not folded")
+        if held and any("image/png" in bundle for bundle in bundles):
+            wrong.append(f"{what}: a figure stands beside")
+    return wrong
+
+
+@named
+def test_no_stored_output_shows_the_answer_of_an_open_question(lesson):
+    """Nor does the text of it that a code host and a screen reader have."""
+    cells = [cell for cell in nbformat.read(lesson.notebook, 4).cells if cell.cell_type == "code"]
+    asked = [cell for cell in cells if questions(cell)]
+    assert len(asked) >= 3
+    blanks = re.findall(r"^(\w+) = ____", "\n".join(cell.source for cell in cells), re.M)
+    assert [blank for cell in asked for _, blank, _ in questions(cell) if blank not in blanks] == []
+    found = {sentence for cell in asked for sentence in told_too_early(cell)}
+    known = {f"{what}: the answer stands beside" for cell in asked for what, *_ in questions(cell) if what in BESIDE}
+    assert found == known
+
+
+ANSWERED = {"text/html": "<details><summary>MB: no guess yet</summary>it is 3,960 MB</details>",
+            "text/plain": "MB: no guess yet; the answer is folded"}  # fmt: skip
+FIGURE = {"text/html": "<details><summary>MB: the figure</summary><img></details>",
+          "text/plain": "[figure, folded: MB: the figure]"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("outputs", "wrong"),
+    [
+        ([ANSWERED, FIGURE], []),
+        ([{**ANSWERED, "text/html": ANSWERED["text/html"].replace("ls>", "ls open>", 1)}, FIGURE], ["not folded"]),
+        ([{"text/plain": "MB: no guess yet: it is 3,960 MB"}, FIGURE], ["not folded"]),
+        ([ANSWERED, FIGURE, {"text/plain": "rank 0 | sent 3,960 MB"}], ["the answer stands beside"]),
+        ([ANSWERED, FIGURE, {"text/html": "sent <b>3,960 MB</b>"}], ["the answer stands beside"]),
+        ([ANSWERED, FIGURE, {"text/plain": "rank 0 | sent 13,960 MB"}], []),
+        ([ANSWERED, FIGURE, {"image/png": "", "text/plain": "[figure: bars]"}], ["a figure stands beside"]),
+        ([ANSWERED, {"image/png": "", "text/plain": "[figure: bars]"}],
+         ["its figure is not folded", "a figure stands beside"]),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_shown_too_early_is_found(outputs, wrong):
+    cell = nbformat.v4.new_code_cell('%%ranks\nfolded = compare("MB", "guess", 3960, "MB")')
+    cell.outputs = [nbformat.v4.new_output("display_data", data) for data in outputs]
+    assert told_too_early(cell) == [f"MB: {sentence}" for sentence in wrong]

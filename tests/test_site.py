@@ -307,6 +307,9 @@ def test_a_lesson_is_a_page_without_notes_and_its_solutions_show_at_a_click(name
     assert not any(one.evaluate("element => element.checkVisibility()") for one in shown.all())
     folds.locator("summary").first.click()
     assert shown.first.evaluate("element => element.checkVisibility()")
+    answers = page.locator("details", has=page.locator("summary", has_text=re.compile(": (no guess yet|the figure)$")))
+    assert answers.count() >= 3 and not any(one.evaluate("element => element.open") for one in answers.all())
+    assert not page.get_by_text("no guess yet: it is").count(), "an answer without a fold"
     page.close()
 
 
