@@ -1,11 +1,14 @@
 """A cell on a rank and on all of them, without starting any: whose error it is, how long it may take, what follows."""
 
+import pickle
 import re
 import types
 
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from manyhands.course.pairs import for_some_ranks
+from manyhands.course.ranks_line import CellOptions
 from manyhands.launch import launchers, settings
 from manyhands.launch import ranks as who
 from manyhands.launch.allocation import RanksError
@@ -34,12 +37,12 @@ def broken_device(device):
 
 def test_what_a_device_still_does_when_the_lines_are_done_fails_in_that_cell(a_rank_on):
     a_rank_on("cuda", broken_device)
-    result = engine.run_cell("print('queued')", 1)
+    result = engine.run_cell("print('queued')", 1, CellOptions())
     assert result["items"] == [("text", "queued\n")]
     assert result["error"]["value"] == "CUDA error: device-side assert triggered on cuda"
-    assert engine.run_cell("1 / 0", 2)["error"]["name"] == "ZeroDivisionError", "the first error stays"
+    assert engine.run_cell("1 / 0", 2, CellOptions())["error"]["name"] == "ZeroDivisionError", "the first error stays"
     a_rank_on("cpu", broken_device)
-    assert engine.run_cell("pass", 3)["error"] is None, "a CPU has nothing to wait for"
+    assert engine.run_cell("pass", 3, CellOptions())["error"] is None, "a CPU has nothing to wait for"
 
 
 def recorded(*pieces, whole=False):
@@ -78,7 +81,7 @@ def test_a_hub_says_how_patient_its_notebooks_are(monkeypatch):
         settings.patience()
 
 
-@pytest.mark.parametrize("line", ["one", "2-1", "--fast", "--timeout soon", "'"])
+@pytest.mark.parametrize("line", ["one", "2-1", "-1", "--fast", "--time 5", "--timeout soon", "--timeout", "'"])
 def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(monkeypatch, line):
     monkeypatch.setattr(magic, "current_ranks", Pool)
     with pytest.raises(magic.CellFailed, match="takes only ranks .* --timeout SECONDS .*, not ") as refused:
@@ -88,10 +91,31 @@ def test_the_magic_refuses_what_it_does_not_know_in_a_sentence(monkeypatch, line
 
 @pytest.mark.parametrize(
     ("line", "ranks"),
-    [("", None), ("2", [2]), ("0,2", [0, 2]), ("2, 0 2", [0, 2]), ("1-3 --timeout 5", [1, 2, 3]), ("--all 0", [0])],
-)
-def test_the_magics_line_names_the_ranks_that_run_the_cell(line, ranks):
-    assert magic._flags(line, 60, 4).ranks == ranks
+    [("", None), ("2", (2,)), ("0,2", (0, 2)), ("2, 0 2", (0, 2)), ("1-3 --timeout 5", (1, 2, 3)), ("--all 0", (0,)),
+     ("0 --timeout 5 2", (0, 2)), ("--timeout 5  # 0,2", None)],
+)  # fmt: skip
+def test_a_line_means_the_same_to_the_magic_and_to_the_pairs_of_notebook_and_script(line, ranks):
+    assert magic._options(line, 60, 4).ranks == ranks
+    assert for_some_ranks(f"%%ranks {line}") == for_some_ranks(f"# %%ranks {line}") == (ranks is not None)
+
+
+def test_what_a_line_asks_for_comes_whole_to_the_ranks():
+    options = magic._options("--trace 1 --all --timeout 5", 60, 4)
+    assert options == CellOptions(timeout_s=5, ranks=(1,), whole=True, trace=True)
+    sent = []
+
+    class View:
+        def apply_async(self, function, *given, **roles):
+            sent.append(pickle.loads(pickle.dumps(given))[2])
+            return types.SimpleNamespace(ready=lambda: True, get=lambda timeout: {"items": [], "error": None})
+
+    pool = types.SimpleNamespace(
+        world_size=4, nodes=["n1"] * 4, views=[View()] * 4, next_cell=lambda: 1,
+        control=types.SimpleNamespace(stopped={}, dead=set(), ended={}),
+    )  # fmt: skip
+    ended = cell.Cell(pool, options)
+    ended.run("pass")
+    assert sent == [options] and sorted(ended.done) == [1] and ended.limit.seconds == 5
 
 
 def test_a_rank_that_is_not_there_is_refused_before_any_rank_runs_the_cell(monkeypatch):
@@ -132,7 +156,7 @@ class Pool:
 )
 def test_ranks_that_lost_their_device_are_restarted_and_those_that_lost_a_peer_meet_again(name, value, cure):
     pool = Pool()
-    ended = cell.Cell(pool)
+    ended = cell.Cell(pool, CellOptions())
     ended.done = {r: {"items": [], "error": {"name": name, "value": value, "traceback": []}} for r in range(2)}
     ended.errors = [1, 0]
     ended._recover()
@@ -150,8 +174,8 @@ def test_a_cell_has_five_minutes_until_the_ranks_have_met_and_one_afterwards(mon
         def start_cells(self, cell):
             return ""
 
-        def run(self, source, timeout_s, *_):
-            given.append(timeout_s)
+        def run(self, source, options, *_):
+            given.append(options.timeout_s)
             raise KeyboardInterrupt
 
     pool = Started()
@@ -174,7 +198,7 @@ def test_a_cell_that_hangs_says_from_ten_seconds_on_who_is_where_and_how_to_stop
     control = types.SimpleNamespace(
         said="", stopped={}, tell=lambda ranks, do: None, where=lambda ranks, timeout_s: {0: line}
     )
-    running = cell.Cell(types.SimpleNamespace(world_size=4, control=control))
+    running = cell.Cell(types.SimpleNamespace(world_size=4, control=control), CellOptions())
     running.done, running.limit = dict.fromkeys((2, 1, 3)), engine_processes.TimeLimit(60)
     live = magic._Live(control)
     for elapsed_s in (9.9, 10.1):
@@ -194,7 +218,7 @@ def test_a_traceback_has_no_colours_and_no_line_that_breaks_within_a_word(a_rank
     """JupyterLab's dark page makes IPython's colours unreadable, and 1000 pixels hold 71 characters."""
     a_rank_on("cpu", None)
     said = "a sentence " * 12 + "with a cure"
-    lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1)["error"]["traceback"]
+    lines = engine.run_cell(f"x = 1\nraise ValueError({said!r})", 1, CellOptions())["error"]["traceback"]
     assert lines[0] == "ValueError: Traceback (most recent call last)" and "the cell, line 2" in lines[1]
     ended = types.SimpleNamespace(
         world_size=2, ranks=[0, 1], dead=[], stuck=[], errors=[], where={}, interrupted=True, restarted=False,

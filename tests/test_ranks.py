@@ -164,6 +164,8 @@ def test_tab_and_shift_tab_know_what_a_rank_holds_and_run_nothing_of_it(notebook
     assert notebook.shift_tab("%%ranks\ncareful").startswith("Type:      Careful")
     assert "Type:      property" in notebook.shift_tab("%%ranks\ncareful.collective")
     assert "--timeout SECONDS" in notebook.shift_tab("%%ranks --time")
+    (page,) = notebook.answer(notebook.send("%%ranks?"))["payload"]
+    assert notebook.shift_tab("%%ranks --time") in page["data"]["text/plain"], "%%ranks? shows the same"
     assert notebook.run("%%ranks\ndist.barrier()").error is None, "no rank waits anywhere"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import Lesson, course_here, find_lessons, left_alone
+from manyhands.course.ranks_line import read_line
 
 KEPT_METADATA = ("jupytext", "kernelspec")
 # What the kernel "Many Hands" says of itself, and what JupyterLab therefore writes into a notebook: one that holds
@@ -116,9 +117,10 @@ def _first_difference(ours, theirs):
 
 def for_some_ranks(line):
     """Return whether `line` begins a cell for some ranks, such as "%%ranks 0,2"; in a script it follows "# "."""
-    words = line.removeprefix("# ").partition("#")[0].split()
-    values = [word for before, word in itertools.pairwise(words) if before != "--timeout"]
-    return words[:1] == ["%%ranks"] and any(word[0].isdigit() for word in values)
+    magic, *options = line.removeprefix("# ").split(maxsplit=1) or [""]
+    with suppress(ValueError):  # the magic refuses it
+        return magic == "%%ranks" and read_line("".join(options)).ranks is not None
+    return False
 
 
 def refuse_some_ranks(lesson):

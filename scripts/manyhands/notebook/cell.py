@@ -19,25 +19,24 @@ LOST_DEVICE = re.compile(
 
 
 class Cell:
-    """The results of a cell on each rank, and how it ended.
+    """The results of a cell on each rank that its CellOptions name, and how it ended.
 
     done, freed: rank -> {"items", "error"} of ranks that ended by themselves, or when they were freed;
     where: rank -> where it was when it was freed; ended: rank -> its status, if it called os._exit;
     errors: the ranks that raised, in that order; dead, stuck: ranks; ranks: those that run it.
     """
 
-    def __init__(self, pool, ranks=None):
-        self.pool, self.world_size = pool, pool.world_size
-        self.ranks = list(range(pool.world_size)) if ranks is None else ranks
+    def __init__(self, pool, options):
+        self.pool, self.world_size, self.options = pool, pool.world_size, options
+        self.ranks = list(range(pool.world_size) if options.ranks is None else options.ranks)
         self.done, self.where, self.freed = {}, {}, {}
         self.errors, self.dead, self.stuck = [], [], []
         self.timed_out, self.interrupted, self.rejoined, self.restarted = None, False, False, False
         self.limit, self.ended = None, {}
         self._pending = {}
 
-    def run(self, source, timeout_s, on_wait=None, whole=False, trace=False):
-        """Run `source` on the cell's ranks; returns once all are done, freed or given up. `whole`: all that they
-        print; `trace`: record their collectives.
+    def run(self, source, on_wait=None):
+        """Run `source` on the cell's ranks; returns once all are done, freed or given up.
 
         on_wait(elapsed_s, this cell) is called again and again while it runs; without it breakpoint() is an error.
         While a rank is stopped there, no time-out passes.
@@ -49,9 +48,9 @@ class Cell:
                 "writes": all(nodes[r] != nodes[rank] for r in self.ranks if r < rank),
                 "leads": self.ranks[0] == rank,
             }
-            run = engine.run_cell, source, number, whole, trace, on_wait is not None
+            run = engine.run_cell, source, number, self.options, on_wait is not None
             self._pending[rank] = self.pool.views[rank].apply_async(*run, **roles)
-        self.limit = TimeLimit(timeout_s, BUSY_TIMES)
+        self.limit = TimeLimit(self.options.timeout_s, BUSY_TIMES)
         with one_interrupt() as hold:
             try:
                 self._wait(on_wait, hold)

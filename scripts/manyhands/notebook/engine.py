@@ -360,20 +360,20 @@ def _place_of(coroutine):
     return frame, call
 
 
-def run_cell(source, cell, whole=False, trace=False, watched=False, writes=True, leads=True):
-    """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless `whole`.
-    `watched`: somebody sees that it runs, so breakpoint() may stop it. `writes`: this rank runs `%%writefile`;
-    `leads`: it chooses the loops of `%timeit`.
+def run_cell(source, cell, options, watched=False, writes=True, leads=True):
+    """Run cell number `cell` in this rank's namespace. Of a very long text the middle is left out, unless
+    `options.whole`. `watched`: somebody sees that it runs, so breakpoint() may stop it. `writes`: this rank runs
+    `%%writefile`; `leads`: it chooses the loops of `%timeit`.
 
     Returns what `Recorder.result` returns, and "joined": whether this rank has entered a process group so far; with
-    `trace` also "trace", the record of its collectives.
+    `options.trace` also "trace", the record of its collectives.
     """
     global _recorder, _debugger
     rendezvous.begin_cell(cell)
     _timings.begin(cell, leads)
     shell = get_ipython()
     try:
-        with recording(shell, whole, cell) as _recorder, _traced(trace) as traced:
+        with recording(shell, options.whole, cell) as _recorder, _traced(options.trace) as traced:
             if watched:
                 rank = settings.value("MANYHANDS_RANK")
                 _debugger = Debugger(rank, _folder / f"{rank}.pdb", lambda stop: _tell(stopped=stop))

@@ -1,16 +1,8 @@
 """`%%ranks`: run the cell on every rank and show what they say, in rank order, equal outputs once.
 
-    %%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]
-
-RANKS is 2, or 0,2, or 0-2: the cell runs on these ranks only, and the others wait for the next cell.
-The time-out is for the whole cell: 60, and 300 until the ranks have met. It grows with the load of the machine, up
-to 3 times, or by MANYHANDS_PATIENCE. --all shows all that a cell prints, also 100,000 lines. --trace shows below
-the cell what each rank did when: computing, in which collective, waiting for whom; `measure.trace` says how.
-In a script the line is a comment and the cell's lines run anyway, on every rank: a lesson, which is a script too, takes
-`if rank == 2` instead of RANKS.
+`%%ranks?` shows what its line takes, as `course.ranks_line` says it.
 """
 
-import argparse
 import contextlib
 import html
 import io
@@ -25,6 +17,7 @@ from IPython.display import clear_output, display
 
 from manyhands.course.catch_up import bring, said, whose
 from manyhands.course.pairs import LANGUAGE
+from manyhands.course.ranks_line import CELL_S, FLAGS, PARSER, CellOptions, read_line
 from manyhands.launch import settings
 from manyhands.launch.allocation import RanksError
 from manyhands.launch.ranks import name_ranks, wrapped
@@ -36,7 +29,6 @@ from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
 LIVE_AFTER_S = 2.0
 WHERE_AFTER_S, WHERE_EVERY_S = 10.0, 1.0  # by then people wonder whether it hangs
-CELL_S = 60.0
 PYTHON_MAGICS = {"time", "timeit", "capture", "prun"}  # cell magics that run the rest of the cell as Python
 START_CELL_S = 300.0  # on a parallel file system the first import of torch alone takes minutes
 # JupyterLab's own, so that "Increase Code Font Size" for a projector reaches the outputs too; 13px on a web page
@@ -59,8 +51,7 @@ def register_ranks(shell):
     """Register `%%ranks`, with Tab and Shift-Tab; returns the kernel, None in a terminal."""
     shell.register_magic_function(ranks, "cell")
     if kernel := getattr(shell, "kernel", None):
-        flags = [flag for action in _parser(CELL_S)._actions for flag in action.option_strings]
-        completion.install(kernel, flags, __doc__, _look_up)
+        completion.install(kernel, FLAGS, ranks.__doc__, _look_up)
     return kernel
 
 
@@ -68,7 +59,7 @@ def _look_up(line, **question):
     """Return what the first rank that a cell with this `line` names answers; None without ranks, or an answer."""
     with contextlib.suppress(CellFailed, RanksError):
         pool = current_ranks()
-        return pool.look_up((_flags(line, CELL_S, pool.world_size).ranks or [0])[0], **question)
+        return pool.look_up((_options(line, CELL_S, pool.world_size).ranks or [0])[0], **question)
     return None
 
 
@@ -103,23 +94,25 @@ def load_ipython_extension(shell):
 
 
 def ranks(line, cell):
-    """%%ranks [RANKS] [--timeout SECONDS] [--all] [--trace]: run this cell on every rank, or on these."""
     with completion.while_running(getattr(get_ipython(), "kernel", None)):
         _run(line, cell)
 
 
+ranks.__doc__ = PARSER.format_help()  # what `%%ranks?` and Shift-Tab show
+
+
 def _run(line, cell):
     pool = current_ranks()
-    options = _flags(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
+    options = _options(line, CELL_S if pool.joined else START_CELL_S, pool.world_size)
     source, code = _numbered(cell, 1)
     if begin := pool.start_cells(cell):
         print("the ranks are fresh: the start cells were run again")
-        if (started := pool.run(begin, START_CELL_S)).failed:
+        if (started := pool.run(begin, CellOptions(START_CELL_S))).failed:
             raise CellFailed(*report(started))
     if caught_up := pool.catch_up(get_ipython().transform_cell(code), options.ranks):
         print(caught_up)
     live = _Live(pool.control) if settings.live() else None
-    result = pool.run(source, options.timeout, live and live.update, options.all, options.ranks, options.trace)
+    result = pool.run(source, options, live and live.update)
     shown = sections(result)
     if live:
         live.close(followed=bool(shown))
@@ -166,22 +159,11 @@ def show_trace(result):
     print(f"{text}\ntrace: {path}; open it in https://ui.perfetto.dev")
 
 
-def _parser(default_s):
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--timeout", type=float, default=default_s)
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--trace", action="store_true")
-    return parser
-
-
-def _flags(line, default_s, world_size):
-    """The magic's line: `timeout` in seconds, `all`: show all that is printed, `trace`, `ranks`: a list, None: all."""
+def _options(line, timeout_s, world_size):
+    """Return the CellOptions of the magic's line. Raises CellFailed if it is wrong, or a rank is not there."""
     try:
-        options, words = _parser(default_s).parse_known_args(shlex.split(line, comments=True))
-        options.ranks = _ranks_named(" ".join(words)) if words else None
-        if not options.timeout > 0:
-            raise ValueError(line)
-    except (ValueError, argparse.ArgumentError):
+        options = read_line(line, timeout_s)
+    except ValueError:
         _refuse(
             "%%ranks takes only ranks (such as 2, or 0,2, or 0-2), --timeout SECONDS (> 0), --all and --trace, "
             f"not {line.strip()!r}"
@@ -189,17 +171,6 @@ def _flags(line, default_s, world_size):
     if missing := [rank for rank in options.ranks or [] if rank >= world_size]:
         _refuse(f"{name_ranks(missing)} cannot run this cell: this notebook has only {name_ranks(range(world_size))}")
     return options
-
-
-def _ranks_named(text):
-    """The ranks in "0,2-3" or "0 2 3", each once, sorted: [0, 2, 3]. Raises ValueError for anything else."""
-    found = set()
-    for part in re.split(r"\s*,\s*|\s+", text.strip()):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
-            raise ValueError(text)
-        found.update(range(int(first), int(last or first) + 1))
-    return sorted(found)
 
 
 def _refuse(sentence):

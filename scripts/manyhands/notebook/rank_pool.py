@@ -203,16 +203,15 @@ class RankPool:
         current_ranks()
         return compare(self.views, expression, ranks)
 
-    def run(self, source, timeout_s, on_wait=None, whole=False, ranks=None, trace=False):
-        """Run `source` on `ranks` (None: all); returns the Cell once they are done, freed or given up.
+    def run(self, source, options, on_wait=None):
+        """Run `source` as these CellOptions say; returns the Cell once its ranks are done, freed or given up.
 
-        on_wait(elapsed_s, cell) is called while it runs. Of a very long text the middle is left out, unless `whole`.
-        `trace`: `Cell.traces` holds what `measure.trace` recorded.
+        on_wait(elapsed_s, cell) is called while it runs.
         """
         self._idle.cancel()
-        cell = Cell(self, ranks)
+        cell = Cell(self, options)
         try:
-            cell.run(source, timeout_s, on_wait, whole, trace)
+            cell.run(source, on_wait)
             if not cell.restarted:
                 self.joined = self.joined or any(done.get("joined") for done in cell.done.values())
         finally:
