@@ -74,7 +74,10 @@ class Case:
 
     @property
     def model(self):
-        return f"{TINY} {'--model.tie' if self.tie else '--model.no-tie'} {EXPERTS[self.experts]} {STYLES[self.style]}"
+        tie, experts = "--model.tie" if self.tie else "--model.no-tie", EXPERTS[self.experts]
+        if self.style == "llama":  # which has no shared ones
+            experts = experts.replace("--model.shared-experts 1", "")
+        return f"{TINY} {tie} {experts} {STYLES[self.style]}"
 
 
 def drawn(seed):
@@ -95,7 +98,7 @@ def drawn(seed):
     if strategy == "fsdp":
         layout.append(f"--parallel.sharding {draw.choice(('full', 'full', 'grad_op', 'hybrid'))}")
     m = draw.choice([m for m in READERS if m != n])
-    return Case(f"drawn {seed}", n, " ".join(layout), vocab, tie, experts, m)
+    return Case(f"drawn {seed}", n, " ".join(layout), vocab, tie, experts, m, draw.choice(tuple(STYLES)))
 
 
 FIXED = [

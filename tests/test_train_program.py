@@ -95,6 +95,20 @@ def test_a_llama_goes_on_under_another_strategy_on_another_number_of_ranks(llama
     assert done.returncode == 2 and "holds another model (" in done.stderr and "style=llama" in done.stderr
 
 
+def test_a_llama_of_tensor_ranks_and_shards_goes_on_in_a_pipeline(tmp_path, monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "four ranks", [*LAUNCHERS["torchrun"][:-1], "4"])
+    folder = tmp_path / "checkpoints"
+    saved = ["--checkpoint.folder", str(folder), "--checkpoint.every", "4", "--checkpoint.keep", "9"]
+    done = run("four ranks", tmp_path, *LLAMA, *saved, "--parallel.strategy", "fsdp", "--parallel.tensor", "2")
+    assert done.returncode == 0, done.stderr
+    whole = last_loss(folder / "step-00000012")
+    for step in (6, 8, 12):
+        shutil.rmtree(folder / f"step-{step:08}", ignore_errors=True)
+    done = run("torchrun", tmp_path, *LLAMA, *saved, "--parallel.strategy", "pp", "--train.micro-batch", "2")
+    assert done.returncode == 0 and "saved by 4 ranks (shard 2 x tensor 2)" in done.stdout, done.stderr + done.stdout
+    assert last_loss(folder / "step-00000012") == pytest.approx(whole, abs=1e-10)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
