@@ -667,7 +667,7 @@ card(
     "Messages hide behind enough tokens per GPU: FLOP/s divided by bytes/s into a node, in backward 1.5 times that.",
     "Before you shard an optimizer, ask: one number at a time, or the whole tensor?",
     figure="one unit, two ranks, one step",
-    command="python scripts/train.py --preset olmo-7b --ranks 64 --dry-run",
+    command="python scripts/train.py --preset gpt-7b --ranks 64 --dry-run",
 )
 
 # %% [markdown]
@@ -1521,7 +1521,7 @@ checks.sharded_from_meta(sharded_from_meta, ranks)
 # same flags:
 #
 # ```bash
-# python scripts/train.py --preset olmo-7b --ranks 64 --dry-run
+# python scripts/train.py --preset gpt-7b --ranks 64 --dry-run
 # python scripts/launch.py --nproc 4 -- --preset nano --parallel.strategy fsdp --parallel.wrapping block_group:2
 # ```
 

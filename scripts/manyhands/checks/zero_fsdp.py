@@ -8,6 +8,7 @@ padded row.
 
 import tracemalloc
 import weakref
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,28 @@ from manyhands.measure import wire
 def _padded(row_P, n):
     """Return the row with the fewest zeros appended that make its length divisible by n."""
     return F.pad(row_P, (0, -len(row_P) % n))
+
+
+SLIPS = {  # in an error: the slip behind it
+    "attribute 'zero_'": "a parameter that nobody used has the grad None: set each p.grad to None, do not fill it",
+    "invalid tensor size": "all_gather takes the list of pieces and this rank's own piece, unit.share_p, not the row",
+    "must match the size": "== of two tensors compares their numbers, in lists too: compare how many there are, by len()",
+    "is not callable": "`then` is called later: pass the function itself, without parentheses",
+    "empty sequence": "the root may be the only unit, and then max() has nothing to choose from: give it a default",
+    "iterable argument is empty": "the root may be the only unit, and then max() has nothing to choose from",
+}
+
+
+@contextmanager
+def _slips():
+    """Raise Wrong with the slip behind an error that Python or torch words otherwise."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        for part, slip in SLIPS.items():
+            if part in str(error):
+                raise Wrong(slip) from error
+        raise
 
 
 def _small_storage(tensor, what):
@@ -97,7 +120,7 @@ def reduce_scatter(answer, ranks):
     units = [_unit_with_gradients(n, r) for r in range(n)]
     rows, unit = [one.gradient_row() for one in units], units[rank]
     before_P, total_P = unit.whole_P.clone(), sum(rows)
-    with wire.watch() as seen:
+    with wire.watch() as seen, _slips():
         answer(unit)
     expect_unchanged(unit.whole_P, before_P, "the row of weights", ": leave the update to the optimizer")
     pieces = (total_P / n).chunk(n)
@@ -124,7 +147,7 @@ def all_gather(answer, ranks):
     with torch.no_grad():
         unit.share_p += 1.0  # as if the optimizer had updated it
     stale_P = unit.whole_P.clone()
-    with wire.watch() as seen:
+    with wire.watch() as seen, _slips():
         answer(unit)
     slips = {
         "they are the old weights: fill unit.whole_P, not a copy": stale_P,
@@ -178,7 +201,7 @@ def gather_when_needed(answer, ranks):
     for unit, modules in parts.values():
         answer(unit, modules, modules == [net])
     units = {name: unit for name, (unit, _) in parts.items()}
-    with wire.watch() as seen, Watching(units) as watching:
+    with wire.watch() as seen, Watching(units) as watching, _slips():
         loss = net(normal(600 + rank, 4, 5))
         for name, unit in units.items():
             if name != "the root" and unit.held_bytes:
@@ -201,7 +224,7 @@ def reduce_in_backward(answer, ranks):
         done.clear()
         for unit in units.values():
             unit.share_p.grad = None
-        with wire.watch() as seen:
+        with wire.watch() as seen, _slips():
             net(normal(600 + 10 * turn + rank, 4, 5)).backward()
         _judge_reductions(units, done, seen, turn, n, rank)
 
