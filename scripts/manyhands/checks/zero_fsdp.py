@@ -8,7 +8,6 @@ padded row.
 
 import tracemalloc
 import weakref
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -33,23 +32,23 @@ def _padded(row_P, n):
 SLIPS = {  # in an error: the slip behind it
     "attribute 'zero_'": "a parameter that nobody used has the grad None: set each p.grad to None, do not fill it",
     "invalid tensor size": "all_gather takes the list of pieces and this rank's own piece, unit.share_p, not the row",
-    "must match the size": "== of two tensors compares their numbers, in lists too: compare how many there are, by len()",
+    "must match the size": "== of two tensors compares their numbers, in lists too: compare how many, by len()",
     "is not callable": "`then` is called later: pass the function itself, without parentheses",
     "empty sequence": "the root may be the only unit, and then max() has nothing to choose from: give it a default",
     "iterable argument is empty": "the root may be the only unit, and then max() has nothing to choose from",
 }
 
 
-@contextmanager
-def _slips():
+class _Slips:
     """Raise Wrong with the slip behind an error that Python or torch words otherwise."""
-    try:
-        yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, kind, error, _):
         for part, slip in SLIPS.items():
-            if part in str(error):
+            if isinstance(error, (AttributeError, RuntimeError, TypeError, ValueError)) and part in str(error):
                 raise Wrong(slip) from error
-        raise
 
 
 def _small_storage(tensor, what):
@@ -120,7 +119,7 @@ def reduce_scatter(answer, ranks):
     units = [_unit_with_gradients(n, r) for r in range(n)]
     rows, unit = [one.gradient_row() for one in units], units[rank]
     before_P, total_P = unit.whole_P.clone(), sum(rows)
-    with wire.watch() as seen, _slips():
+    with wire.watch() as seen, _Slips():
         answer(unit)
     expect_unchanged(unit.whole_P, before_P, "the row of weights", ": leave the update to the optimizer")
     pieces = (total_P / n).chunk(n)
@@ -147,7 +146,7 @@ def all_gather(answer, ranks):
     with torch.no_grad():
         unit.share_p += 1.0  # as if the optimizer had updated it
     stale_P = unit.whole_P.clone()
-    with wire.watch() as seen, _slips():
+    with wire.watch() as seen, _Slips():
         answer(unit)
     slips = {
         "they are the old weights: fill unit.whole_P, not a copy": stale_P,
@@ -201,7 +200,7 @@ def gather_when_needed(answer, ranks):
     for unit, modules in parts.values():
         answer(unit, modules, modules == [net])
     units = {name: unit for name, (unit, _) in parts.items()}
-    with wire.watch() as seen, Watching(units) as watching, _slips():
+    with wire.watch() as seen, Watching(units) as watching, _Slips():
         loss = net(normal(600 + rank, 4, 5))
         for name, unit in units.items():
             if name != "the root" and unit.held_bytes:
@@ -224,7 +223,7 @@ def reduce_in_backward(answer, ranks):
         done.clear()
         for unit in units.values():
             unit.share_p.grad = None
-        with wire.watch() as seen, _slips():
+        with wire.watch() as seen, _Slips():
             net(normal(600 + 10 * turn + rank, 4, 5)).backward()
         _judge_reductions(units, done, seen, turn, n, rank)
 
@@ -378,7 +377,8 @@ def predict(answer, ranks=None):
         ([24, 240, 48, 12], 12), ([96], 4),  # finally the root alone
         ([7 * luck(i).randint(10, 999) for i in range(luck(9).randint(3, 6))], 7),
     ):  # fmt: skip
-        held, whole, gathers, communicated = answer(list(sizes), n)
+        with _Slips():
+            held, whole, gathers, communicated = answer(list(sizes), n)
         units = f"{sizes[0]:,} (x {len(sizes) - 1}) and {sizes[-1]:,}" if len(sizes) > 4 else sizes
         what = _quantities(sizes, n)
         for found, (name, (wanted, slips)) in zip((held, whole, gathers, communicated), what.items(), strict=True):
