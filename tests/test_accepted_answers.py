@@ -18,8 +18,6 @@ RUNS = {
     "00": 2, "01": 4, "02": 3, "03": 6, "04": 3, "05": 4, "06": 4, "07": 2, "08": 2, "09": 2, "10": 3, "11": 2, "12": 2,
     "13": 3, "14": 2, "15": 10,
 }  # fmt: skip
-# (lesson, run): what of its answers a cell below does not take yet, although its check accepts it
-NOT_CARRIED = {("06", 0): "a norm that was summed in float32, where a cell below compares to 1e-10"}
 LESSONS = find_lessons(ROOT)
 
 
@@ -33,12 +31,8 @@ def test_every_accepted_answer_has_a_run(lesson):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("lesson", "number"),
-    [
-        pytest.param(lesson, k, marks=[pytest.mark.xfail(reason=why, strict=True)] * bool(why), id=f"{lesson.name}-{k}")
-        for lesson in LESSONS for k in range(RUNS[lesson.number])
-        for why in (NOT_CARRIED.get((lesson.number, k), ""),)
-    ],
-)  # fmt: skip
+    [pytest.param(lesson, k, id=f"{lesson.name}-{k}") for lesson in LESSONS for k in range(RUNS[lesson.number])],
+)
 def test_a_lesson_runs_to_its_end_with_answers_that_its_checks_accept(lesson, number, tmp_path):
     script = ["tests/each_section.py", "answers", str(number), str(lesson.script)]
     start = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
