@@ -38,7 +38,7 @@ FLAGS = ["--timeout", "--all", "--trace"]
 
 @dataclass(frozen=True)
 class CellOptions:
-    """How a cell runs on ranks.
+    """Hold how a cell runs on ranks.
 
     timeout_s: for the whole cell; ranks: those that run it, sorted, None for all; whole: all that they print is shown;
     trace: their collectives are recorded.
