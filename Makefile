@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint test test-full test-gpu check bench doctor environment
+.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -143,9 +143,12 @@ lint: environment  ## format, habits, import rules, types: ruff, import-linter, 
 	@PYTHONPATH=scripts "$(BIN)/lint-imports"
 	@$(RUN) -m mypy
 
-test test-full test-gpu check lint hub: | tests
+test test-full test-gpu check lint lesson-check hub: | tests
 tests:
 	@echo "the tests know the answers: they are not in the attendees' copy" >&2; exit 2
+
+lesson-check: environment  ## LESSON=16: all that this lesson lacks, at once (none: all lessons)
+	@$(RUN) tests/wants.py $(LESSON)
 
 test: environment  ## minutes: every lesson, program, strategy, check and message once (ARGS="-k ring")
 	@$(TESTS) -m "not full" $(ARGS) || { test $$? = 1 && $(ALONE); }

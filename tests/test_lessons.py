@@ -6,7 +6,6 @@ preflight` runs every lesson every way.
 """
 
 import ast
-import html
 import json
 import os
 import re
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from each_section import run, sections
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config
-from manyhands.course import handouts, pairs
+from manyhands.course import handouts
 from manyhands.course.folders import ROOT
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import find_lessons
@@ -33,6 +32,7 @@ from manyhands.train.isoflop import Point
 from papermill.inspection import inspect_notebook
 from rank_pool import ranks_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from wants import told_too_early
 
 LESSONS = find_lessons(ROOT)
 # 30 processor seconds and more on 2 ranks
@@ -47,11 +47,6 @@ def each(lessons, *marks):
 
 
 named = each(LESSONS)
-
-
-@named
-def test_notebook_and_script_hold_the_same_cells(lesson):
-    assert pairs.difference(lesson) is None
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +111,6 @@ def test_papermill_knows_every_parameter(lesson):
         assert ast.literal_eval(inferred[name]["default"]) == parameter.default, name
 
 
-def speaks(source):
-    """Whether a cell says, shows or judges something when it runs, not only in a function that it defines."""
-    source = re.sub(r"^\s*[%!].*$", "", source, flags=re.M)
-    later = (ast.FunctionDef, ast.ClassDef, ast.Lambda)
-    found, nodes = [], [ast.parse(source)]
-    while nodes:
-        node = nodes.pop()
-        nodes += [child for child in ast.iter_child_nodes(node) if not isinstance(child, later)]
-        if isinstance(node, ast.Call):
-            found.append(ast.unparse(node.func))
-    return any(re.fullmatch(r"print|say|show|compare|card|checks\.\w+", name) for name in found)
-
-
 SHELL_LINES = """
 import json, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -160,33 +142,6 @@ def test_the_shell_lines_of_notebooks_show_from_the_repositorys_root_what_is_sto
         stored = "".join(output.text for output in cell.outputs)
         missing = set(stored.split()) - set(found.split())  # `ls` may have found more since
         assert not missing and bool(found) == bool(stored), (cell.source, found)
-
-
-@named
-def test_the_stored_notebook_can_be_read_on_a_web_page(lesson):
-    notebook = nbformat.read(lesson.notebook, 4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    outputs = [output for cell in code for output in cell.outputs]
-    assert [cell.source for cell in code if not cell.outputs and speaks(cell.source)] == []
-    assert [output for output in outputs if output.output_type == "error"] == []
-    assert [output for output in outputs if output.get("name") == "stderr"] == []
-    assert notebook.metadata.kernelspec.name == "manyhands"
-    assert any("data" in output and "image/png" in output.data for output in outputs) or lesson.number == "04"
-    assert "fall-back" not in str(outputs), "stored outputs are those of Shakespeare"
-
-
-@named
-def test_every_exercise_has_a_folded_solution(lesson):
-    cells = nbformat.read(lesson.notebook, 4).cells
-    solutions = [cell for cell in cells if "solution" in cell.metadata.get("tags", [])]
-    assert len(solutions) >= 3
-    for cell in solutions:
-        assert cell.cell_type == "markdown"
-        assert re.fullmatch(
-            r"<details><summary>Solution \w+</summary>\n\n```python\n.*\n```\n\n</details>", cell.source, re.S
-        )
-    asked = re.findall(r"^#+ (?:Build|Exercise) (\w+):", "\n".join(cell.source for cell in cells), re.M)
-    assert {re.search(r"Solution (\w+)", cell.source)[1] for cell in solutions} >= set(asked)
 
 
 IN_SHORT = [pytest.param(lesson, 1 if lesson in LONG else 2, id=lesson.name) for lesson in LESSONS]
@@ -268,86 +223,6 @@ def test_our_own_ddp_trains_as_the_librarys_does(short_run):
     ours, library = short_run(lesson, "torchrun", 2), short_run(lesson, "torchrun", 2, ddp="library")
     assert (ours["parameters"]["ddp"], library["parameters"]["ddp"]) == ("ours", "library")
     assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
-
-
-DEBRIS = (
-    "No GPU run", "fall-back", "object at 0x", r"defaultdict\(", r"\{'\w+':", r"Warning:", r"<bound method",
-    r"(?<![\d.,])1 (?:ranks|times|nodes|calls|messages|updates|steps|buckets|hops|copies|losses|lines|processes)\b",
-    r"\bnode\(s\)", r"\x1b\[", r"(?<![\w.])/(?:home|root|tmp|work)/",
-)  # fmt: skip
-
-
-def text_of(outputs):
-    """What a reader sees of a cell's outputs, without markup."""
-    shown = []
-    for output in outputs:
-        data = output.get("data", {})
-        shown.append(html.unescape(re.sub(r"<[^>]+>", "\n", data.get("text/html", ""))) or output.get("text", ""))
-        shown.append(data.get("text/plain", ""))
-    return "\n".join(shown)
-
-
-@named
-def test_no_stored_output_holds_debris(lesson):
-    cells = [cell for cell in nbformat.read(lesson.notebook, 4).cells if cell.cell_type == "code"]
-    found = [
-        (pattern, line) for cell in cells for line in text_of(cell.outputs).splitlines()
-        for pattern in DEBRIS if re.search(pattern, line)
-    ]  # fmt: skip
-    assert found == []
-
-
-# what stands beside a question's fold and gives its answer, in lessons that are not yet as 03 and 06
-BESIDE = {
-    "the sum on rank 0", "more FLOPs with recomputation", "MFU of a 7B model on 8 H100", "the pause",
-    "percent of the ratios outside 0.8 to 1.2 at staleness 4", "one core instead of all: times as long, measured",
-}  # fmt: skip
-FOLD = re.compile(r"<details><summary>(.*?)</summary>(.*?)</details>", re.S)
-
-
-def questions(cell):
-    """The calls of `compare` in a code cell: (what is asked, the blank's name, that of what it returns or "")."""
-    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", cell.source, flags=re.M))
-    held = {id(node.value): ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "compare"]
-    return [(*map(ast.literal_eval, call.args[:2]), held.get(id(call), "")) for call in calls]
-
-
-def told_too_early(cell):
-    """Sentences on what a cell's stored outputs show of the answers to its questions, while nobody has guessed."""
-    bundles, wrong = [output.get("data", {}) for output in cell.outputs], []
-    pages = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
-    folds = {html.unescape(line): html.unescape(inside) for line, inside in FOLD.findall(pages)}
-    beside = html.unescape(re.sub(r"<[^>]+>", " ", FOLD.sub("", pages)))
-    beside += "".join(output.get("text", "") + bundle.get("text/plain", "") for output, bundle in zip(
-        cell.outputs, bundles, strict=True
-    ))  # fmt: skip
-    for what, _, held in questions(cell):
-        answer = folds.get(f"{what}: no guess yet", "")
-        if not answer.startswith("it is ") or f"{what}: no guess yet; the answer is folded" not in beside:
-            wrong.append(f"{what}: not folded")
-        number = re.escape(answer.removeprefix("it is "))
-        if len(number) > 1 and re.search(rf"(?<![\w.,-]){number}(?![\w,]|\.\d)", beside):
-            wrong.append(f"{what}: the answer stands beside")
-        line = f"{what}: the figure"
-        if held and not (f"[figure, folded: {line}]" in beside and "<img" in folds.get(line, "")):
-            wrong.append(f"{what}: its figure is not folded")
-        if held and any("image/png" in bundle for bundle in bundles):
-            wrong.append(f"{what}: a figure stands beside")
-    return wrong
-
-
-@named
-def test_no_stored_output_shows_the_answer_of_an_open_question(lesson):
-    """Nor does the text of it that a code host and a screen reader have."""
-    cells = [cell for cell in nbformat.read(lesson.notebook, 4).cells if cell.cell_type == "code"]
-    asked = [cell for cell in cells if questions(cell)]
-    assert len(asked) >= 3
-    blanks = re.findall(r"^(\w+) = ____", "\n".join(cell.source for cell in cells), re.M)
-    assert [blank for cell in asked for _, blank, _ in questions(cell) if blank not in blanks] == []
-    found = {sentence for cell in asked for sentence in told_too_early(cell)}
-    known = {f"{what}: the answer stands beside" for cell in asked for what, *_ in questions(cell) if what in BESIDE}
-    assert found == known
 
 
 ANSWERED = {"text/html": "<details><summary>MB: no guess yet</summary>it is 3,960 MB</details>",

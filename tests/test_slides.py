@@ -88,6 +88,14 @@ def test_cells_tagged_slide_replace_the_choice(slides):
         slides.deck(row, notebook)
 
 
+def test_a_lesson_without_a_card_is_named(slides):
+    row = slides.rows()[3]
+    notebook = nbformat.read(ROOT / "notebooks" / f"{row.name}.ipynb", 4)
+    notebook.cells = [cell for cell in notebook.cells if not re.search(r"^card\(|^## Recap", cell.source, re.M)]
+    with pytest.raises(SystemExit, match=rf"notebooks/{row.name}.ipynb: no cell calls `card\(...\)`"):
+        slides.deck(row, notebook)
+
+
 @pytest.fixture(scope="module")
 def browser():
     with chromium() as browser:

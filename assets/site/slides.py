@@ -197,8 +197,12 @@ def of_the_tag(cells):
     return slides
 
 
-def card(cells):
-    """Return the lines of a lesson's card as Markdown: of its call of `card`, else the list under "Recap"."""
+def card(cells, name):
+    """Return the lines of a lesson's card as Markdown: of its call of `card`, else the list under "Recap".
+
+    Raise SystemExit with the file where there is neither.
+    """
+    recap = ""
     for cell in cells:
         called = re.search(r"^card\(.*^\)$", cell.source, re.M | re.S) if cell.cell_type == "code" else None
         if called:
@@ -206,8 +210,11 @@ def card(cells):
             command = [ast.literal_eval(word.value) for word in call.keywords if word.arg == "command"]
             lines = [f"{number}. {ast.literal_eval(line)}" for number, line in enumerate(call.args, 1)]
             return "\n".join(lines + [f"\n```\n{line}\n```" for line in command])
-    recap = [re.search(r"^## Recap\n+(.*?)(?=\n#|\Z)", cell.source, re.M | re.S) for cell in cells]
-    return next(found[1] for found in recap if found)
+        if found := re.search(r"^## Recap\n+(.*?)(?=\n#|\Z)", cell.source, re.M | re.S):
+            recap = recap or found[1]
+    if not recap:
+        raise SystemExit(f"notebooks/{name}.ipynb: no cell calls `card(...)`, and none has a list under `## Recap`")
+    return recap
 
 
 def deck(row, notebook):
@@ -228,7 +235,7 @@ def deck(row, notebook):
             html(f"**After this lesson you can**\n\n{head(notebook, row.name)[1]}"),
         ),
         *chosen,
-        Slide("card", "To take home", cells[-1][0] + 1, html(card(notebook.cells))),
+        Slide("card", "To take home", cells[-1][0] + 1, html(card(notebook.cells, row.name))),
     ]
     for index, _, _, cell in cells:
         if "notes" in cell.metadata.get("tags", []):
