@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from manyhands.checkpoint import export
+from manyhands.checkpoint import export, to_folder
 from manyhands.checkpoint.export import load_model
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
@@ -34,11 +34,14 @@ from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import settings
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.strategy import parallelize
+from manyhands.serve.client import Client
 from manyhands.train.dry_run import to_toml
 from manyhands.train.start import fill, model_folder, without_numbers
 from rank_pool import run_on_ranks
 from safetensors.torch import load_file, save_file
+from test_serve_program import start
 
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 T, V = 64, 300
 WORDS = ["to be, or not to be: that is the question", "whether 'tis nobler in the mind to suffer", "and sorrows. "]
 TEXT = [
@@ -55,6 +58,13 @@ KINDS = {
     "Mistral": {"num_key_value_heads": 2, "sliding_window": 96},
     "Olmo": {"num_key_value_heads": 2, "clip_qkv": 0.7},
     "Olmo, tied": {"tie_word_embeddings": True},
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "Mixtral, 3 of 5, tied": {
+        "num_key_value_heads": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+    },
     "GPT2, tied": {},
     "GPT2, exact GELU, tied": {"activation_function": "gelu"},
 }
@@ -126,7 +136,7 @@ def test_the_logits_are_those_of_transformers_at_every_position(case, made):
     assert shards > 1 if "tied" in case else shards == 1
 
 
-@pytest.mark.parametrize("case", ["Llama", "Llama, wide heads, scaled", "Mistral"])
+@pytest.mark.parametrize("case", ["Llama", "Llama, wide heads, scaled", "Mistral", "Mixtral"])
 def test_the_older_dialect_and_both_together_are_read_alike(case, made, tmp_path):
     sizes, folder = sizes_in(made[case][0]), Path(shutil.copytree(made[case][0], tmp_path / "old"))
     turns = json.loads((folder / "config.json").read_text())["rope_parameters"]
@@ -141,16 +151,18 @@ def test_the_older_dialect_and_both_together_are_read_alike(case, made, tmp_path
 
 
 def test_what_is_missing_takes_the_kinds_own_default_and_null_does_not(made, tmp_path):
-    for case, heads, longest in (("Llama", 4, 2048), ("Mistral", 8, 4096), ("Olmo", 4, 2048)):
+    defaults = ("Llama", 4, 2048), ("Mistral", 8, 4096), ("Olmo", 4, 2048), ("Mixtral", 8, 131072)
+    for case, heads, longest in defaults:
         folder = Path(shutil.copytree(made[case][0], tmp_path / case))
         names = ("num_key_value_heads", "max_position_embeddings", "sliding_window", "rope_parameters", "rms_norm_eps")
         change(folder, drop=names)
         sizes = sizes_in(folder)
-        assert (sizes["n_kv_head"], sizes["block_size"], sizes["rope_theta"]) == (heads, longest, 1e4)
-        assert sizes.get("norm_eps") == (None if case == "Olmo" else 1e-6)
+        theta, eps = (1e6, 1e-5) if case == "Mixtral" else (1e4, None if case == "Olmo" else 1e-6)
+        assert (sizes["n_kv_head"], sizes["block_size"], sizes["rope_theta"]) == (heads, longest, theta)
+        assert sizes.get("norm_eps") == eps
         change(folder, num_key_value_heads=None, sliding_window=None, tie_word_embeddings=None, head_dim=None)
         assert sizes_in(folder)["n_kv_head"] == 4 and not sizes_in(folder)["tie"]
-        assert sizes_in(folder)["block_size"] == (131072 if case == "Mistral" else 2048)
+        assert sizes_in(folder)["block_size"] == (131072 if case[:2] == "Mi" else 2048)
 
 
 def test_a_gpt2_is_read_under_its_first_names_and_up_to_a_shorter_block(made, tmp_path):
@@ -230,7 +242,13 @@ def index(files):
 
 NORM = "model.norm.weight"
 REFUSED = {
-    "MixtralForCausalLM has experts": dict(architectures=["MixtralForCausalLM"]),
+    "num_experts_per_tok is 1 of 4, and 2 or more": dict(
+        architectures=["MixtralForCausalLM"], num_experts_per_tok=1, num_local_experts=4
+    ),
+    "router_jitter_noise is 0.1, and 0 is supported": dict(router_jitter_noise=0.1),
+    "lacks the tensor model.layers.0.block_sparse_moe.gate.weight": dict(
+        architectures=["MixtralForCausalLM"], num_local_experts=2
+    ),
     "architectures says BertModel, and LlamaForCausalLM, ": dict(architectures=["BertModel"]),
     "its weights are quantised, and fp32, bf16 and fp16 are read": dict(quantization_config={"bits": 4}),
     "auto_map brings code of its own, which nothing here executes": dict(auto_map={"AutoModel": "m.py"}),
@@ -290,6 +308,9 @@ def test_a_foreign_tokenizer_encodes_and_writes_as_the_library_does(made):
     assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
     write = own.writer()
     assert "".join(map(write, ids.tolist())) + write(None, True) == own.decode(ids) == text
+    cut = [*ids.tolist(), *own.encode("東").tolist()[:1]]  # ends within a character
+    write = own.writer()
+    assert "".join(map(write, cut)) + write(None, True) == own.decode(cut) and own.decode(cut)[-1] == "\ufffd"
     assert own.separator == 0 and 0 not in own.encode("<|document|>"), "a text that spells it has none"
 
 
@@ -304,6 +325,9 @@ LAYOUTS = {
     "fsdp x tensor": (4, ParallelOptions(strategy="fsdp", tensor=2)),
     "fsdp x tensor, GPT2": (4, ParallelOptions(strategy="fsdp", tensor=2)),
     "pipeline": (2, ParallelOptions(strategy="pp")),
+    "fsdp, Mixtral": (4, ParallelOptions(strategy="fsdp")),
+    "experts over 2 ranks, Mixtral": (2, ParallelOptions(expert=2)),
+    "tensor, Mixtral": (2, ParallelOptions(strategy="tp")),
 }
 
 
@@ -318,7 +342,9 @@ def filled(ranks, folder, parallel, ids_BT):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_rank_fills_what_it_holds_and_together_they_hold_the_bits_of_the_file(layout, made, pool):
     tied = layout in ("fsdp", "fsdp x tensor", "tensor")
-    case = "GPT2, tied" if "GPT2" in layout else "Llama, tied" if tied else "Llama"
+    case = (
+        "GPT2, tied" if "GPT2" in layout else "Mixtral" if "Mixtral" in layout else "Llama, tied" if tied else "Llama"
+    )
     folder, ids_BT, expected_BTV = made[case]
     n_ranks, parallel = LAYOUTS[layout]
     results = pool.run(n_ranks, filled, folder, parallel, ids_BT)
@@ -329,6 +355,8 @@ def test_each_rank_fills_what_it_holds_and_together_they_hold_the_bits_of_the_fi
         assert all(torch.equal(weights[name], whole[name]) for name in whole)
         assert (logits_BTV - expected_BTV).abs().max() <= 1e-5 * expected_BTV.std()
         assert num_bytes == total if layout in ("ddp", "zero1") else num_bytes < 0.8 * total
+    if "Mixtral" in layout:
+        assert sum(num_bytes for _, _, num_bytes in results) < 1.7 * total, "a rank reads of experts what it holds"
 
 
 def anonymous_bytes():
@@ -360,7 +388,7 @@ def peak_while_filling(ranks, folder, parallel):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("ddp", "zero1") and "GPT2" not in name])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("ddp", "zero1") and "," not in name])
 def test_no_rank_ever_has_more_than_its_share_and_one_tensor(layout, tmp_path):
     import transformers
 
@@ -400,9 +428,29 @@ def test_numbers_that_are_none_are_named_by_whoever_reads_them_and_all_ranks_ref
         load_model(llama)
 
 
-# --- the trainer
+# --- the server
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+@pytest.mark.ranks
+def test_a_served_folder_answers_as_transformers_does(made, tmp_path):
+    import transformers
+
+    folder = made["Mixtral"][0]
+    (tmp_path / "text").write_text(TEXT[0] * 9)
+    process, place = start(SCRIPTS.parent, (folder, tmp_path / "text"), tmp_path, "--port", "0")
+    try:
+        said = Client.from_file(place).complete("to be, or not", max_tokens=12, temperature=0)
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ids = tokenizer("to be, or not", return_tensors="pt")["input_ids"]
+    new = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    assert said == tokenizer.decode(new) and len(new) == 12
+
+
+# --- the trainer
 
 
 def prepared(folder, tmp_path):
@@ -452,13 +500,15 @@ def test_a_run_goes_on_from_a_folder_and_later_from_its_checkpoint_without_it(ll
     assert read_manifest(tmp_path / "kept" / "step-00000004").metadata["base"] == about["base"]
 
 
-def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, tmp_path):
+def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, made, tmp_path):
+    mixtral = made["Mixtral"][0]
     options = read_options(["--from", str(llama)])
     assert (options.optimizer.lr, options.optimizer.warmup) == (2e-5, 9)
     assert options.model.block_size == 128 and options.model.vocab_size == V
     change(llama, max_position_embeddings=8192)
     options = read_options(["--from", str(llama), "--train.steps", "1000", "--optimizer.lr", "1e-4"])
     assert (options.model.block_size, options.optimizer.lr, options.optimizer.warmup) == (2048, 1e-4, 30)
+    assert options.optimizer.balance_speed > 0 == read_options(["--from", str(mixtral)]).optimizer.balance_speed
     (tmp_path / "run.toml").write_text(to_toml(options))
     assert from_file(tmp_path / "run.toml").model == options.model
     assert read_options(["--config", str(tmp_path / "run.toml"), "--from", str(llama)]).optimizer.lr == 1e-4
@@ -507,6 +557,8 @@ MODELS = {
     "GPT-2": GPTConfig(V, T, 2, 4, 48, tie=True, qkv_bias=True),
     "GPT-2, tanh, without biases": GPTConfig(V, T, 2, 4, 48, tie=True, gelu="tanh"),
     "OLMo": replace(OUT, norm="layer", clip_qkv=0.7, rope_theta=5e5),
+    "Mixtral": replace(OUT, experts=4, top_k=2),
+    "Mixtral, 3 of 5, tied": replace(OUT, experts=5, top_k=3, tie=True),
 }
 
 
@@ -554,7 +606,7 @@ def test_its_tokenizer_encodes_as_ours_and_comes_in_as_ours(case, tmp_path):
     assert ours.content == (export.tokenizer_of({"corpus": corpus}).content)
 
 
-@pytest.mark.parametrize("case", ["Llama", "Llama, tied", "Olmo", "GPT2, tied"])
+@pytest.mark.parametrize("case", ["Llama", "Llama, tied", "Olmo", "GPT2, tied", "Mixtral"])
 def test_what_comes_in_goes_out_with_its_names_shapes_and_bits(case, made, tmp_path, monkeypatch):
     folder = made[case][0]
     monkeypatch.setattr("manyhands.checkpoint.to_folder.SHARD_BYTES", 60_000)
@@ -585,6 +637,40 @@ def test_a_card_says_where_the_model_comes_from(tmp_path):
     assert "It began from `SmolLM2-135M` (licence: apache-2.0)." in card and '"lr": 2e-05' in card
 
 
+def without_cutting(tokenizer, right=to_folder.their_tokenizer):
+    content, about = right(tokenizer)
+    return content | {"pre_tokenizer": None}, about
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPTConfig(V, experts=4), "a GPT-2 has no experts, and this model has 4; train with style=llama"),
+        (GPTConfig(V), "a GPT-2 has no bias in its head, and this model has one; train with --model.tie"),
+        (replace(OUT, norm="layer", experts=4), "an OLMo has no experts, and this model has 4; train with norm=rms"),
+        (replace(OUT, norm="layer", head_dim=20), "an OLMo has no head_dim; leave it out"),
+        (replace(OUT, clip_qkv=0.7), "a Llama has no clip_qkv=0.7; train with norm=layer"),
+        (replace(OUT, experts=4, router="sigmoid"), "router is a softmax; train with --model.router softmax"),
+        (replace(OUT, experts=4, top_k=1), "with top_k=1 multiplies by 1, and ours by the probability; use 2"),
+    ],
+)
+def test_a_model_that_transformers_has_no_kind_for_is_refused_with_the_cure(config, message, tmp_path):
+    source = saved_by_a_run(tmp_path, config, TEXTS["bpe"])
+    with pytest.raises(CheckpointError, match=message):
+        export.main([str(source), str(tmp_path / "new")])
+
+
+def test_biases_that_experts_are_chosen_by_are_refused_and_a_longer_context_goes_out(tmp_path):
+    source = saved_by_a_run(tmp_path, replace(OUT, experts=4, max_positions=96), TEXTS["bpe"])
+    export.main([str(source), str(tmp_path / "out")])
+    assert sizes_in(tmp_path / "out")["block_size"] == 96
+    weights, metadata = export.read_export(source)
+    weights["blocks.1.mlp.bias"][2] = 1e-3
+    export.write_export(weights, metadata, source)
+    with pytest.raises(CheckpointError, match="blocks.1.mlp.bias: .* train with --optimizer.balance-speed 0"):
+        export.main([str(source), str(tmp_path / "new")])
+
+
 def test_what_the_format_cannot_hold_and_a_folder_in_use_are_refused_and_nothing_is_left(tmp_path, monkeypatch):
     source, target = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"]), tmp_path / "out"
     target.mkdir()
@@ -603,12 +689,11 @@ def test_what_the_format_cannot_hold_and_a_folder_in_use_are_refused_and_nothing
     ):
         with pytest.raises(CheckpointError, match=message):
             export.main([str(source), *words])
-    gpt = saved_by_a_run(tmp_path, GPTConfig(V), TEXTS["bpe"])
-    with pytest.raises(
-        CheckpointError, match="has no bias in its head, and this model has one; train with --model.tie"
-    ):
-        export.main([str(gpt), str(tmp_path / "new")])
-    source = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"])
+    source = saved_by_a_run(tmp_path, OUT, TEXTS["characters"])
+    with monkeypatch.context() as patch:
+        patch.setattr("manyhands.checkpoint.to_folder.their_tokenizer", without_cutting)
+        with pytest.raises(CheckpointError, match="the tokenizer is not as it was when it is read back; use another"):
+            export.main([str(source), str(tmp_path / "new")])
     monkeypatch.setattr(ModelFolder, "tensor", lambda self, name: torch.zeros(1))
     with pytest.raises(CheckpointError, match="is not as it was when it is read back; name another disk"):
         export.main([str(source), str(tmp_path / "new")])

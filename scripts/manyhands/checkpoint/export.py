@@ -130,8 +130,9 @@ def _load_folder(path):
     except Refused as error:
         raise CheckpointError(str(error)) from None
     with torch.device("meta"):
-        names = [name for name, _ in GPT(config).named_parameters()]
-    weights = {name: folder.tensor(name).float() for name in names}
+        buffers = dict(GPT(config).named_buffers())  # biases of experts, which no such folder has
+    weights = {name: folder.tensor(name).float() for name in folder.names}
+    weights |= {name: torch.zeros(buffer.shape) for name, buffer in buffers.items()}
     corpus = {"name": path.name, "vocab_size": len(tokenizer.vocab), "vocabulary": tokenizer.content}
     metadata = {"config": asdict(config), "corpus": corpus, "step": 0, "base": folder.about()}
     return _model_of(weights, metadata, path), metadata | {"source": str(path)}

@@ -26,6 +26,7 @@ LLAMA = {
     "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attention.q": "self_attn.q_proj",
     "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
     "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+    "mlp": "block_sparse_moe.gate",  # the router
     "tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
 }  # fmt: skip
 GPT2 = {
@@ -33,31 +34,42 @@ GPT2 = {
     "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
     "tokens": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
 }  # fmt: skip
+EXPERTS = {"up": ("w1", "w3"), "down": ("w2",)}  # of a Mixtral; ours lie one below the other in one matrix
 NO_WEIGHTS = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)")  # what older versions wrote beside them
 READ = ("F32", "BF16", "F16")
 
 
-def their_name(name, config):
-    """Return the name that transformers has for our parameter `name` in a model of `config`."""
+def their_names(name, config):
+    """Return the names that transformers has for our parameter `name` in a model of `config`: of experts one each."""
     module, _, kind = name.rpartition(".")
     names, layers = (LLAMA, "model.layers") if config.style == "llama" else (GPT2, "transformer.h")
     if layer := re.match(r"blocks\.(\d+)\.", module):
-        return f"{layers}.{layer[1]}.{names[module[layer.end() :]]}.{kind}"
-    return f"{names[module]}.{kind}"
+        if kind in EXPERTS:
+            start = f"{layers}.{layer[1]}.block_sparse_moe.experts"
+            return [f"{start}.{i}.{matrix}.weight" for i in range(config.experts) for matrix in EXPERTS[kind]]
+        kind = "weight" if kind == "router" else kind
+        return [f"{layers}.{layer[1]}.{names[module[layer.end() :]]}.{kind}"]
+    return [f"{names[module]}.{kind}"]
 
 
 def theirs(name, tensor, config):
-    """Return our parameter as transformers has it, a view or a copy: a GPT-2's matrices lie across, with q before k."""
-    if config.style == "llama" or not name.startswith("blocks.") or ".norm_" in name:
-        return tensor
-    if ".qkv." in name:  # ours: q, k and v of head 0, then of head 1, ...
-        tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-    return tensor.T if tensor.ndim == 2 else tensor
+    """Return {their name: tensor}, views or copies: a GPT-2's matrices lie across, with q before k."""
+    names = their_names(name, config)
+    if len(names) > 1:
+        parts = tensor.chunk(len(names))
+        return dict(zip(names, [p.T for p in parts] if name.endswith(".down") else parts, strict=True))
+    if config.style == "gpt" and name.startswith("blocks.") and ".norm_" not in name:
+        if ".qkv." in name:  # ours: q, k and v of head 0, then of head 1, ...
+            tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+        tensor = tensor.T if tensor.ndim == 2 else tensor
+    return {names[0]: tensor}
 
 
 def ours(name, tensor, config):
-    """Undo `theirs`."""
-    if config.style == "llama" or not name.startswith("blocks.") or ".norm_" in name:
+    """Undo `theirs`, for one of the tensors."""
+    if config.style == "llama":
+        return tensor.T if name.endswith("mlp.down") else tensor
+    if not name.startswith("blocks.") or ".norm_" in name:
         return tensor
     tensor = tensor.T if tensor.ndim == 2 else tensor
     if ".qkv." in name:
@@ -72,27 +84,28 @@ class ModelFolder:
         self.path, self.config = Path(path), config
         self._files = {}
         where = self._where()
-        if config.n_layer > len(where):  # before they are built
+        if config.n_layer * config.experts > len(where):  # before they are built
             raise CheckpointError(f"{path} holds {len(where)} tensors, too few for {config.n_layer} layers")
         with torch.device("meta"):
             weights = dict(GPT(config).named_parameters())
-            own = {name: theirs(name, p, config).shape for name, p in weights.items()}
-        self.names = {name: their_name(name, config) for name in own}
-        if "wte.weight" in where:  # a GPT-2 as its first authors named it
-            self.names = {name: other.removeprefix("transformer.") for name, other in self.names.items()}
-        head = their_name("head.weight", config)
-        if missing := [name for name in self.names.values() if name not in where]:
+        bare = "transformer." if "wte.weight" in where else ""  # a GPT-2 as its first authors named it
+        parts = {name: theirs(name, p, config) for name, p in weights.items()}
+        self.names = {name: [other.removeprefix(bare) for other in own] for name, own in parts.items()}
+        shapes = {other.removeprefix(bare): p.shape for own in parts.values() for other, p in own.items()}
+        head = their_names("head.weight", config)[0]
+        if missing := [name for name in shapes if name not in where]:
             raise CheckpointError(f"{path} lacks the tensor {missing[0]}; copy the folder again")
-        more = [n for n in where.keys() - set(self.names.values()) if not NO_WEIGHTS.fullmatch(n)]
+        more = [n for n in where.keys() - shapes.keys() if not NO_WEIGHTS.fullmatch(n)]
         if extra := sorted(name for name in more if not (config.tie and name == head)):
             raise CheckpointError(f"{path} holds the tensor {extra[0]}, which its model does not have; name another")
         self._where_is = where
-        for name, shape in own.items():
-            self._refuse_shape(self.names[name], shape)
+        for name, shape in shapes.items():
+            self._refuse_shape(name, shape)
         if head in more:
-            self._refuse_shape(head, own["tokens.weight"])
-            if not torch.equal(self._whole(head), self._whole(self.names["tokens.weight"])):
-                why = f"tie_word_embeddings is true, and {head} is not {self.names['tokens.weight']}"
+            tokens = self.names["tokens.weight"][0]
+            self._refuse_shape(head, shapes[tokens])
+            if not torch.equal(self._whole(head), self._whole(tokens)):
+                why = f"tie_word_embeddings is true, and {head} is not {tokens}"
                 raise CheckpointError(f"{path}: {why}; say in its config.json which it is")
 
     def _where(self):
@@ -135,7 +148,7 @@ class ModelFolder:
         found = self._files[self._where_is[name]].get_slice(name)
         if found.get_dtype() not in READ:
             raise CheckpointError(f"{name} in {self.path} is of {found.get_dtype()}, and {', '.join(READ)} are read")
-        if list(found.get_shape())[:1] > list(shape)[:1] and name == self.names.get("positions.weight"):
+        if list(found.get_shape())[:1] > list(shape)[:1] and [name] == self.names.get("positions.weight"):
             return  # the first ones are read
         if list(found.get_shape()) != list(shape):
             why = f"{name} in {self.path} has the shape {found.get_shape()}, and config.json makes it {list(shape)}"
@@ -147,10 +160,16 @@ class ModelFolder:
     def _whole(self, name):
         return self._files[self._where_is[name]].get_tensor(name)
 
+    def _parts(self, name):
+        """Yield (their name, its rows of our parameter), which lie one below the other; mapped as long as possible."""
+        for other in self.names[name]:
+            yield other, ours(name, self._whole(other)[: self._rows(name)], self.config)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return all of our parameter `name` in the file's precision; a tied head is the embedding."""
         name = "tokens.weight" if name == "head.weight" and self.config.tie else name
-        return ours(name, self._whole(self.names[name])[: self._rows(name)], self.config)
+        parts = [part for _, part in self._parts(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @torch.no_grad()
     def fill(self, parameters) -> int:
@@ -162,12 +181,18 @@ class ModelFolder:
         for name, parameter in parameters.items():
             if (chunk := own_chunk(parameter)) is None:
                 continue
-            place = (slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            part, own = self.tensor(name)[tuple(place)], local_part(parameter)
-            own.copy_(part)
-            if not torch.stack(own.aminmax()).isfinite().all():  # the least and the largest: no copy is made
-                raise CheckpointError(f"{self.names[name]} in {self.path} holds NaN or infinity; use another copy")
-            num_bytes += part.nbytes
+            (begin, *_), (count, *_) = chunk.offsets, chunk.sizes
+            across = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+            own, at = local_part(parameter), 0
+            for other, part in self._parts(name):
+                low, high = max(begin, at), min(begin + count, at + len(part))
+                if low < high:
+                    rows, part_own = part[(slice(low - at, high - at), *across)], own[low - begin : high - begin]
+                    part_own.copy_(rows)
+                    if not torch.stack(part_own.aminmax()).isfinite().all():  # least and largest: no copy is made
+                        raise CheckpointError(f"{other} in {self.path} holds NaN or infinity; use another copy")
+                    num_bytes += rows.nbytes
+                at += len(part)
         return num_bytes
 
     def about(self) -> dict:

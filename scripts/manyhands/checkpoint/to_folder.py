@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from manyhands.checkpoint.folders import INDEX, ModelFolder, their_name, theirs
+from manyhands.checkpoint.folders import INDEX, ModelFolder, theirs
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import write_whole
@@ -44,10 +44,18 @@ Trained on the text `{text}`. Options of the run:
 
 def refuse_config(config: GPTConfig) -> None:
     """Raise CheckpointError for a model that transformers has no kind for, with the cure."""
-    if config.experts > 1:
-        raise CheckpointError(f"experts={config.experts}: transformers has no such model; train with experts=1")
-    if config.style == "gpt" and not config.tie:
-        raise CheckpointError("a GPT-2 has no bias in its head, and this model has one; train with --model.tie")
+    gpt, olmo, experts = config.style == "gpt", config.norm == "layer", config.experts > 1
+    for wrong, sentence in (
+        (gpt and experts, f"a GPT-2 has no experts, and this model has {config.experts}; train with style=llama"),
+        (gpt and not config.tie, "a GPT-2 has no bias in its head, and this model has one; train with --model.tie"),
+        (olmo and experts, f"an OLMo has no experts, and this model has {config.experts}; train with norm=rms"),
+        (olmo and config.head_size * config.n_head != config.n_embd, "an OLMo has no head_dim; leave it out"),
+        (not olmo and config.clip_qkv, f"a Llama has no clip_qkv={config.clip_qkv}; train with norm=layer"),
+        (experts and config.router != "softmax", "a Mixtral's router is a softmax; train with --model.router softmax"),
+        (experts and config.top_k == 1, "a Mixtral with top_k=1 multiplies by 1, and ours by the probability; use 2"),
+    ):
+        if wrong:
+            raise CheckpointError(sentence)
 
 
 def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -> dict[str, Any]:
@@ -68,14 +76,16 @@ def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -
             "rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low,
             "high_freq_factor": config.rope_high, "original_max_position_embeddings": config.rope_original,
         }  # fmt: skip
-    olmo = config.norm == "layer"
+    olmo, mixtral = config.norm == "layer", config.experts > 1
+    kind = "Olmo" if olmo else "Mixtral" if mixtral else "Llama"
     own = {"clip_qkv": config.clip_qkv} if olmo else {"rms_norm_eps": config.norm_eps, "head_dim": config.head_size}
+    if mixtral:
+        own |= {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k, "sliding_window": None}
     return about | own | theta | {
-        "architectures": ["OlmoForCausalLM" if olmo else "LlamaForCausalLM"],
-        "model_type": "olmo" if olmo else "llama",
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
         "hidden_size": config.n_embd, "intermediate_size": config.hidden, "num_hidden_layers": config.n_layer,
         "num_attention_heads": config.n_head, "num_key_value_heads": config.kv_heads, "hidden_act": "silu",
-        "max_position_embeddings": config.block_size, "attention_bias": False, "attention_dropout": 0.0,
+        "max_position_embeddings": config.context, "attention_bias": False, "attention_dropout": 0.0,
         "mlp_bias": False, "rope_parameters": scaling | theta, "pad_token_id": None,
         "rope_scaling": scaling if config.rope_factor != 1 else None,
     }  # fmt: skip
@@ -109,6 +119,9 @@ def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: 
     if config.style == "gpt" and not config.qkv_bias:  # GPT-2 has such biases, and zeros change nothing
         zeros = torch.zeros(3 * config.n_embd)
         weights = weights | {f"blocks.{i}.attention.qkv.bias": zeros for i in range(config.n_layer)}
+    for name in [name for name in weights if name.endswith("mlp.bias")]:
+        if weights[name].any():
+            raise CheckpointError(f"{name}: a Mixtral chooses without biases; train with --optimizer.balance-speed 0")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} holds something already; name a new folder")
     partial = target.with_name(f"{target.name}.partial")
@@ -129,7 +142,10 @@ def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: 
 
 
 def _write(folder, weights, metadata, config, tokenizer, dtype, name):
-    own = {key: tensor for key, tensor in weights.items() if not (config.tie and key == "head.weight")}
+    own: dict[str, torch.Tensor] = {}
+    for key, tensor in weights.items():
+        if not (config.tie and key == "head.weight") and not key.endswith("mlp.bias"):
+            own |= theirs(key, tensor, config)
     shards: list[list[str]] = [[]]
     size = 0
     for key, tensor in own.items():
@@ -142,7 +158,7 @@ def _write(folder, weights, metadata, config, tokenizer, dtype, name):
     where = {}
     for i, keys in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {their_name(key, config): theirs(key, own[key], config).to(dtype).contiguous() for key in keys}
+        tensors = {key: own[key].to(dtype).contiguous() for key in keys}
         save_file(tensors, folder / file, {"format": "pt"})
         where |= dict.fromkeys(tensors, file)
     total = sum(tensor.numel() for tensor in own.values())
@@ -153,7 +169,7 @@ def _write(folder, weights, metadata, config, tokenizer, dtype, name):
         "config.json": their_config(config, dtype, separator),
         "generation_config.json": {"bos_token_id": separator, "eos_token_id": separator},
         "tokenizer.json": content,
-        "tokenizer_config.json": about_tokenizer | {"model_max_length": config.block_size},
+        "tokenizer_config.json": about_tokenizer | {"model_max_length": config.context},
     } | ({INDEX: {"metadata": about, "weight_map": where}} if len(shards) > 1 else {})
     for file, values in files.items():
         write_whole(folder / file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
@@ -177,7 +193,15 @@ def _read_back(folder, weights, config, tokenizer, dtype):
     written = GPTConfig(**sizes_in(folder))
     found = ModelFolder(folder, written)
     for name, tensor in weights.items():
-        if not torch.equal(found.tensor(name), tensor.to(dtype)):
+        if not name.endswith("mlp.bias") and not torch.equal(found.tensor(name), tensor.to(dtype)):
             raise CheckpointError(f"{name} is not as it was when it is read back; name another disk")
-    if tokenizer_of_folder(folder).content != tokenizer_from(tokenizer.content).content:
+    from tokenizers import Tokenizer
+
+    line, ids = "".join(token for token in tokenizer.vocab if len(token) == 1)[:1000], None
+    with suppress(Exception):  # the library raises bare ones
+        library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        library.encode_special_tokens = True
+        ids = library.encode(line, add_special_tokens=False).ids
+    again = tokenizer_of_folder(folder).content == tokenizer_from(tokenizer.content).content
+    if not again or ids != tokenizer.encode(line).tolist():
         raise CheckpointError("the tokenizer is not as it was when it is read back; use another")

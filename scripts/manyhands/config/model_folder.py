@@ -18,6 +18,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096
     },
     "OlmoForCausalLM": {"max_position_embeddings": 2048},
+    "MixtralForCausalLM": {
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "GPT2LMHeadModel": {"n_positions": 1024, "tie_word_embeddings": True},
 }  # fmt: skip
 LONGEST = 2048  # positions that are trained unless model.block_size says more
@@ -28,7 +32,8 @@ PLAIN_GPT2: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "layer_norm_epsilon": (1e-5,), "tie_word_embeddings": (True,),
 }  # fmt: skip
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1,)
+    "hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,), "partial_rotary_factor": (1,),
+    "router_jitter_noise": (0,),
 }  # fmt: skip
 
 
@@ -56,8 +61,6 @@ def sizes_in(folder: Path | str) -> dict[str, Any]:
     config = read_json(path)
     with explained(ModelFolderError, "name another model", path):
         kind = (config.get("architectures") or [None])[0]
-        if kind == "MixtralForCausalLM":
-            raise ValueError("MixtralForCausalLM has experts, which model.style=llama does not have yet")
         if kind not in KINDS:
             raise ValueError(f"architectures says {kind}, and {', '.join(KINDS)} are read")
         if config.get("quantization_config"):
@@ -116,7 +119,8 @@ def _gpt2(values):
 def _llama(values):
     values.refuse_unlike(PLAIN)
     width, heads = values.whole("hidden_size"), values.whole("num_attention_heads")
-    olmo = "rms_norm_eps" not in KINDS[values.content["architectures"][0]]
+    kind = KINDS[values.content["architectures"][0]]
+    olmo, mixtral = "rms_norm_eps" not in kind, "num_local_experts" in kind
     head = None if olmo or values.content.get("head_dim") is None else values.whole("head_dim")
     longest = values.whole("max_position_embeddings")
     window = longest if values.content.get("sliding_window") is None else values.whole("sliding_window")
@@ -132,13 +136,19 @@ def _llama(values):
         "n_hidden": values.whole("intermediate_size"),
         "head_dim": None if head is not None and head * heads == width else head,
     }
+    if mixtral:
+        experts, top_k = values.whole("num_local_experts"), values.whole("num_experts_per_tok")
+        if top_k == 1 or experts == 1:  # transformers multiplies by 1 then, and ours by the probability
+            raise ValueError(f"num_experts_per_tok is {top_k} of {experts}, and 2 or more are supported")
+        own |= {"experts": experts, "top_k": top_k, "router": "softmax"}
+    own |= _turns(values, 1e6 if mixtral else 1e4)
     if olmo:
         clip = None if values.content.get("clip_qkv") is None else values.number("clip_qkv")
-        return own | _turns(values) | {"norm": "layer", "clip_qkv": clip}
-    return own | _turns(values) | {"norm_eps": values.number("rms_norm_eps", 1e-6)}
+        return own | {"norm": "layer", "clip_qkv": clip}
+    return own | {"norm_eps": values.number("rms_norm_eps", 1e-6)}
 
 
-def _turns(values):
+def _turns(values, theta):
     """Rotary positions: version 5 has all in rope_parameters, version 4 rope_theta and what slows in rope_scaling."""
     new = values.table("rope_parameters")
     turns = _Values({"rope_theta": values.content.get("rope_theta"), **values.table("rope_scaling"), **new})
@@ -146,7 +156,7 @@ def _turns(values):
     old = values.content.get("rope_theta")
     if None not in (old, new.get("rope_theta")) and old != new["rope_theta"]:
         raise ValueError(f"rope_theta is {old}, and within rope_parameters {new['rope_theta']}")
-    own = {"rope_theta": turns.number("rope_theta", 10000.0)}
+    own = {"rope_theta": turns.number("rope_theta", theta)}
     kind = turns.content.get("rope_type") or turns.content.get("type") or "default"
     if kind == "default":
         return own

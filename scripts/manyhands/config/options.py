@@ -266,7 +266,9 @@ def _from_model(source, options, tender, checkpoints):
         sizes = sizes_in(source)
         sizes["block_size"] = min(sizes["block_size"], LONGEST)
     options = dataclasses.replace(options, model=ModelOptions(**sizes))
-    return merged(options, {"optimizer": {"lr": 2e-5}}, "--from") if tender else options
+    # experts of transformers have no biases to choose by
+    gentle = {"lr": 2e-5} | ({"balance_speed": 0.0} if options.model.experts > 1 else {})
+    return merged(options, {"optimizer": gentle}, "--from") if tender else options
 
 
 def _named(path, option):

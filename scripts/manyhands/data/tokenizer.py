@@ -198,8 +198,18 @@ class ForeignTokenizer:
     def writer(self):
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
-        return lambda i, final=False: "" if i is None else stream.step(self.inner, i) or ""
+        stream, held = DecodeStream(skip_special_tokens=False), []
+
+        def write(i, final=False):
+            if i is None:  # what the last tokens began
+                return self.decode(held)
+            held.append(i)
+            text = stream.step(self.inner, i) or ""
+            if text:
+                held.clear()
+            return text
+
+        return write
 
 
 def _list(ids):

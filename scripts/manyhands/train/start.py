@@ -74,8 +74,9 @@ def model_folder(options, config, corpus):
 def without_numbers(config, options):
     """Return a GPT whose weights are not set: memory that nobody has touched takes no room. See `parallelize`."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in GPT(config).named_parameters()}
-    weights = {name: torch.empty(shape, dtype=own_precision(options)) for name, shape in shapes.items()}
+        model = GPT(config)
+    weights = {name: torch.empty(p.shape, dtype=own_precision(options)) for name, p in model.named_parameters()}
+    weights |= {name: torch.zeros(b.shape, dtype=own_precision(options)) for name, b in model.named_buffers()}
     return build(weights, {"config": dataclasses.asdict(config)}).train()
 
 
