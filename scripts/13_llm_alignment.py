@@ -90,6 +90,7 @@ from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.align.chat import END, LetterTask, encode, render, with_markers
 from manyhands.align.stage import complete, own_draws, rows
 from manyhands.checks import llm_alignment as checks
+from manyhands.checks.predictions import unanswered
 from manyhands.measure import wire
 from torch.nn.utils import parameters_to_vector, vector_to_parameters  # noqa: F401 - for build E
 
@@ -709,13 +710,15 @@ models["GRPO", 0] = runs[0][0]
 # %%ranks
 ratios = {k: np.concatenate([step[1] for step in run[1]]) for k, run in runs.items()}
 outside = {k: 100 * float(np.mean(abs(of - 1) > 0.2)) for k, of in ratios.items()}
-compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outside", round(outside[4], 1), "%")
+lines = "\n".join(
+    f"staleness {k}: {outside[k]:4.1f} % outside, held-out accuracy {max(run[2].items())[1]:.1%}"
+    for k, run in runs.items()
+)
+compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outside", round(outside[4], 1), "%", lines)
 rewards = {k: [step[0] for step in run[1]] for k, run in runs.items()}
 if rank == 0:
     alt = "ratios for staleness 0, 1 and 4; mean reward of drawn answers; published seconds of a step in two ways"
-    show(plots.staleness(ratios, rewards, recorded_runs.published("13_one_step_off")), "staleness", alt)
-    for k, run in runs.items():
-        say(f"staleness {k}: {outside[k]:4.1f} % outside, held-out accuracy {max(run[2].items())[1]:.1%}")
+    show(plots.staleness(ratios, rewards, recorded_runs.published("13_one_step_off")), "staleness", alt, unanswered())
 metrics.measured(outside_percent=outside, staleness_accuracy={k: run[2] for k, run in runs.items()})
 assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 

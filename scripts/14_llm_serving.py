@@ -538,10 +538,11 @@ ways = {
     f"in {len(chunks_s)} chunks of {chunk}": (max(chunks_s), sum(chunks_s)),
     "on another GPU": (step_s, alone_s + travels_s),
 }
-compare("the pause", "guess_pause", round(1e3 * float(whole_s)), "ms")
-for name, (pause_s, first_s) in ways.items():
-    if rank == 0:
-        say(f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms")
+lines = "\n".join(
+    f"{name:19} longest gap of the others {1e3 * pause_s:4.0f} ms, time to first token {1e3 * first_s:4.0f} ms"
+    for name, (pause_s, first_s) in ways.items()
+)
+compare("the pause", "guess_pause", round(1e3 * float(whole_s)), "ms", lines)
 metrics.exact(ways=ways)
 
 # %% [markdown]

@@ -79,6 +79,7 @@ import torch
 import torch.distributed as dist
 from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import on_your_cluster as checks
+from manyhands.checks.predictions import unanswered
 from manyhands.launch import recorded_runs
 from manyhands.measure import one_core
 
@@ -151,9 +152,9 @@ guess_slower = ____  # your turn: times as long
 # %%
 # %%ranks
 shared = one_core.time_on_one_core(ranks, repeats)
-one_core.draw(shared, ranks)
 metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.samples[one_core.ALL])
-compare("one core instead of all: times as long, measured", "guess_slower", round(shared.ratio, 1))
+compare("one core instead of all: times as long, measured", "guess_slower", round(shared.ratio, 1), because=str(shared))
+one_core.draw(shared, ranks, unanswered())
 
 # %% [markdown]
 # n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer, but

@@ -343,6 +343,7 @@ def test_a_bandwidth_test_under_srun_is_built_with_mpi():
 def test_the_guess_on_one_core_is_judged_by_what_was_measured():
     shared = one_core.Shared({one_core.ALL: [1.0, 2.0, 3.0], one_core.ONE: [2.0, 2.6, 9.0]}, 2, 2)
     assert shared.ratio == 1.3
-    measured = next(line for line in stored("15_on_your_cluster", "shared.ratio") if line.startswith("measured"))
-    number = re.match(r"measured ([\d.]+) times", measured)[1]
-    assert folded("15_on_your_cluster", "one core instead of all: times as long, measured") == f"it is {number}"
+    assert str(shared).startswith("measured 1.3 times as long, predicted 2: other programs use these cores too")
+    said = folded("15_on_your_cluster", "one core instead of all: times as long, measured")
+    number = re.match(r"it is ([\d.]+)", said)[1]
+    assert f"measured {number} times as long, predicted" in said

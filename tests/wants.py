@@ -292,8 +292,7 @@ def the_outputs(lesson):
 @want("stored outputs", "the answer of an open question only in the closed `<details>` that `compare` makes; a figure "
       "that shows it is folded with it: `show(..., folded=compare(...))`")  # fmt: skip
 def no_early_answers(lesson):
-    beside = [f"{what}: the answer stands beside" for what in BESIDE]
-    return [said for cell in code_of(lesson) if questions(cell) for said in told_too_early(cell) if said not in beside]
+    return [said for cell in code_of(lesson) if questions(cell) for said in told_too_early(cell)]
 
 
 @want(
@@ -335,11 +334,6 @@ def text_of(outputs):
     return "\n".join(shown)
 
 
-# questions whose answer stands beside the fold, in lessons that are not yet as 03 and 06
-BESIDE = {
-    "the sum on rank 0", "more FLOPs with recomputation", "MFU of a 7B model on 8 H100", "the pause",
-    "percent of the ratios outside 0.8 to 1.2 at staleness 4", "one core instead of all: times as long, measured",
-}  # fmt: skip
 FOLD = re.compile(r"<details><summary>(.*?)</summary>(.*?)</details>", re.S)
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from manyhands.launch import devices
-from manyhands.launch.program import say
 from manyhands.launch.run_folder import show
 from manyhands.measure.timing import take_turns
 
@@ -28,6 +27,12 @@ class Shared:
     def ratio(self) -> float:
         """Return how many times as long one core took, by the medians."""
         return median(self.samples[ONE]) / median(self.samples[ALL])
+
+    def __str__(self) -> str:
+        """Return the ratio beside the predicted one, in a line."""
+        near = 0.8 < self.ratio / self.predicted < 1.25
+        off = "" if near else ": other programs use these cores too, look at the whiskers"
+        return f"measured {self.ratio:.1f} times as long, predicted {self.predicted}{off}"
 
 
 def time_on_one_core(ranks, repeats):
@@ -61,8 +66,8 @@ def time_on_one_core(ranks, repeats):
     return Shared(samples, n_ranks, n_ranks if common else 1)
 
 
-def draw(shared, ranks):
-    """Show on rank 0 both times, and the line at which one core should be."""
+def draw(shared, ranks, folded=""):
+    """Show on rank 0 both times, and the line at which one core should be; `folded` as for `show`."""
     if ranks.rank:
         return
     from manyhands.plots.looks import PREDICTED, note
@@ -75,7 +80,5 @@ def draw(shared, ranks):
     axes.axvline(x, **PREDICTED)
     axes.set_xlim(0, 1.15 * max([x, *(1e3 * s for times in shared.samples.values() for s in times)]))
     note(axes, f"predicted: {shared.predicted} times as long", (x, 0), (-4, 0), ha="right")
-    show(figure, "one_core", "times of the same products on all cores and on one, and the predicted line for one")
-    ratio = shared.ratio
-    off = "" if 0.8 < ratio / shared.predicted < 1.25 else ": other programs use these cores too, look at the whiskers"
-    say(f"measured {ratio:.1f} times as long, predicted {shared.predicted}{off}")
+    alt = "times of the same products on all cores and on one, and the predicted line for one"
+    show(figure, "one_core", alt, folded)
