@@ -811,6 +811,26 @@ for name, sizes in published.items():
     say(f"{name:11} P = {count_llama(*sizes):14,}; 12 N D^2 would be {12 * sizes[2] * sizes[1] ** 2:14,}")
 
 # %% [markdown]
+# `train.py --preset llama-nano` trains a Llama of ShakespeareGPT's size. Four steps lead to it from your own count:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+V, T, D, N, H, K, M = len(corpus.vocab), 64, 128, 4, 4, 2, 344
+llama = GPT(GPTConfig(V, T, N, H, D, style="llama", n_kv_head=K, n_hidden=M))
+P = count_parameters(V, T, D, N)
+say(f"{P:9,}  your count of the GPT")
+for name, more in {
+    "no biases, norms without a shift": -N * 8 * D - D - V,
+    "rotary positions instead of learned ones": -T * D,
+    f"{K} heads of keys and values for {H} of queries": -N * 2 * D * D * (H - K) // H,
+    f"three matrices of D by {M} in the MLP": N * D * (3 * M - 8 * D),
+}.items():
+    P += more
+    say(f"{more:+9,}  {name}")
+assert sum(p.numel() for p in llama.parameters()) == P
+say(f"{P:9,}  the parameters of the trainer's Llama")
+
+# %% [markdown]
 # **Predict.** What is ShakespeareGPT's very first loss, in nats per character (natural logarithms, what
 # `F.cross_entropy` returns), before it has learnt anything?
 #

@@ -1262,6 +1262,40 @@ checks.my_heads(my_heads, ranks)
 # </details>
 
 # %% [markdown]
+# `train.py --preset llama-nano` has 4 query heads and 2 KV heads. Which of them does the trainer give this rank? The
+# cell compares its queries and keys with those of the whole model:
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+from copy import deepcopy
+
+from manyhands.parallel.tensor_parallel import apply_tensor_parallel
+
+
+def queries_and_keys(llama):
+    """Those of the first layer, a list of heads each."""
+    seen = []
+
+    def attention(q_BHTE, k_BKTE, v_BKTE):
+        seen.append([q_BHTE.unbind(1), k_BKTE.unbind(1)])
+        return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, is_causal=True, enable_gqa=True)
+
+    llama(batch()[0], attention=attention)
+    return seen[0]
+
+
+torch.manual_seed(1337)
+llama = GPT(GPTConfig(V, n_layer=1, n_head=HEADS, style="llama", n_kv_head=2, n_hidden=344)).to(device).double()
+shared = deepcopy(llama)
+apply_tensor_parallel(shared, mesh["tensor"])
+mine = tuple(
+    [next(h for h, other in enumerate(heads) if torch.allclose(head, other)) for head in own]
+    for own, heads in zip(queries_and_keys(shared), queries_and_keys(llama), strict=True)
+)
+assert mine == my_heads(HEADS, 2, t, group.rank())
+say(f"query heads {mine[0]}, KV heads {mine[1]}: as my_heads says")
+
+# %% [markdown]
 # ## Lab: a list of names (MORE, 4 min)
 #
 # Another trainer uses sequence parallelism. Its author knew that the norms' gradients need a sum, and listed the norms.

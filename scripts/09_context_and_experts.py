@@ -16,7 +16,7 @@
 # %% [markdown]
 # # 09 Context and experts: long sequences, many experts
 #
-# **80 minutes** for the sections marked CORE, 120 with those marked MORE. Two halves of 40 minutes: contexts, then
+# **80 minutes** for the sections marked CORE, 122 with those marked MORE. Two halves of 40 minutes: contexts, then
 # experts. After the start cells you can do either half alone.
 #
 # In the first half a sequence is too long for one rank. In the second half a layer has too many experts for one rank.
@@ -1221,6 +1221,38 @@ if rank == 0:
 # from manyhands.widgets.zigzag import show_zigzag
 #
 # show_zigzag()
+
+# %% [markdown]
+# ## Lab: rotary positions in zig-zag (MORE, 2 min)
+#
+# A Llama turns each query and key by an angle that grows with its position ([rotary
+# positions](../assets/glossary.md#rotary-positions)), so a score depends on the *distance* alone. Below, one query and
+# one key stand at every position. Each rank turns its own by your `zig_zag`, and the keys go around. Then every rank
+# counts its positions from 0 instead, and no error is raised:
+
+
+# %% tags=["nbval-check-output"]
+# %%ranks
+from manyhands.gpt.llama import rotated, rotation
+from manyhands.gpt.model import GPTConfig
+
+llama = GPTConfig(vocab_size=len(corpus.vocab), n_embd=H * K, n_head=H, style="llama")
+
+
+def turned(x_K, at):
+    """One vector at each of the positions [s], turned as the trainer's Llama turns it: [s, K]."""
+    return rotated(x_K.expand(1, len(at), 1, K), rotation(llama, at.to(device), x_K.dtype))[0, :, 0]
+
+
+q_K, k_K = normal(30, K), normal(31, K)
+by_distance = turned(q_K, torch.arange(1 - T, T)) @ turned(k_K, torch.zeros(1))[0]  # 1 - T to T - 1, from a key at 0
+at = [zig_zag(T, c, r).to(device) for r in range(c)]
+wanted_sT = by_distance[at[me][:, None] - torch.cat(at) + T - 1]
+for name, places in (("by zig_zag", at), ("from 0 on each rank", [torch.arange(T // c)] * c)):
+    scores_sT = turned(q_K, places[me]) @ torch.cat([turned(k_K, there) for there in places]).T
+    right = ((scores_sT - wanted_sT).abs() < 1e-4).double().mean().item()
+    assert right == 1 or places is not at
+    say(f"positions {name}: {100 * right:.0f} % of my scores are those of their distance")
 
 # %% [markdown]
 # ## Lab: the library's ring (MORE, 2 min)
