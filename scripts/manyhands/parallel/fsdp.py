@@ -122,8 +122,26 @@ def drawn_in_shares(config: GPTConfig, options: Options, device: torch.device) -
     finally:
         hook.remove()
     yield model
-    model.to_empty(device=device)
+    emptied(model, device)
     model.init_weights(draw_own_rows)
+
+
+def without_numbers(config: GPTConfig, options: Options) -> GPT:
+    """Return a GPT whose weights are not set: memory that nobody has touched takes no room. See `parallelize`."""
+    with torch.device("meta"):
+        model = GPT(config).to(own_precision(options))
+    return emptied(model, torch.device("cpu"))
+
+
+def emptied(model: Any, device: torch.device | str) -> Any:
+    """Move a GPT or a stage of one, spread or not, without its numbers, in place; buffers, biases of experts, are 0."""
+    tied = is_tied(model)
+    model.to_empty(device=device)
+    if tied:
+        model.head.weight = model.tokens.weight
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
 
 
 def draw_own_rows(weight: DTensor, std: float) -> None:

@@ -32,10 +32,12 @@ from manyhands.parallel.fsdp import (
     LOW_PRECISION,
     Sharded,
     drawn_in_shares,
+    emptied,
     full_tensor,
     keep_unsharded,
     reshard,
     shard,
+    without_numbers,
 )
 from manyhands.parallel.optimizer import clip_gradients, global_norm
 from manyhands.parallel.strategy import ModelMaker, Strategy, evaluating, full_model
@@ -76,6 +78,8 @@ class MeshStrategy(Strategy):
         self.autocast = partial(torch.autocast, ranks.device.type, low, enabled=low is not None)
         self.sharded = layout.dp_mode(options) == "fsdp"
         self._keeps_unsharded = False
+        # FSDP cuts what tensor ranks have left: where no number is set, neither has memory before the last cut
+        self._without_memory = start is without_numbers and self.sharded and layout.tensor > 1
         begun: contextlib.AbstractContextManager[Any]
         if start is full_model and starts_in_shares(config, layout, options):
             begun = drawn_in_shares(config, options, torch.device("cpu") if options.parallel.offload else ranks.device)
@@ -112,6 +116,8 @@ class MeshStrategy(Strategy):
         layout, parallel = self.layout, self.options.parallel
         if self.expert_mesh is not None:
             spread_experts(model, self.expert_mesh, self.ranks.device)
+        if self._without_memory:
+            emptied(model, "meta")
         if layout.tensor > 1:
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
@@ -131,6 +137,8 @@ class MeshStrategy(Strategy):
                 model.allowed = partial(document_blocks, make=torch.compile(create_block_mask))
         if self.sharded:
             shard(model, self.mesh, self.options)
+            if self._without_memory:
+                emptied(model, "cpu" if parallel.offload else self.ranks.device)
         else:
             model.to(self.ranks.device)
 

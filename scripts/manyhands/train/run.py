@@ -24,6 +24,7 @@ from manyhands.launch.program import DIVERGED, INTERRUPTED, Refused, end, reason
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.run_folder import point_latest_to, run_folder
 from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.fsdp import without_numbers
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate, set_learning_rate
 from manyhands.parallel.strategy import full_model, parallelize
 from manyhands.train.garbage import garbage_held
@@ -43,7 +44,6 @@ from manyhands.train.start import (
     refuse_text,
     resume,
     seed_dropout,
-    without_numbers,
 )
 from manyhands.train.timing import profiled
 

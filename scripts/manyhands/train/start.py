@@ -13,18 +13,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from manyhands.checkpoint.export import build
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.layout import compiles
 from manyhands.config.model_folder import sizes_in
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
 from manyhands.data.tokenizer import tokenizer_of_folder
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
-from manyhands.parallel.strategy import own_precision
 
 SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
@@ -69,15 +67,6 @@ def model_folder(options, config, corpus):
         cure = f"cut it anew: scripts/prepare_data.py FILES --to data/mine --tokenizer {options.source}"
         raise OptionError(f"the text is cut by another tokenizer than that of {options.source}; {cure}")
     return folder
-
-
-def without_numbers(config, options):
-    """Return a GPT whose weights are not set: memory that nobody has touched takes no room. See `parallelize`."""
-    with torch.device("meta"):
-        model = GPT(config)
-    weights = {name: torch.empty(p.shape, dtype=own_precision(options)) for name, p in model.named_parameters()}
-    weights |= {name: torch.zeros(b.shape, dtype=own_precision(options)) for name, b in model.named_buffers()}
-    return build(weights, {"config": dataclasses.asdict(config)}).train()
 
 
 def fill(run, folder):
