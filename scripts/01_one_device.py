@@ -502,11 +502,9 @@ ways = {
 found = {name: gradient_and_flops(run_block) for name, run_block in ways.items()}
 gradient_P, num_flops = found["keep everything"]
 more = {name: 100 * (done / num_flops - 1) for name, (_, done) in found.items()}
-lines = [
-    f"{name:16} {more[name]:2.0f} % more FLOPs, gradients {(other_P - gradient_P).abs().max():.1g} apart"
-    for name, (other_P, _) in found.items()
-]
-compare("more FLOPs with recomputation", "guess_more", round(more["ours"]), "%", "\n".join(lines))
+said = "{:16} {:2.0f} % more FLOPs, gradients {:.1g} apart"
+lines = [said.format(name, more[name], (of_it - gradient_P).abs().max()) for name, (of_it, _) in found.items()]
+compare("more FLOPs with recomputation", "guess_more", round(more["ours"]), "%", lines)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -604,10 +602,9 @@ if rank == 0:
         say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
     here = {"here: our step / best product": 100 * speed / fastest}
     figure = share_of_peak(here, recorded_runs.published("01_peak"), "FLOP/s reached, in % of the dense peak")
-    alt = "best products reach 70 to 90 % of the peak, the training of a model 46 %"
-    show(figure, "share_of_peak", alt, unanswered())
-    tok_per_s = tokens / statistics.median(step_s)
-    metrics.measured(tok_per_s=tok_per_s, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
+    show(figure, "share_of_peak", "best products reach 70 to 90 % of the peak, training a model 46 %", unanswered())
+    rate = tokens / statistics.median(step_s)
+    metrics.measured(tok_per_s=rate, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)
 
 # %% [markdown]
 # Even the best product does not reach the peak, and a well-tuned training reaches about half of it ([the 7B's

@@ -710,10 +710,8 @@ models["GRPO", 0] = runs[0][0]
 # %%ranks
 ratios = {k: np.concatenate([step[1] for step in run[1]]) for k, run in runs.items()}
 outside = {k: 100 * float(np.mean(abs(of - 1) > 0.2)) for k, of in ratios.items()}
-lines = "\n".join(
-    f"staleness {k}: {outside[k]:4.1f} % outside, held-out accuracy {max(run[2].items())[1]:.1%}"
-    for k, run in runs.items()
-)
+said = "staleness {}: {:4.1f} % outside, held-out accuracy {:.1%}"
+lines = [said.format(k, outside[k], max(run[2].items())[1]) for k, run in runs.items()]
 compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outside", round(outside[4], 1), "%", lines)
 rewards = {k: [step[0] for step in run[1]] for k, run in runs.items()}
 if rank == 0:

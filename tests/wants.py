@@ -290,7 +290,7 @@ def the_outputs(lesson):
 
 
 @want("stored outputs", "the answer of an open question only in the closed `<details>` that `compare` makes; a figure "
-      "that shows it is folded with it: `show(..., folded=compare(...))`")  # fmt: skip
+      "that shows it is folded with it: `show(..., folded=unanswered())`")  # fmt: skip
 def no_early_answers(lesson):
     return [said for cell in code_of(lesson) if questions(cell) for said in told_too_early(cell)]
 
@@ -321,6 +321,7 @@ DEBRIS = (
     "No GPU run", "fall-back", "object at 0x", r"defaultdict\(", r"\{'\w+':", r"Warning:", r"<bound method",
     r"(?<![\d.,])1 (?:ranks|times|nodes|calls|messages|updates|steps|buckets|hops|copies|losses|lines|processes)\b",
     r"\bnode\(s\)", r"\x1b\[", r"(?<![\w.])/(?:home|root|tmp|work)/",
+    r": the figure'$",
 )  # fmt: skip
 
 

@@ -30,12 +30,13 @@ def compare(what, guess, answer, unit="", because=""):
 
     what: the question in a few words; asked again, it replaces the first comparison. guess: the name of the caller's
     variable, "guess_100", which may be missing, or a number or a text; None or ... is no guess. answer: a finite
-    number, or a text. unit: printed after each number. because: a line that is printed, or folded, with the answer.
+    number, or a text. unit: printed after each number. because: a line, or a list of lines, that is
+    printed, or folded, with the answer.
     Returns None.
     """
     if isinstance(guess, str) and re.fullmatch(r"guess\w*", guess):
         guess = sys._getframe(1).f_globals.get(guess)
-    sentence = _compared(guess, answer, unit)
+    sentence, because = _compared(guess, answer, unit), because if isinstance(because, str) else "\n".join(because)
     folded = sentence.startswith(NONE_YET) and _in_a_notebook()
     _sentences[what], _last[:] = NONE_YET if folded else sentence, [what]
     if not folded:
