@@ -626,6 +626,9 @@ rungs.try_to_climb("fully_shard", lambda model: (by_library(model), adamw(model.
 
 # %%
 # %%ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
 mesh = init_device_mesh("cpu", (world_size,))
 lesson.compare_optimizers(ranks, {
     "flat share": lambda net, make: ShardedOptimizer([Unit(net.parameters())], make),
