@@ -6,13 +6,16 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from manyhands.checkpoint import export, to_folder
+from manyhands.align.options import LoraOptions
+from manyhands.checkpoint import export, manifest, to_folder
+from manyhands.checkpoint.checkpoints import Checkpoints
 from manyhands.checkpoint.export import load_model
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
@@ -27,9 +30,11 @@ from manyhands.config.options import (
     model_config,
     read_options,
 )
+from manyhands.course.folders import write_whole
 from manyhands.data.corpus import Corpus, get_batch, open_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder, train_bpe
+from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import settings
 from manyhands.measure.tensor_bytes import local_part
@@ -41,6 +46,8 @@ from manyhands.train.start import fill, model_folder
 from rank_pool import run_on_ranks
 from safetensors.torch import load_file, save_file
 from test_serve_program import start
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 T, V = 64, 300
@@ -367,13 +374,11 @@ def anonymous_bytes():
     return int(line.split()[1]) * 1024
 
 
-def peak_while_filling(ranks, folder, parallel):
-    config = GPTConfig(**sizes_in(folder) | {"block_size": 64})
-    options = Options(train=TrainOptions(global_batch=4), parallel=parallel)
-    layout = resolve_layout(options, config, ranks.world_size)
-    parallelize(GPTConfig(V), resolve_layout(options, GPTConfig(V), ranks.world_size), options, ranks)  # warms up
+@contextmanager
+def peak_bytes():
+    """A list that holds, afterwards, by how much the memory had grown at most."""
     gc.collect()
-    before, seen, done = anonymous_bytes(), [], threading.Event()
+    before, seen, peak, done = anonymous_bytes(), [], [], threading.Event()
 
     def look():
         while not done.wait(0.001):
@@ -381,12 +386,22 @@ def peak_while_filling(ranks, folder, parallel):
 
     watch = threading.Thread(target=look)
     watch.start()
-    spread = parallelize(config, layout, options, ranks, without_numbers)
-    ModelFolder(folder, config).fill(spread.named_parameters())
+    yield peak
     done.set()
     watch.join()
+    peak.append(max(seen) - before)
+
+
+def peak_while_filling(ranks, folder, parallel):
+    config = GPTConfig(**sizes_in(folder) | {"block_size": 64})
+    options = Options(train=TrainOptions(global_batch=4), parallel=parallel)
+    layout = resolve_layout(options, config, ranks.world_size)
+    parallelize(GPTConfig(V), resolve_layout(options, GPTConfig(V), ranks.world_size), options, ranks)  # warms up
+    with peak_bytes() as peak:
+        spread = parallelize(config, layout, options, ranks, without_numbers)
+        ModelFolder(folder, config).fill(spread.named_parameters())
     own = sum(local_part(p).nbytes for p in spread.named_parameters().values())
-    return max(seen) - before, own
+    return peak[0], own
 
 
 @pytest.mark.full
@@ -625,6 +640,52 @@ def test_what_comes_in_goes_out_with_its_names_shapes_and_bits(case, made, tmp_p
     half = all_of(tmp_path / "half")
     assert all(torch.equal(half[name], before[name].bfloat16()) for name in before)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+LARGE = replace(OUT, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, n_hidden=1536)
+
+
+def save_checkpoint(ranks, folder):
+    model = GPT(LARGE)
+    adapters = LoraOptions(rank=2, alpha=4.0)
+    add_lora(model, adapters.rank, adapters.alpha, seed=1)
+    mesh = init_device_mesh("cpu", (ranks.world_size,))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lora_b"):
+            torch.nn.init.constant_(parameter, 0.1)
+    tensors = {f"model.{name}": distribute_tensor(p.detach(), mesh, [Shard(0)]) for name, p in model.named_parameters()}
+    corpus = {"name": "test", "sha256": "0" * 64, **TEXTS["bpe"]}
+    about = {"config": asdict(LARGE), "corpus": corpus, "step": 3, "layout": "shard 2", "world_size": 2}
+    checkpoints = Checkpoints(folder, ranks)
+    checkpoints.save(3, tensors, about | {"lora": asdict(adapters)})
+    checkpoints.close()
+
+
+def test_an_export_holds_a_tensor_at_a_time_and_folds_adapters(tmp_path, pool, monkeypatch):
+    pool.run(2, save_checkpoint, tmp_path / "kept")
+    monkeypatch.setattr("manyhands.checkpoint.to_folder.SHARD_BYTES", 20 * 10**6)
+    words = [str(tmp_path / "kept"), str(tmp_path / "out")]
+    export.main([words[0], str(tmp_path / "first")])  # warms up
+    with peak_bytes() as peak:
+        export.main(words)
+    largest = 4 * LARGE.vocab_size * LARGE.n_embd
+    assert peak[0] < 3 * largest + 16 * 2**20 < 0.6 * 4 * LARGE.num_params()
+    assert all(path.stat().st_size < 21 * 10**6 for path in (tmp_path / "out").glob("*.safetensors"))
+    ours, out = load_model(tmp_path / "kept")[0].state_dict(), load_model(tmp_path / "out")[0].state_dict()
+    assert ours.keys() == out.keys() and all(torch.equal(ours[name], out[name]) for name in ours)
+
+
+def test_a_number_that_is_none_is_named_before_a_folder_is_written(tmp_path):
+    source = saved_by_a_run(tmp_path, OUT, TEXTS["bpe"])
+    weights, metadata = export.read_export(source)
+    weights["blocks.1.mlp.up.weight"][3, 4] = float("nan")
+    save_file(weights, source)
+    about = json.loads(source.with_suffix(".json").read_text()) | {"file": manifest.describe_file(source).model_dump()}
+    del about["sha256"]
+    write_whole(source.with_suffix(".json"), manifest.Export.signed(**about).content())
+    with pytest.raises(CheckpointError, match="blocks.1.mlp.up.weight of step 7 in .* holds NaN or infinity; use"):
+        export.main([str(source), str(tmp_path / "new")])
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_a_card_says_where_the_model_comes_from(tmp_path):

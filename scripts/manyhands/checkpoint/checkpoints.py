@@ -22,7 +22,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -339,12 +339,16 @@ def prove(folder, wanted):
 
 def _index(folder, cure="use another step"):
     """Return {name: DCP's description of the tensor} from the files' headers. Raise CheckpointError."""
+    return _metadata(folder, cure).state_dict_metadata
+
+
+def _metadata(folder, cure="use another step"):
     _refuse_name(folder)
     try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        found = HuggingFaceStorageReader(str(folder)).read_metadata()
     except Exception as error:  # noqa: BLE001 - DCP trusts what a header says: all kinds
         raise CheckpointError(f"{folder} cannot be read ({visible(said(None, error))}); {cure}") from None
-    for name, entry in found.items():
+    for name, entry in found.state_dict_metadata.items():
         if not _is_whole(entry):  # DCP would silently skip a tensor that no file holds
             raise CheckpointError(_not_whole(folder, name, cure))
     return found
@@ -386,12 +390,30 @@ def whole_tensors(folder, prefix=""):
 
     Verify the checkpoint first. Raise CheckpointError.
     """
-    wanted = {name: entry for name, entry in _index(folder).items() if name.startswith(prefix)}
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
-    try:
-        with warnings.catch_warnings():  # silence DCP's note about a single process
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            read_tensors(folder, tensors, None, no_dist=True)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder} cannot be read: {said(None, _failures(error)[0])}") from None
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    names, read = tensors_in(folder, prefix)
+    return {name: read(name) for name in names}
+
+
+def tensors_in(folder, prefix=""):
+    """Return (names that start with `prefix`, without it; a function from one of them to the full tensor on the CPU).
+
+    Files are opened once, and a tensor's pieces are read when it is asked for. Both raise CheckpointError.
+    """
+    found, files, pieces = _metadata(folder), {}, {}
+    for index, about in found.storage_data.items():
+        pieces.setdefault(index.fqn, []).append((index.offset, about.relative_path))
+
+    def read(name):
+        entry = found.state_dict_metadata[prefix + name]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        try:
+            for offsets, file in pieces[prefix + name]:
+                if file not in files:
+                    files[file] = safe_open(Path(folder, file), "pt")
+                part = files[file].get_tensor(prefix + name)
+                whole[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} cannot be read: {said(None, error)}") from None
+        return whole
+
+    return [name.removeprefix(prefix) for name in found.state_dict_metadata if name.startswith(prefix)], read

@@ -11,7 +11,8 @@ Or to a folder that the library transformers loads.
 You should see one line with the file, the step, and how many parameters it holds. `--half` writes them in 16 bits
 (fp16), which halves the file; they are read as 32. `--characters` leaves a model of characters those of a text alone,
 sorted as the lessons' corpus has them. Any number of ranks may have saved the checkpoint, under any strategy; one
-process reads it, and needs memory for the weights alone. Status 2: no valid checkpoint, or no room for the file.
+process reads it, and needs memory for the weights alone, or, for a folder, for one tensor. Status 2: no valid
+checkpoint, or no room for the file.
 """
 
 import math
@@ -30,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from manyhands.checkpoint import manifest
-from manyhands.checkpoint.checkpoints import whole_tensors
+from manyhands.checkpoint.checkpoints import tensors_in
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, Export, step_of, steps_in
 from manyhands.checkpoint.to_folder import write_folder
@@ -38,7 +39,7 @@ from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.schema import visible
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from, tokenizer_of_folder
-from manyhands.gpt.lora import A, folded
+from manyhands.gpt.lora import A, B, folded
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch.flags import Flags
 from manyhands.launch.program import Refused, explained, reason
@@ -107,23 +108,54 @@ def load_model(source: Path | str, step: str = "best", tell=print) -> tuple[GPT,
 
     metadata["source"] is the path that was read. Raise CheckpointError if what is there is damaged or is no GPT.
     """
+    names, read, metadata = opened(source, step, tell)
+    return _model_of({name: read(name) for name in names}, metadata, metadata["source"]), metadata
+
+
+def opened(source, step="best", tell=print):
+    """Return (names of tensors, a function from one of them to the tensor, metadata): see `load_model`."""
     source = Path(source)
     if (source / "config.json").is_file():
-        return _load_folder(source)
+        return _open_folder(source)
     if source.suffix == ".safetensors":
         weights, metadata = read_export(source)
         if step not in ("best", "newest", str(metadata.get("step"))):
             why = f"{source} holds step {metadata.get('step')} alone"
             raise CheckpointError(f"{why}; ask for it, or name a folder of checkpoints")
+        names, read = list(weights), weights.__getitem__  # mapped
     else:
         source = find_checkpoint(source, step, tell)
         about = manifest.read_manifest(source)
-        weights, metadata = whole_tensors(source, "model."), about.metadata | {"val_loss": about.val_loss}
-    return _model_of(weights, metadata, source), metadata | {"source": str(source)}
+        (names, read), metadata = tensors_in(source, "model."), about.metadata | {"val_loss": about.val_loss}
+    return names, read, metadata | {"source": str(source)}
 
 
-def _load_folder(path):
-    """Return (GPT, metadata) of a folder in transformers' format, up to the longest context that it has."""
+def one_by_one(source, step, tell):
+    """Return ({name: tensor on meta} of a GPT, a function from a name to its tensor, metadata): see `load_model`.
+
+    Adapters are folded. Raise CheckpointError as `load_model` does; no more than one tensor is ever in memory.
+    """
+    names, read, metadata = opened(source, step, tell)
+    lora = metadata.get("lora") or {}
+
+    def tensor(name):
+        layer = name.removesuffix(".weight")
+        wanted = [one for one in (name, layer + A, layer + B) if one in names]
+        found = {one: read(one) for one in wanted}
+        found = folded(found, lora["alpha"] / lora["rank"]) if len(wanted) > 1 else found
+        return found[name].float() if found[name].dtype == torch.float16 else found[name]
+
+    shapes = {}
+    for name in names:
+        whole = read(name)
+        if not torch.stack(whole.aminmax()).isfinite().all():  # the least and the largest: no copy is made
+            raise _holds_none(name, metadata, metadata["source"])
+        shapes[name] = whole.to("meta")
+    return weights_of(_model_of(shapes, metadata, metadata["source"])), tensor, metadata
+
+
+def _open_folder(path):
+    """`opened` of a folder in transformers' format, up to the longest context that it has."""
     try:
         config = GPTConfig(**sizes_in(path))
         folder, tokenizer = ModelFolder(path, config), tokenizer_of_folder(path)
@@ -131,11 +163,13 @@ def _load_folder(path):
         raise CheckpointError(str(error)) from None
     with torch.device("meta"):
         buffers = dict(GPT(config).named_buffers())  # biases of experts, which no such folder has
-    weights = {name: folder.tensor(name).float() for name in folder.names}
-    weights |= {name: torch.zeros(buffer.shape) for name, buffer in buffers.items()}
+
+    def read(name):
+        return torch.zeros(buffers[name].shape) if name in buffers else folder.tensor(name).float()
+
     corpus = {"name": path.name, "vocab_size": len(tokenizer.vocab), "vocabulary": tokenizer.content}
     metadata = {"config": asdict(config), "corpus": corpus, "step": 0, "base": folder.about()}
-    return _model_of(weights, metadata, path), metadata | {"source": str(path)}
+    return [*folder.names, *buffers], read, metadata | {"source": str(path)}
 
 
 def _model_of(weights, metadata, source):
@@ -157,9 +191,13 @@ def _model_of(weights, metadata, source):
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         why = visible(" ".join(str(error).split()), 300)  # torch lists every tensor
         raise CheckpointError(f"{source} is not the GPT that it says ({why}); use another") from None
-    if (name := not_finite(model)) is not None:
-        raise CheckpointError(f"{name} of step {metadata['step']} in {source} holds NaN or infinity; use another step")
+    if not model.tokens.weight.is_meta and (name := not_finite(model)) is not None:
+        raise _holds_none(name, metadata, source)
     return model
+
+
+def _holds_none(name, metadata, source):
+    return CheckpointError(f"{name} of step {metadata['step']} in {source} holds NaN or infinity; use another step")
 
 
 def not_finite(model: GPT) -> str | None:
@@ -290,19 +328,26 @@ def main(argv):
         raise CheckpointError(f"--dtype is for a folder, and {target} is a file; use --half, or leave it out")
     if not to_file and given.half:
         raise CheckpointError(f"--half is for a .safetensors file, and {target} is a folder; use --dtype bf16")
-    model, metadata = load_model(given.source, given.step, lambda text: print(text, file=sys.stderr))
-    weights = weights_of(model)
+    weights, tensor, metadata = one_by_one(given.source, given.step, lambda text: print(text, file=sys.stderr))
+    if to_file:
+        weights = {name: tensor(name) for name in weights}
+    original, text = metadata, None
     if given.characters:
         with explained(CheckpointError, "name a text", given.characters):
             text = given.characters.read_text("utf-8")
         weights, metadata = only_characters(weights, metadata, text)
     if not to_file:
-        write_folder(weights, metadata, tokenizer_of(metadata), target, DTYPES[given.dtype or "fp32"])
+
+        def read(name):
+            own = {name: tensor(name)}
+            return (only_characters(own, original, text)[0] if given.characters else own)[name]
+
+        write_folder(weights, read, metadata, tokenizer_of(metadata), target, DTYPES[given.dtype or "fp32"])
     elif given.half:
         weights = {name: tensor.half() for name, tensor in weights.items()}
     if to_file:
         write_export(weights, metadata, target)
-    count = sum(weights[name].numel() for name, _ in model.named_parameters())
+    count = sum(tensor.numel() for name, tensor in weights.items() if not name.endswith("mlp.bias"))
     print(f"{given.target}: {count:,} parameters of step {metadata['step']} from {metadata['source']}")
     return 0
 

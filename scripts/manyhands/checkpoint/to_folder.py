@@ -1,6 +1,6 @@
 """Write a trained model as a folder that the library transformers loads, with its tokenizer.
 
-    write_folder(weights, metadata, "mine", torch.bfloat16)     # {our name: tensor}; read back before it has its name
+    write_folder(shapes, read, metadata, tokenizer, Path("mine"), torch.bfloat16)     # one tensor after the other
 
 Configurations name rotary positions as versions 4 and 5 of transformers do: each reader finds its own. What the format
 cannot hold is refused, with what to train instead.
@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from manyhands.checkpoint.folders import INDEX, ModelFolder, theirs
 from manyhands.checkpoint.manifest import CheckpointError
@@ -112,16 +110,24 @@ def their_tokenizer(tokenizer) -> tuple[dict, dict]:
     }, about | {"manyhands": tokenizer.content}  # fmt: skip
 
 
-def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: torch.dtype) -> None:
-    """Write {our name: tensor} and what belongs to them. Raise CheckpointError; then `target` is as it was."""
+def write_folder(shapes: dict, read, metadata: dict, tokenizer, target: Path, dtype: torch.dtype) -> None:
+    """Write what `read` returns for each name of `shapes`, {our name: tensor on meta}, and what belongs to them.
+
+    It is read back before it has its name. Raise CheckpointError; then `target` is as it was.
+    """
     config = GPTConfig(**metadata["config"])
     refuse_config(config)
-    if config.style == "gpt" and not config.qkv_bias:  # GPT-2 has such biases, and zeros change nothing
-        zeros = torch.zeros(3 * config.n_embd)
-        weights = weights | {f"blocks.{i}.attention.qkv.bias": zeros for i in range(config.n_layer)}
-    for name in [name for name in weights if name.endswith("mlp.bias")]:
-        if weights[name].any():
+    for name in [name for name in shapes if name.endswith("mlp.bias")]:
+        if read(name).any():
             raise CheckpointError(f"{name}: a Mixtral chooses without biases; train with --optimizer.balance-speed 0")
+    shapes = {name: shape for name, shape in shapes.items() if not name.endswith("mlp.bias")}
+    zeros = torch.zeros(3 * config.n_embd) if config.style == "gpt" and not config.qkv_bias else None
+    if zeros is not None:  # GPT-2 has such biases, and zeros change nothing
+        shapes |= {f"blocks.{i}.attention.qkv.bias": zeros.to("meta") for i in range(config.n_layer)}
+
+    def tensor(name):
+        return zeros if zeros is not None and name.endswith("qkv.bias") else read(name)
+
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} holds something already; name a new folder")
     partial = target.with_name(f"{target.name}.partial")
@@ -129,23 +135,17 @@ def write_folder(weights: dict, metadata: dict, tokenizer, target: Path, dtype: 
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            _write(partial, weights, metadata, config, tokenizer, dtype, target.name)
-            _read_back(partial, weights, config, tokenizer, dtype)
+            _write(partial, shapes, tensor, metadata, config, tokenizer, dtype, target.name)
+            _read_back(partial, shapes, tensor, tokenizer, dtype)
             if target.exists():
                 target.rmdir()
             os.replace(partial, target)
-        except SafetensorError as error:  # its own for a full disk
-            raise CheckpointError(f"{target} cannot be written: {error}; name another place") from None
         finally:
             with suppress(OSError):
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder, weights, metadata, config, tokenizer, dtype, name):
-    own: dict[str, torch.Tensor] = {}
-    for key, tensor in weights.items():
-        if not (config.tie and key == "head.weight") and not key.endswith("mlp.bias"):
-            own |= theirs(key, tensor, config)
+def _write(folder, own, read, metadata, config, tokenizer, dtype, name):
     shards: list[list[str]] = [[]]
     size = 0
     for key, tensor in own.items():
@@ -158,9 +158,13 @@ def _write(folder, weights, metadata, config, tokenizer, dtype, name):
     where = {}
     for i, keys in enumerate(shards):
         file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: own[key].to(dtype).contiguous() for key in keys}
-        save_file(tensors, folder / file, {"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
+        shapes = [(name, part.shape) for key in keys for name, part in theirs(key, own[key], config).items()]
+        with open(folder / file, "wb") as stream:
+            stream.write(_header(shapes, dtype))
+            for key in keys:
+                for part in theirs(key, read(key), config).values():
+                    stream.write(part.to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+        where |= dict.fromkeys((name for name, _ in shapes), file)
     total = sum(tensor.numel() for tensor in own.values())
     about = {"total_parameters": total, "total_size": total * dtype.itemsize}
     content, about_tokenizer = their_tokenizer(tokenizer)
@@ -176,6 +180,19 @@ def _write(folder, weights, metadata, config, tokenizer, dtype, name):
     write_whole(folder / "README.md", _card(metadata, name, total))
 
 
+def _header(shapes, dtype):
+    """Return what a safetensors file begins with: where the bytes of each tensor are."""
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes:
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        kind = "BF16" if dtype == torch.bfloat16 else "F32"
+        about[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def _card(metadata, name, total):
     base, loss = metadata.get("base") or {}, metadata.get("val_loss")
     options = {group: metadata.get("options", {}).get(group, {}) for group in ("train", "optimizer", "parallel")}
@@ -188,12 +205,12 @@ def _card(metadata, name, total):
     )  # fmt: skip
 
 
-def _read_back(folder, weights, config, tokenizer, dtype):
+def _read_back(folder, shapes, read, tokenizer, dtype):
     """Raise CheckpointError unless `folder` holds the model and the tokenizer again."""
     written = GPTConfig(**sizes_in(folder))
     found = ModelFolder(folder, written)
-    for name, tensor in weights.items():
-        if not name.endswith("mlp.bias") and not torch.equal(found.tensor(name), tensor.to(dtype)):
+    for name in shapes:
+        if not torch.equal(found.tensor(name), read(name).to(dtype)):
             raise CheckpointError(f"{name} is not as it was when it is read back; name another disk")
     from tokenizers import Tokenizer
 
