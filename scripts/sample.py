@@ -43,6 +43,7 @@ class Options:
     seed: Seed = 1  # of the draws
     step: str = "best"  # which checkpoint: best (validation loss), newest, or a number
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of weights and products; bf16: half the memory
 
 
 def drawn(model, ids, length, temperature, top_k, vocab_size, generator):
@@ -96,7 +97,7 @@ def write_text(options):
     """Read the model, say on stderr what it is, and write on stdout. Raises Refused."""
     refuse_senseless(options)
     import torch
-    from manyhands.checkpoint.export import described, load_model, tokenizer_of
+    from manyhands.checkpoint.export import DTYPES, described, load_model, tokenizer_of
     from manyhands.launch.devices import device_named
 
     kind = device_named(options.device)
@@ -115,7 +116,7 @@ def write_text(options):
         raise Refused(f"--prompt: {error}") from None
     print(described(model, metadata), file=sys.stderr, flush=True)
     generator = torch.Generator().manual_seed(options.seed)
-    model = model.to(kind)
+    model = model.to(kind, DTYPES[options.dtype])
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains, by far on busy cores
         torch.set_num_threads(1)
     if not options.chat:

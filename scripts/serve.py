@@ -56,6 +56,7 @@ class Options:
     drain_s: Count = 30  # after SIGTERM, for what is being written
     cap: Limits = Limits()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, products and the cache; bf16: half the memory
 
 
 def default_source():
@@ -112,7 +113,7 @@ def tell_address(options, address, token, path):
 
 def serve(options):
     """Run until a signal. Raises CheckpointError, ValueError or OSError if it cannot start."""
-    from manyhands.checkpoint.export import load_model
+    from manyhands.checkpoint.export import DTYPES, load_model
     from manyhands.launch.devices import device_named
     from manyhands.launch.run_folder import outputs_folder
     from manyhands.serve import http
@@ -121,7 +122,7 @@ def serve(options):
 
     def load(step):
         model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
-        return model.to(device), metadata
+        return model.to(device, DTYPES[options.dtype]), metadata
 
     with closing(http.listen(options.host, options.port)) as bound:
         app = http.make_app(make_service(options, load, token), options.source, options.watch_s)

@@ -214,3 +214,18 @@ def test_a_small_run_of_two_ranks_imports_nothing_of_the_search(tmp_path):
     command = [sys.executable, f"{ROOT}/scripts/launch.py", "--nproc", "2", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0 and "done: " in ran.stdout, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "cure"),
+    [
+        ("--model.vocab-size 65", "this model has one; train with --model.tie"),
+        ("--model.vocab-size 65 --model.tie", None),
+        ("--preset llama-nano", None),
+        ("--preset llama-nano --model.experts 4", "without biases; train with --optimizer.balance-speed 0"),
+        ("--preset llama-nano --model.experts 4 --optimizer.balance-speed 0", None),
+    ],
+)
+def test_it_says_what_an_export_for_transformers_would_refuse(flags, cure):
+    text = comments(described(flags))
+    assert ("no folder for transformers can be made of it: " in text) == (cure is not None) and (cure or "") in text

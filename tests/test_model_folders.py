@@ -1,5 +1,6 @@
 """Folders as the library transformers writes them: what comes in computes what transformers computes, on any ranks."""
 
+import copy
 import gc
 import json
 import shutil
@@ -41,6 +42,7 @@ from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.fsdp import without_numbers
 from manyhands.parallel.strategy import parallelize
 from manyhands.serve.client import Client
+from manyhands.train import dry_run
 from manyhands.train.dry_run import to_toml
 from manyhands.train.start import fill, model_folder
 from rank_pool import run_on_ranks
@@ -465,6 +467,21 @@ def test_a_served_folder_answers_as_transformers_does(made, tmp_path):
     assert said == tokenizer.decode(new) and len(new) == 12
 
 
+@pytest.mark.ranks
+def test_a_folder_writes_in_16_bits_as_its_weights_in_16_bits_do(made):
+    folder = made["Llama"][0]
+    words = [folder, "--dtype", "bf16", "--temperature", "0", "--length", "20", "--prompt", "to be", "--device", "cpu"]
+    command = [sys.executable, SCRIPTS / "sample.py", *words]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    tokenizer, (model, _) = tokenizer_of_folder(folder), load_model(folder)
+    ids_1T = tokenizer.encode("to be")[None]
+    low, high = (one.generate(ids_1T, 20, temperature=0)[0] for one in (copy.deepcopy(model).bfloat16(), model))
+    assert not torch.equal(low, high), "this model shows the difference"
+    text = "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in tokenizer.decode(low))
+    assert ran.stdout == f"{text}\n"
+
+
 # --- the trainer
 
 
@@ -527,6 +544,13 @@ def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, m
     (tmp_path / "run.toml").write_text(to_toml(options))
     assert from_file(tmp_path / "run.toml").model == options.model
     assert read_options(["--config", str(tmp_path / "run.toml"), "--from", str(llama)]).optimizer.lr == 1e-4
+
+
+def test_a_dry_run_says_what_a_fine_tuned_model_takes(llama, monkeypatch):
+    monkeypatch.setattr(dry_run, "at_hand", lambda: False)
+    said = "takes 16 bytes a parameter in all, in fp32 and under autocast"
+    assert said in dry_run.describe(read_options(["--from", str(llama)]), 1)
+    assert said not in dry_run.describe(read_options(["--from", str(llama), "--optimizer.name", "sgd"]), 1)
 
 
 @pytest.mark.parametrize(

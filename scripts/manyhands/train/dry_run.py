@@ -17,6 +17,7 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 
+from manyhands.checkpoint.to_folder import refuse_config
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, model_config, read_options, to_dict
 from manyhands.data.shakespeare import DataError, at_hand
@@ -82,6 +83,12 @@ def describe(options, world_size, per_node=None):
         "" if corpus else "not checked: vocabulary and prompt against the corpus, which is not on this machine yet",
         *held_lines(held, options, layout, config.dropout > 0),
         fits(held.on_gpu, room, whose),
+        *(
+            ["fine-tuned with AdamW a model takes 16 bytes a parameter in all, in fp32 and under autocast"]
+            if options.source and options.optimizer.name == "adamw" and options.train.precision != "fp64"
+            else []
+        ),
+        *export_refusal(config, options),
         "",
         "save this as run.toml, and start it with",
         f"  python scripts/launch.py --nproc {min(per_node, world_size)} -- --config run.toml"
@@ -90,6 +97,18 @@ def describe(options, world_size, per_node=None):
         *([f"on {world_size // per_node} nodes, by jobs/train.slurm or jobs/train.pbs"] if several_nodes else []),
     ]
     return "\n".join([f"# {line}".rstrip() for line in said] + ["", to_toml(options)])
+
+
+def export_refusal(config, options):
+    """Return what an export will say instead of writing a folder for transformers: a line, or none."""
+    try:
+        refuse_config(config)
+    except Refused as error:
+        return [f"no folder for transformers can be made of it: {error}"]
+    if config.experts > 1 and options.optimizer.balance_speed:
+        why = "a Mixtral chooses without biases; train with --optimizer.balance-speed 0"
+        return [f"no folder for transformers can be made of it: {why}"]
+    return []
 
 
 def held_lines(held, options, layout, dropout):
