@@ -11,6 +11,7 @@ from manyhands.config.options import model_config, read_options
 from manyhands.gpt.experts import Experts, move_biases
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.experts import spread_weights
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.simulated_rank import in_own_process
@@ -290,3 +291,16 @@ def test_a_rank_of_1024_holds_what_the_formula_says(more):
     flags = "--model.experts 64 --model.n-embd 64 --train.global-batch 2048 --parallel.expert 8 --parallel.strategy"
     (found,) = in_own_process([1024], f"{flags} {more}".split())
     assert found["held"] == pytest.approx({kind: found["planned"][kind] for kind in found["held"]}, rel=0.02)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_the_search_for_spread_experts_which_each_step_makes_walks_the_model_once(experts, monkeypatch):
+    model, walked, walk = GPT(replace(CONFIG, n_layer=8, experts=experts)), [], torch.nn.Module.named_modules
+
+    def counted(module, *args, **kwargs):
+        walked.append(module)
+        return walk(module, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    assert spread_weights(model) == {}
+    assert len(walked) == len(set(walked)), "with its square, 32 layers took 0.2 s a step"

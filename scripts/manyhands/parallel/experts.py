@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from manyhands.config.layout import Layout
-from manyhands.gpt.experts import multiplied_in, run_experts
+from manyhands.gpt.experts import Experts, multiplied_in, run_experts
 from manyhands.gpt.model import experts_of
 from manyhands.measure.tensor_bytes import local_part
 
@@ -139,7 +139,7 @@ def spread_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"{name}.{weight}": getattr(layer, weight)
         for name, layer in model.named_modules()
-        if layer in set(experts_of(model))
+        if isinstance(layer, Experts)
         for weight in ("up", "down")
         if "expert" in _axes(getattr(layer, weight))
     }
