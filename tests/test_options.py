@@ -132,7 +132,6 @@ def test_a_file_with_a_wrong_key_or_type_is_refused_with_its_place(write, text, 
         ("--model.n-head 3", ("model.n_embd=128 does not split over 3 heads", "multiple of 3")),
         ("--model.dropout 1", ("model.dropout=1.0",)),
         ("--model.n-kv-head 2", ("model.n_kv_head=2 is for style=llama",)),
-        ("--preset llama-nano --model.experts 4", ("model.experts=4 do not go with style=llama yet", "experts=1")),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_with_its_number(flags, words):
