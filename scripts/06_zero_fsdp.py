@@ -102,9 +102,8 @@ rungs = lesson.Rungs(shakespeare, memory_mb)
 # ## A model that does not fit (CORE, 3 min)
 #
 # [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 12
-# MB. `rungs.climb` trains three steps, compares the losses with those of one process, and prints what a rank holds and
-# sends. If the fullest moment of a step needs more memory than a rank has, it raises `OutOfMemory`, which
-# `rungs.try_to_climb` prints.
+# MB. `rungs.climb` trains three steps, compares the losses with one process's, and says what a rank holds and sends. If a
+# step ever needs more than 12 MB, it raises `OutOfMemory`; `try_to_climb` prints that.
 
 # %%
 # %%ranks
@@ -113,11 +112,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 rungs.try_to_climb("DDP", lambda model: (DDP(model, gradient_as_bucket_view=True), adamw(model.parameters())))
 
 # %% [markdown]
-# On a GPU you would now read `CUDA out of memory`. The activations of this rank's own sequences take 6 MB of it. The
-# rest, what DDP holds, is weights, gradients and Adam's two moments.
+# On a GPU you would now read `CUDA out of memory`. 6 MB are activations. The rest is weights, gradients and Adam's two
+# moments.
 #
-# **Predict.** You get more machines, 64 ranks instead of four. How many MB of weights, gradients and moments does each
-# rank hold now?
+# **Predict.** On 64 ranks instead of four, how many MB of weights, gradients and moments does each rank hold?
 
 # %%
 # %%ranks
@@ -147,8 +145,8 @@ compare("MB that a rank holds under DDP on 64 ranks", "guess_64", round(16 * P /
 # ![Bytes per rank without sharding and in three stages: stage 1 cuts the optimizer's, stage 2 also the gradients',
 # stage 3 all](../assets/06_stages.svg)
 #
-# (The figure has 7.5 billion parameters in mixed precision, also 16 bytes each.) In stages 1 and 2 each rank still
-# holds all weights. In stage 3 everything shrinks with the number of ranks.
+# (The figure has 7.5 billion parameters in mixed precision, also 16 bytes each.) Only in stage 3 does everything shrink
+# with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
@@ -306,8 +304,8 @@ class ShardedOptimizer:
 rungs.try_to_climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.parameters())])))
 
 # %% [markdown]
-# Each rank now has a quarter of the moments, and it still runs out of memory: at the fullest moment it has all gradients,
-# and a row of them. The step sends 2 P, as under DDP: the two halves of the all-reduce, with the update between them.
+# Each rank has a quarter of the moments, and still runs out of memory: it has all gradients, and a row of them. The step
+# sends 2 P, as under DDP: the two halves of the all-reduce, with the update between them.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
@@ -386,8 +384,7 @@ def zero_2(model):
 rungs.try_to_climb("ZeRO-2", lambda model: (model, ShardedOptimizer(zero_2(model))))
 
 # %% [markdown]
-# Still 2 P: the same numbers, in one message per unit. After its message a unit's full gradients are freed. Little is
-# missing now.
+# Still 2 P, in one message per unit, after which the unit's full gradients are freed. Little is missing now.
 
 # %% [markdown]
 # ## Rung 3: shard the parameters (CORE, 9 min)
@@ -495,8 +492,8 @@ def zero_3(model, wrapping="block"):
 rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # out of memory, this cell would fail
 
 # %% [markdown]
-# It fits, and it computes what one process computes. At the fullest moment one block and the root are whole
-# ("unsharded") beside the shares. Most of the rest are activations: sharding leaves them as they are.
+# It fits, and it computes what one process computes. Beside the shares one block and the root are whole ("unsharded").
+# Most of the rest are activations, which sharding leaves as they are.
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -553,11 +550,11 @@ compare("tokens per GPU that hide a gather", "guess_tokens", 400e12 / (8 * 50e9)
 # GPUs](https://arxiv.org/abs/2407.21783)). So FSDP alone could not hide its messages: it took tensor and pipeline ranks
 # as well.
 #
-# Below is FSDP on up to 512 H100s, as others published it ([MPT
+# FSDP on up to 512 H100s, as others published it ([MPT
 # 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
 # [Llama 3.1
 # 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
-# Each GPU of the MPT run had 12,288 tokens, far more than 1,500. So expect its line to be nearly flat:
+# Each GPU of the MPT run had 12,288 tokens, far more than 1,500, so expect its line to be nearly flat:
 
 # %%
 # %%ranks
@@ -566,8 +563,8 @@ lesson.draw_published(ranks)
 # %% [markdown]
 # ## The library (CORE, 2 min)
 #
-# You have built the main parts of PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data parallel. There
-# you call `fully_shard` on each unit, then on the model. The remaining parameters become the root:
+# PyTorch's [**FSDP**](../assets/glossary.md#fsdp), fully sharded data parallel: call `fully_shard` on each unit, then on
+# the model, whose remaining parameters become the root.
 
 # %%
 # %%ranks
@@ -610,8 +607,8 @@ rungs.try_to_climb("fully_shard", lambda model: (by_library(model), adamw(model.
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# Somebody says: "Any optimizer of torch works on a share." Here two matrices are trained with four optimizers: in one
-# process, with your flat share, and with `fully_shard`.
+# Somebody says: "Any optimizer of torch works on a share." Two matrices are trained with four optimizers, in one process,
+# with your flat share, and with `fully_shard`:
 #
 # | optimizer | its update, in a sentence |
 # |---|---|
@@ -620,8 +617,8 @@ rungs.try_to_climb("fully_shard", lambda model: (by_library(model), adamw(model.
 # | Adafactor | as AdamW, but of the squares it keeps only the means of each row and each column of the matrix |
 # | Muon | the running mean as a matrix, replaced by the nearest orthogonal matrix |
 #
-# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cell. ("Off by 0.004 of
-# 0.008": the weights moved by up to 0.008, and are wrong by up to 0.004.)
+# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cell. ("Off by 0.004 of 0.008":
+# weights that moved by 0.008 are wrong by 0.004.)
 
 
 # %%
