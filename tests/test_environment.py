@@ -72,7 +72,8 @@ def test_the_extra_notebook_brings_every_package_that_ranks_in_a_notebook_import
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.M)) - set(sys.stdlib_module_names)
     lines = project["dependencies"] + project["optional-dependencies"]["notebook"]
     named = {Requirement(line).name for line in lines}
-    assert imported - {"manyhands", "mpi4py", "IPython"} <= named, "mpi4py only where MPI is; ipykernel brings IPython"
+    # mpi4py only where MPI is, tqdm where a cell imports it; ipykernel brings IPython
+    assert imported - {"manyhands", "mpi4py", "IPython", "tqdm"} <= named
     assert {"jupyterlab", "tyro"}.isdisjoint(named), "a user's notebook has its own JupyterLab"
 
 

@@ -167,7 +167,11 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
     shares = {stage: (float(least), float(most)) for stage, least, most in found}
     assert shares["SFT"][0] > 100 / 24 and sum(shares["SFT"]) < sum(shares["more SFT"]) < sum(shares["GRPO"])
     assert shares["GRPO"][0] >= 90 and sum(shares["GRPO"]) < sum(shares["gold for all"])
-    outside = {int(k): float(part) for k, part in re.findall(r"staleness (\d): +([\d.]+) % outside", told)}
+    pages = "".join(
+        "".join(part.get("data", {}).get("text/html", ""))
+        for cell in cells if cell["cell_type"] == "code" for part in cell["outputs"]
+    )  # fmt: skip
+    outside = {int(k): float(part) for k, part in re.findall(r"staleness (\d): +([\d.]+) % outside", pages)}
     assert outside[0] == 0 < outside[1] < outside[4]
     beta_1, beta_01, imitated = map(float, re.search(
         r"beta 1: ([\d.]+)%.*?beta 0.1: ([\d.]+)%.*?pairs: ([\d.]+)%", told, re.S

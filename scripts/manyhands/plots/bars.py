@@ -31,6 +31,41 @@ def held_and_sent(rows, num_params, title):
     return figure
 
 
+def held_against_limit(rungs, limit_bytes, title, published=()):
+    """Draw a bar per rung, the MB that a rank holds by kind, and a line where its memory ends. Return a Figure.
+
+    rungs: {name: object with the bytes of each of KINDS as attributes}. published: dicts with `name` and `points`,
+    [[number of GPUs, tokens/s of each GPU], ...], which are drawn in a panel on the right.
+    """
+    from matplotlib.lines import Line2D
+
+    rows = max(len(rungs), 4 if published else 1)
+    figure, panels = looks.new_figure(
+        9.5 if published else 7.5, 1.5 + 0.34 * rows, 1, 2 if published else 1, squeeze=False
+    )
+    bars = panels[0][0]
+    for i, held in enumerate(rungs.values()):
+        total = looks.stacked(bars, i, [(getattr(held, kind) / 1e6, *looks.BYTES[kind]) for kind in KINDS], 0.66)
+        bars.text(total, i, f" {total:.1f}", va="center")
+    most = max([limit_bytes, *(sum(getattr(held, kind) for kind in KINDS) for held in rungs.values())]) / 1e6
+    bars.axvline(limit_bytes / 1e6, **looks.LIMIT)
+    bars.set_yticks(range(len(rungs)), list(rungs))
+    bars.invert_yaxis()
+    bars.set(xlabel=title, xlim=(0, 1.15 * most))
+    for axes in panels[0][1:]:
+        for look, curve in zip(looks.ALTERNATIVES, published, strict=False):
+            gpus, rates = zip(*curve["points"], strict=True)
+            axes.semilogx(gpus, rates, ms=5, **look)
+            looks.end_label(axes, gpus[-1], rates[-1], curve["name"], look["color"])
+        ticks = sorted({gpus for curve in published for gpus, _ in curve["points"]})
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
+        axes.set(xlabel="H100 GPUs", ylabel="tokens/s per GPU", ylim=(0, None), xlim=(6, 6 * ticks[-1]))
+    keys = [*looks.kind_keys(KINDS), Line2D([], [], **looks.LIMIT, label="memory of a rank")]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    return figure
+
+
 def share_of_peak(here, published, title):
     """Draw a bar per machine: how many % of its peak FLOP/s it reached. Return a Figure.
 

@@ -67,7 +67,7 @@ class Run:
     _ahead = (-1, None)  # a step and its batch: see `gradients`
 
     def __init__(self, options, config, layout, corpus, ranks, preemption, start=full_model, source=None):
-        self.source, self.base = source, source and source.about()
+        self.source, self.origin = source, source and source.about()
         self.options, self.config, self.layout = options, config, layout
         self.corpus, self.ranks = corpus, ranks
         self.folder = Agreement(ranks, None, Refused).on_rank_0(lambda: run_folder(ranks, latest=False))
@@ -255,7 +255,7 @@ class Run:
             "val_loss": self.val_losses.get(self.step),
             "tokens": self.report.tokens(self.step),
             "loss_scale": self.scale and self.scale.state(),
-            "base": self.base,
+            "base": self.origin,
         }
 
     def tensors(self):

@@ -215,7 +215,7 @@ def resume(run):
         run.scale.restore(metadata["loss_scale"])
     run.step = run.saved = metadata["step"]
     run.eval_pending = metadata.get("val_loss") is None
-    run.base = metadata.get("base")
+    run.origin = metadata.get("base")
     if metadata.get("tokens") is not None:
         run.report.resumed = (run.step, metadata["tokens"])
     several = "s" * (metadata["world_size"] != 1)
