@@ -464,9 +464,10 @@ def speed_up(answer, ranks=None):
         if not isinstance(table, dict) or set(table) != set(seconds):
             raise Wrong(f"return a dictionary with the keys {list(seconds)}, not {shown(table)}")
         for n, pair in table.items():
-            if not isinstance(pair, list | tuple) or len(pair) != 2:
-                raise Wrong(f"for {n} ranks return (speed-up, efficiency), not {shown(pair)}")
-            ratio, efficiency = pair
+            try:
+                ratio, efficiency = pair
+            except (TypeError, ValueError):
+                raise Wrong(f"for {count(n, 'rank')} return (speed-up, efficiency), not {shown(pair)}") from None
             right, on = seconds[1] / seconds[n], count(n, "rank")
             slips = {
                 "that is upside down": 1 / right,
