@@ -444,12 +444,12 @@ metrics.exact(losses=list(losses), model=mine)
 # %%ranks
 from statistics import median
 
-from manyhands.plots.times import against_trial
+from manyhands.lessons import start as lesson
 
 trial = min(10, iterations // 2)
 stopwatch_s, typical_s, rest = (start_s + sum(dt[:trial])) / trial, median(dt[1:trial]), dt[trial:]
 if rank == 0:
-    figure = against_trial(dt, trial, stopwatch_s, typical_s)
+    figure = lesson.draw_against_trial(dt, trial, stopwatch_s, typical_s)
     show(figure, "trial", "ms per step after a trial, and as lines what it said by stopwatch and by median")
     spread = f"({1e3 * min(rest):.1f} to {1e3 * max(rest):.1f})"
     say(f"median of {len(rest)} later steps {1e3 * median(rest):.1f} ms {spread}")
@@ -497,10 +497,10 @@ metrics.exact(all_reduce_bytes=payload)
 
 # %%
 # %%ranks
-from manyhands.plots.terminal import text_plot
+from manyhands.lessons import start as lesson
 
 if rank == 0:
-    say(text_plot(losses, "loss", height=13))
+    say(lesson.draw_as_text(losses, "loss", height=13))
 
 # %% [markdown]
 # ## When to read the clock (MORE, 3 min)

@@ -577,7 +577,7 @@ import time
 from manyhands.checks.predictions import unanswered
 from manyhands.launch import recorded_runs
 from manyhands.measure import timing
-from manyhands.plots.bars import share_of_peak
+from manyhands.lessons import one_device as lesson
 from manyhands.predict.machines import dense_peak
 
 model, step_s, peaks = new_model(), [], []
@@ -601,7 +601,7 @@ if rank == 0:
     if listed := dense_peak(device, "fp32"):
         say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
     here = {"here: our step / best product": 100 * speed / fastest}
-    figure = share_of_peak(here, recorded_runs.published("01_peak"), "FLOP/s reached, in % of the dense peak")
+    figure = lesson.draw_share(here, recorded_runs.published("01_peak"), "FLOP/s reached, in % of the dense peak")
     show(figure, "share_of_peak", "best products reach 70 to 90 % of the peak, training a model 46 %", unanswered())
     rate = tokens / statistics.median(step_s)
     metrics.measured(tok_per_s=rate, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)

@@ -84,7 +84,9 @@ import torch
 import torch.distributed as dist
 from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, mpi_world, say, show
 from manyhands.checks import collectives as checks
-from manyhands.measure import messages, wire
+from manyhands.lessons import collectives as lesson
+from manyhands.launch.program import say_how_it_ended
+from manyhands.measure import wire
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
@@ -117,7 +119,7 @@ def all_reduce_by_rank_0(x_N):
             dist.recv(x_N, src=0)
 
 
-messages.bars(all_reduce_by_rank_0, ranks)
+lesson.bars(all_reduce_by_rank_0, ranks)
 
 # %% [markdown]
 # Rank 0 sends three times as much as anybody else. **Predict.** How many MB does it send with 100 ranks? Fill the blank.
@@ -380,8 +382,8 @@ def ring_all_reduce(x_N):
     return x_N
 
 
-messages.bars(ring_all_reduce, ranks)
-messages.agree(ring_all_reduce, ranks)
+lesson.bars(ring_all_reduce, ranks)
+lesson.agree(ring_all_reduce, ranks)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: ring</summary>
@@ -407,7 +409,7 @@ messages.agree(ring_all_reduce, ranks)
 
 # %%
 # %%ranks --timeout 300
-hops = messages.time_hops(exchange, ranks, largest_mib, repeats)
+hops = lesson.time_hops(exchange, ranks, largest_mib, repeats)
 
 # %% [markdown]
 # Change `alpha` and `beta` until your dashed line lies on the points. Small messages show α, large ones show β. The
@@ -416,7 +418,7 @@ hops = messages.time_hops(exchange, ranks, largest_mib, repeats)
 # %%
 # %%ranks
 alpha, beta = 1e-3, 1e9  # seconds, bytes per second: change both
-messages.draw_line(hops, alpha, beta, ranks)
+lesson.draw_line(hops, alpha, beta, ranks)
 
 # %% [markdown]
 # ### Build E: the time of a ring
@@ -478,7 +480,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-messages.draw_machines(hops, ranks)
+lesson.draw_machines(hops, ranks)
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: cost</summary>
@@ -502,7 +504,7 @@ messages.draw_machines(hops, ranks)
 dist.barrier()  # all ranks come at the same time
 impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
 if rank != world_size - 1:
-    messages.told(lambda: dist.all_reduce(torch.ones(1), group=impatient))
+    say_how_it_ended(lambda: dist.all_reduce(torch.ones(1), group=impatient))
 dist.barrier()
 
 # %% [markdown]
@@ -514,7 +516,7 @@ dist.barrier()
 roll_call = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
 if rank != world_size - 1:
     timeout = timedelta(seconds=wait_s / 3)
-    messages.told(lambda: dist.monitored_barrier(roll_call, timeout=timeout, wait_all_ranks=True), rank > 0)
+    say_how_it_ended(lambda: dist.monitored_barrier(roll_call, timeout=timeout, wait_all_ranks=True), rank > 0)
 dist.barrier()
 for broken in (impatient, roll_call):
     dist.destroy_process_group(broken)
@@ -529,7 +531,7 @@ for broken in (impatient, roll_call):
 # %%ranks
 polite = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s / 2))
 if world_size > 1:  # a world of one has no neighbour
-    messages.told(lambda: dist.send(torch.ones(1), right, group=polite))
+    say_how_it_ended(lambda: dist.send(torch.ones(1), right, group=polite))
 dist.barrier()
 dist.destroy_process_group(polite)
 
@@ -600,7 +602,7 @@ def suspicious_ring(x_N):
     return x_N
 
 
-messages.count({"your ring": ring_all_reduce, "suspicious": suspicious_ring}, ranks)
+lesson.count({"your ring": ring_all_reduce, "suspicious": suspicious_ring}, ranks)
 
 # %% [markdown]
 # <details><summary>What is wrong?</summary>
@@ -1085,7 +1087,7 @@ from statistics import median
 
 import numpy as np
 
-sizes_b = messages.sizes(largest_mib)
+sizes_b = lesson.sizes(largest_mib)
 comm, library_name, measured_s = mpi_world(), ranks.library, {}  # the library is gloo on CPUs
 mpi_name = "MPI" if device.type == "cpu" else "MPI, host memory"
 for n_bytes in sizes_b:
@@ -1101,7 +1103,7 @@ for n_bytes in sizes_b:
         part, total = np.zeros(x_N.numel(), np.float32), np.empty(x_N.numel(), np.float32)
         calls["hop", mpi_name] = partial(comm.Sendrecv, mine, right, recvbuf=theirs, source=left)
         calls["all-reduce", mpi_name] = partial(comm.Allreduce, part, total)
-    for key, samples in messages.sample_times(calls, n_bytes, repeats, ranks).items():
+    for key, samples in lesson.sample_times(calls, n_bytes, repeats, ranks).items():
         measured_s.setdefault(key, []).append(samples)
 
 # %% [markdown]
@@ -1116,7 +1118,7 @@ hop_s = {name: [median(samples) for samples in of_sizes] for name, of_sizes in h
 
 # %%
 # %%ranks
-line = {name: messages.fit(sizes_b, measured) for name, measured in hop_s.items()}
+line = {name: lesson.fit(sizes_b, measured) for name, measured in hop_s.items()}
 for name, (alpha, beta) in line.items():
     if rank == 0:
         knee = f"latency and bandwidth cost the same at {alpha * beta / 1e3:,.0f} kB"
@@ -1131,13 +1133,12 @@ for name, (alpha, beta) in line.items():
 # %%
 # %%ranks
 from manyhands.plots.looks import ALTERNATIVES
-from manyhands.plots.times import against_size
 
 looks = dict(zip((library_name, mpi_name, "our ring"), ALTERNATIVES, strict=False))  # the same in each plot
 if rank == 0:
     fitted = {name: [alpha + b / beta for b in sizes_b] for name, (alpha, beta) in line.items()}
     title = f"one hop on the ring, {world_size} ranks on this machine"
-    figure = against_size(sizes_b, hop_samples_s, fitted, title, looks=looks, formula="fitted")
+    figure = lesson.draw_against_size(sizes_b, hop_samples_s, fitted, title, looks=looks, formula="fitted")
     show(figure, "hop", alt="Time of one hop against bytes: medians and whiskers around the fitted line.")
 
 # %% [markdown]
@@ -1162,7 +1163,7 @@ reduce_samples_s = {name: samples for (what, name), samples in measured_s.items(
 predicted_s = [ring_seconds(b, world_size, *line[library_name]) for b in sizes_b]
 if rank == 0:
     title = f"all-reduce over {world_size} ranks on this machine"
-    figure = against_size(sizes_b, reduce_samples_s, {"our ring": predicted_s}, title, looks=looks)
+    figure = lesson.draw_against_size(sizes_b, reduce_samples_s, {"our ring": predicted_s}, title, looks=looks)
     show(figure, "all_reduce", alt="Time of an all-reduce against bytes, measured and predicted.")
 
 # %% [markdown]
@@ -1195,11 +1196,9 @@ if rank == 0 and world_size > 1:
 
 # %%
 # %%ranks
-from manyhands.plots.times import bandwidths
-
 if rank == 0:
     factor = 2 * (world_size - 1) / world_size
-    figure = bandwidths(sizes_b, reduce_s, factor, "all-reduce on this machine", looks=looks)
+    figure = lesson.draw_bandwidths(sizes_b, reduce_s, factor, "all-reduce on this machine", looks=looks)
     show(figure, "bandwidth", alt=f"Algorithm and bus bandwidth of {', '.join(reduce_s)} against bytes.")
 
 # %% [markdown]
@@ -1423,7 +1422,6 @@ metrics.exact(all_reduce_virtual_s=shapes_s)
 # %%
 # %%ranks
 from manyhands.plots.schedule import gantt
-from manyhands.plots.times import against_size
 
 if rank == 0:
     fast, slow = nvlink.cost_s, infiniband.cost_s  # alpha + bytes / beta
@@ -1434,7 +1432,7 @@ if rank == 0:
     }
     formula = formula if world_size == 4 else {}  # the table is for 2 nodes of 2
     title = "all-reduce on a virtual network of two nodes"
-    figure = against_size(virtual_sizes_b, shapes_s, formula, title, unit="virtual", formula="formula")
+    figure = lesson.draw_against_size(virtual_sizes_b, shapes_s, formula, title, unit="virtual", formula="formula")
     show(figure, "shapes", alt="Virtual time against bytes: doubling first, then hierarchical wins.")
 
 # %% [markdown]

@@ -77,7 +77,7 @@ from manyhands.checks import same_science as checks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
-from manyhands.plots import results
+from manyhands.lessons import same_science as lesson
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 ranks = join(globals())
@@ -162,7 +162,7 @@ curves = {"1 rank": curve(1, loader), f"{world_size} ranks": curve(world_size, l
 # %% jupyter={"source_hidden": true}
 # %%ranks
 if rank == 0:
-    figure = results.curves(curves, "validation loss", "the same loader on one rank and on all")
+    figure = lesson.draw_curves(curves, "validation loss", "the same loader on one rank and on all")
     show(figure, "same_loader", "two curves of validation losses by update: they lie on each other")
     one, many = curves.values()
     say(f"largest difference of the two curves: {max(abs(a - b) for a, b in zip(one, many, strict=True)):.0e}")
@@ -464,7 +464,7 @@ if rank == 0 and world_size > 1:
         "float32": (all_fp32, single_fp32),
         "float64": (by_n[world_size], by_n[1]),
     }
-    figure = results.differences(pairs, 1e-10, f"{world_size} ranks against one")
+    figure = lesson.draw_differences(pairs, 1e-10, f"{world_size} ranks against one")
     alt = "differences of losses at each update, float64 lowest, the mean of means highest"
     show(figure, "trajectories", alt)
 
@@ -631,7 +631,7 @@ metrics.close(tolerance=0.1, sweep=[float(np.mean(losses)) for losses in found.v
 # %%ranks
 if rank == 0:
     here = [[max(1, step) * 4 * T, scale * T] for step, scale in scales.items()]
-    figure = results.batch_growth(here, recorded_runs.published("05_batch_growth"), "a noise scale, and a schedule")
+    figure = lesson.draw_batch_growth(here, recorded_runs.published("05_batch_growth"), "a noise scale, and a schedule")
     show(figure, "batch_growth", "noise scale of our model, and the batches that BLOOM-176B was given, in tokens")
 
 # %% [markdown] tags=["notes"]
@@ -827,10 +827,10 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.data.samplers import DrawnSampler
+from manyhands.lessons import same_science as lesson
 
 length = len(corpus.train_ids) // 64
-mine = list(DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
+mine = list(lesson.DrawnSampler(length, rank, world_size, num_samples=len(range(rank, length, world_size)), seed=1))
 drawn = [i for part in everyone(mine) for i in part]
 if rank == 0:
     say(f"{len(drawn):,} draws met {100 * len(set(drawn)) / length:.1f} % of {length:,} sequences")
@@ -935,7 +935,7 @@ best = {
 }
 advised = {kind: learning_rate(kind, best[kind, 4], k, 1, 2) for kind in rates}
 if rank == 0:
-    figure = results.by_rate(losses, advised, f"{len(seeds)} seeds")
+    figure = lesson.draw_by_rate(losses, advised, f"{len(seeds)} seeds")
     show(figure, "rules", "validation loss against learning rate for two batches, a panel for each optimizer")
     for kind, batch in best:
         found = losses[kind, batch, best[kind, batch]]
@@ -974,7 +974,7 @@ for size in sizes_B:
     measured.append((total / count).item())
     predicted.append(variance * (1 / size - 1 / 256))
 if rank == 0:
-    show(results.noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
+    show(lesson.draw_noise(sizes_B, measured, predicted), "variance", "the noise falls as 1/B, a straight line")
     ratios = [m / p for m, p in zip(measured, predicted, strict=True)]
     say(f"measured / predicted: {min(ratios):.2f} to {max(ratios):.2f}")
 
@@ -1140,7 +1140,7 @@ if rank == 0:
         "Amdahl's fit": [a + b / n for n in many],
     }
     alt = "left: virtual step times and three curves to 64 ranks; right: speed-ups on this machine with whiskers"
-    show(results.scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
+    show(lesson.draw_scaling(sizes, virtual_s, curves_s, ups), "scaling", alt)
 
 # %% [markdown]
 # **The residual.** Left: the points lie on the formula, because the virtual network computes its time from the same
@@ -1370,7 +1370,7 @@ def who_read(read, i):
 if rank == 0:
     found = {name: [who_read(read, i) for i in range(240)] for name, read in runs.items()}
     alt = "histograms of three runs: how often a sequence was read, and by how many ranks"
-    show(results.times_read(found), "three_runs", alt)
+    show(lesson.draw_times_read(found), "three_runs", alt)
 
 # %% [markdown]
 # **Predict.** Which run is which? In a right run, by how many of four ranks is a sequence read in eight epochs?
@@ -1480,7 +1480,7 @@ if rank == 0:
         one, many = (torch.tensor(losses, dtype=torch.float64) for losses in (one, many))
         in_eps = torch.finfo(dtype).eps * one  # the rounding of one operation
         pairs[f"{name}, {str(dtype).removeprefix('torch.')}"] = many / in_eps, one / in_eps
-    figure = results.differences(pairs, 1000, "four ranks against one", "difference, in eps of the loss")
+    figure = lesson.draw_differences(pairs, 1000, "four ranks against one", "difference, in eps of the loss")
     show(figure, "three_trainings", "differences in eps: those of A and C are below 10, those of B above 1,000")
 
 # %% [markdown]

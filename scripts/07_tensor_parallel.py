@@ -726,11 +726,11 @@ compare("speed-up of four GPUs in a fast domain", "guess_faster", round(layer_s 
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.bars import layer_times
+from manyhands.lessons import tensor_parallel as lesson
 
 if rank == 0:
     curves = recorded_runs.published("07_tensor_parallel")
-    figure = layer_times(times, layer_s, f"a layer on {t} GPUs, virtual time", curves)
+    figure = lesson.draw_layer_times(times, layer_s, f"a layer on {t} GPUs, virtual time", curves)
     show(figure, "fast_domain", "left a layer's virtual time, right tokens per second of each GPU by size of the group")
     for name, (total, communication, _) in times.items():
         faster, share_of_it = layer_s / total, communication / total
@@ -952,7 +952,7 @@ if rank == 0:
 # %%
 # %%ranks
 from manyhands.measure.tensor_bytes import count_saved
-from manyhands.plots.bars import kept_for_backward
+from manyhands.lessons import tensor_parallel as lesson
 from manyhands.predict.activation_memory import WHOLE, saved_bytes
 
 
@@ -978,7 +978,7 @@ metrics.exact(kept_bytes={name: row[0] for name, row in kept.items()})
 # %% jupyter={"source_hidden": true}
 # %%ranks
 if rank == 0:
-    figure = kept_for_backward(kept, f"one of {t} ranks, {layers} layers")
+    figure = lesson.draw_kept_for_backward(kept, f"one of {t} ranks, {layers} layers")
     show(figure, "kept", "bars of bytes kept for backward: whole on every rank, and divided among ranks")
     for name, (measured, *formula) in kept.items():
         say(f"{name:14} keeps {measured / 1e6:6.2f} MB, measured / formula {measured / sum(formula):.4f}")
@@ -1041,10 +1041,10 @@ assert all(abs(total / formula - 1) < 1e-6 for total, _, formula in chunked.valu
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.bars import layer_times
+from manyhands.lessons import tensor_parallel as lesson
 
 if rank == 0 and chunked:
-    figure = layer_times(chunked, None, f"a layer on {t} GPUs by number of chunks, virtual time")
+    figure = lesson.draw_layer_times(chunked, None, f"a layer on {t} GPUs by number of chunks, virtual time")
     show(figure, "chunks", "bars of a layer's virtual time by number of chunks; what compute does not hide is hatched")
     for name, (total, exposed, _) in chunked.items():
         say(f"{name}: {1e3 * total:.2f} ms, of which {1e3 * exposed:.2f} ms are not hidden")

@@ -82,8 +82,8 @@ import torch.nn.functional as F
 from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import pipeline_parallel as checks
 from manyhands.measure import wire
-from manyhands.measure.sleeping_stages import run_asleep
-from manyhands.plots.schedule import bubbles, chart
+from manyhands.lessons import pipeline_parallel as lesson
+from manyhands.plots.schedule import chart
 from manyhands.predict.pipeline_schedules import orders_of, simulate, slots_of
 
 ranks = join(globals())
@@ -129,7 +129,7 @@ def on_the_clock(make, n):
     """Run a schedule on all ranks, n micro-batches of one batch; computing is sleeping. Returns (slots, seconds)."""
     orders = [make(stage, p, n) for stage in range(p)]
     simulate(orders)  # raises ValueError on every rank where an order never ends
-    slots = slots_of(run_asleep(orders[s], {"F": BATCH_S / 3 / n, "B": 2 * BATCH_S / 3 / n}))
+    slots = slots_of(lesson.run_asleep(orders[s], {"F": BATCH_S / 3 / n, "B": 2 * BATCH_S / 3 / n}))
     return slots, max(slot.end for slot in slots)
 
 
@@ -394,7 +394,7 @@ formula = [(p - 1) / (n + p - 1) for n in counts]
 if rank == 0:
     series = {name: (counts, [1 - BATCH_S / seconds for seconds in found], formula) for name, found in took.items()}
     alt = "left idle time against micro-batches, measured above the formula; right published samples per second"
-    show(bubbles(series, recorded_runs.published("08_zero_bubble")), "bubbles", alt)
+    show(lesson.draw_bubbles(series, recorded_runs.published("08_zero_bubble")), "bubbles", alt)
     for name, found in took.items():
         at = min(range(len(counts)), key=found.__getitem__)
         told = f"shortest step with {counts[at]} micro-batches: {1e3 * found[at]:.0f} ms"

@@ -609,7 +609,7 @@ checks.zig_zag(zig_zag, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.bars import work_per_rank
+from manyhands.lessons import context_and_experts as lesson
 
 
 def pairs_of(at, group):
@@ -631,7 +631,7 @@ for name, layout in layouts.items():
 metrics.exact(pairs=work)
 if rank == 0:
     fair, curves = T * (T + 1) / 2 / c, recorded_runs.published("09_ring_attention")
-    show(work_per_rank(work, fair, curves), "work_per_rank", "query-key pairs per rank; right, rates on 8 GPUs")
+    show(lesson.draw_work(work, fair, curves), "work_per_rank", "query-key pairs per rank; right, rates on 8 GPUs")
     for name, rows in work.items():
         ring = sum(max(row[step] for row in rows) for step in range(c))  # the busiest of each step
         say(f"{name}: output and gradients right; the busiest ranks need {ring / fair:.2f} times a fair share of pairs")
@@ -1164,7 +1164,7 @@ shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, row
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.bars import skew_and_balance
+from manyhands.lessons import context_and_experts as lesson
 
 
 def arrived_bytes(p, draw):
@@ -1189,7 +1189,7 @@ for p in (1 / E, 0.25, 0.5, 0.75, 1.0):
     skewed[p] = samples, c * (p + (e - 1) * (1 - p) / (E - 1))  # times the mean: drawn, predicted
 metrics.exact(skew={f"{p:.3f}": row[0] for p, row in skewed.items()})
 if rank == 0:
-    show(skew_and_balance(skewed, shares), "skew", "bytes of rank 0 against skew, and shares of choices")
+    show(lesson.draw_skew(skewed, shares), "skew", "bytes of rank 0 against skew, and shares of choices")
     plain = [loss for _, loss in runs["no balancing"]]
     for name, rows in runs.items():
         most = sorted(E * max(share) for share, _ in rows)

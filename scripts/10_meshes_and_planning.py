@@ -81,7 +81,7 @@ import torch
 import torch.distributed as dist
 from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import meshes_and_planning as checks
-from manyhands.plots import bars
+from manyhands.lessons import meshes_and_planning as lesson
 from torch.distributed.device_mesh import init_device_mesh
 
 ranks = join(globals())
@@ -131,7 +131,7 @@ def draw_waits(rows, title, name):
     """Draw {order: {axis: ms}} on rank 0."""
     if rank == 0:
         told = "; ".join(f"{order} {sum(row.values()):,.0f} ms" for order, row in rows.items())
-        show(bars.waits(rows, title), name, f"milliseconds of a step that a GPU waits for messages: {told}")
+        show(lesson.draw_waits(rows, title), name, f"milliseconds of a step that a GPU waits for messages: {told}")
 
 
 # %% [markdown]
@@ -663,7 +663,7 @@ planned = [
     predicted_tflops(PublishedRun(**bloom | trial | {k: one[k] for k in ("tensor", "pipeline")})) for one in trials
 ]
 if rank == 0:
-    figure = bars.layouts(trials, planned, "181B parameters on 384 A100s, February 2022")
+    figure = lesson.draw_layouts(trials, planned, "181B parameters on 384 A100s, February 2022")
     show(figure, "layouts", "published and predicted TFLOP/s per GPU of five layouts; eight tensor ranks are slowest")
     off = [guess / one["points"][-1][1] - 1 for guess, one in zip(planned, trials, strict=True)]
     say(f"the planner is between {min(off):+.0%} and {max(off):+.0%} off")
@@ -860,10 +860,8 @@ metrics.exact(held_bytes={name: sum(held.values()) for name, held, _ in rows})
 
 # %%
 # %%ranks
-from manyhands.plots.bars import planned_and_held
-
 if rank == 0:
-    figure = planned_and_held(rows, f"the fullest of {world_size} ranks, {tiny.num_params():,} parameters")
+    figure = lesson.draw_planned_and_held(rows, f"the fullest of {world_size} ranks, {tiny.num_params():,} parameters")
     show(
         figure,
         "planned_and_held",

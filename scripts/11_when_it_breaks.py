@@ -691,9 +691,9 @@ undisturbed = {line["step"]: line["loss"] for line in heard_so_far(folder / "und
 processes = list(dict.fromkeys(tuple(line["processes"]) for line in lines))  # of each life
 lives = [{line["step"]: line["loss"] for line in lines if tuple(line["processes"]) == life} for life in processes]
 if lives:
-    from manyhands.plots.results import killed_and_resumed
+    from manyhands.lessons import when_it_breaks as lesson
 
-    figure = killed_and_resumed(undisturbed, lives, f"killed and resumed, {n_children} ranks")
+    figure = lesson.draw_killed_and_resumed(undisturbed, lives, f"killed and resumed, {n_children} ranks")
     show(figure, "killed_run", "the losses of all lives lie on the undisturbed curve; the residual is zero")
     differing = [line["step"] for line in lines if line["loss"] != undisturbed[line["step"]]]
     repeated = len(lines) - len({line["step"] for line in lines})
@@ -750,7 +750,7 @@ compare("minutes between saves on 64 GPUs", "guess_minutes", round(best_interval
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.times import between_failures
+from manyhands.lessons import when_it_breaks as lesson
 
 if rank == 0:
     for gpus in (64, 1024, 16384):
@@ -761,7 +761,7 @@ if rank == 0:
             f"{gpus:6,} GPUs: a failure every {mtbf_of_n_s / 3600:5.1f} h, save every {best_s / 60:3.0f} min: "
             f"{lost[0]:.1f} % lost, {lost[1]:.1f} % with restarts of 10 min"
         )
-    figure = between_failures(recorded_runs.published("11_failures"), lambda M_s: best_interval(save_s, M_s))
+    figure = lesson.draw_failures(recorded_runs.published("11_failures"), lambda M_s: best_interval(save_s, M_s))
     show(figure, "failures", "hours between failures against the number of GPUs, and the interval between saves")
 
 # %% [markdown]
@@ -872,7 +872,7 @@ if rank == 0:
 
 # %%
 # %%ranks
-from manyhands.plots.heat_map import heat_maps
+from manyhands.lessons import when_it_breaks as lesson
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 
 network = VirtualNetwork(
@@ -890,7 +890,7 @@ steps_s = network.gather_steps()  # on rank 0: lists of [ranks][steps]
 # %%ranks
 if rank == 0:
     titles = {"total": "the whole step", "compute": "computing", "waiting": "waiting"}
-    figure = heat_maps({title: steps_s[kind] for kind, title in titles.items()}, "s", virtual=True)
+    figure = lesson.draw_heat_maps({title: steps_s[kind] for kind, title in titles.items()}, "s", virtual=True)
     alt = "virtual time of each step: the whole is alike on all ranks, computing names the slow one, waiting the others"
     show(figure, "straggler", alt)
     took_s = steps_s["total"][0]
@@ -944,7 +944,7 @@ gathered = [None] * world_size
 dist.all_gather_object(gathered, timed_steps(12))
 if rank == 0:
     before_s, inside_s = ([clocks[i] for clocks in gathered] for i in (0, 1))
-    figure = heat_maps({"before the all-reduce": before_s, "inside the all-reduce": inside_s}, "s")
+    figure = lesson.draw_heat_maps({"before the all-reduce": before_s, "inside the all-reduce": inside_s}, "s")
     show(
         figure,
         "real_straggler",
@@ -971,12 +971,12 @@ if rank == 0:
 # %%ranks --trace --timeout 120
 from datetime import timedelta
 
-from manyhands.measure import messages
+from manyhands.launch.program import say_how_it_ended
 
 dist.barrier()  # to make a group takes no longer than its time-out
 impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))  # all ranks call this one
 if rank != guilty:
-    messages.told(lambda: dist.all_reduce(torch.ones(1), group=impatient))
+    say_how_it_ended(lambda: dist.all_reduce(torch.ones(1), group=impatient))
 else:
     time.sleep(wait_s)
 

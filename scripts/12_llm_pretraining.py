@@ -99,7 +99,7 @@ from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.data.documents import content_hash, copies_among, minhash
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
-from manyhands.plots import pretraining as plots
+from manyhands.lessons import llm_pretraining as lesson
 
 if hashes % 16 or hashes < 16:
     refuse(f"hashes={hashes} does not split into 16 bands; use a multiple of 16")
@@ -347,14 +347,13 @@ a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, hashes))
 
 # %%
 # %%ranks
-from manyhands.data.near_copies import band_records, exchange_rows, near_pairs
 
 
 def near_copies(mine_eK, limit=0.6):
     """{document of this rank: the first one that it is near to}. All ranks call it."""
-    records = band_records(mine_eK).to(device)
-    met = exchange_rows(parcels(records, world_size))
-    return near_pairs(colliding(met.tolist()), mine_eK, similarity, limit, device)
+    records = lesson.band_records(mine_eK).to(device)
+    met = lesson.exchange_rows(parcels(records, world_size))
+    return lesson.near_pairs(colliding(met.tolist()), mine_eK, similarity, limit, device)
 
 
 mine_eK = np.stack([signature(shingle_hashes(text), a_K, b_K) for text in mine])
@@ -376,7 +375,7 @@ if rank == 0:
     by_keys_kb = sum(calls) * share / 1e3
     say(f"from the others about {by_keys_kb:.0f} kB; by the all-gather {gather_kb:.0f} kB")
     say(f"for comparison, all texts together: {sum(len(text.encode()) for text in pile) / 1e3:.0f} kB")
-    figure = plots.received(n_docs, hashes, world_size, by_keys_kb)
+    figure = lesson.draw_received(n_docs, hashes, world_size, by_keys_kb)
     show(figure, "received", "kB that a rank receives against the number of ranks: all-gather stays, keys fall")
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
@@ -683,7 +682,7 @@ if rank == 0:  # no other rank takes part
         for name, key in (("train", "train_loss"), ("val", "val_losses"))
     }
     alt = "loss against FLOPs: training and validation loss of the shipped model fall; your point lies far to the left"
-    show(plots.longer_run(curves, live, f"{plays.num_params():,} parameters, 36 plays"), "longer_run", alt)
+    show(lesson.draw_longer_run(curves, live, f"{plays.num_params():,} parameters, 36 plays"), "longer_run", alt)
     spent = made["kept_step"] * flops_per_step
     say(f"the shipped model: {spent:.1e} FLOPs, {spent / live['flops']:,.0f} times yours; step {made['kept_step']:,}")
     say(f"was kept, where its validation loss was lowest: {made['val_loss']:.3f}. It writes:")
@@ -733,7 +732,7 @@ exponent = np.polyfit(np.log(list(valleys)), np.log([params for params, _ in val
 compare("how many times larger the best model is for ten times the FLOPs", "guess_times", round(10**exponent, 1))
 published = recorded_runs.published("12_isoflop")
 if rank == 0:
-    figure = plots.valleys(by_budget(points), valleys, live, published, lowest)
+    figure = lesson.draw_valleys(by_budget(points), valleys, live, published, lowest)
     show(
         figure,
         "isoflop",
@@ -744,11 +743,11 @@ if rank == 0:
             f"{budget:.0e} FLOPs: best {params:6,.0f} parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.3f}"
         )
     for one in published:
-        budget, (params, loss) = one["budget_flops"], lowest(*zip(*plots.by_size(one), strict=True))
+        budget, (params, loss) = one["budget_flops"], lowest(*zip(*lesson.by_size(one), strict=True))
         say(
             f"{budget:.0e} FLOPs: best {params / 1e9:.1f}e9 parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.2f}"
         )
-    theirs = [(one["budget_flops"], lowest(*zip(*plots.by_size(one), strict=True))[0]) for one in published]
+    theirs = [(one["budget_flops"], lowest(*zip(*lesson.by_size(one), strict=True))[0]) for one in published]
     their_exponent = np.polyfit(*np.log(theirs).T, 1)[0]
     say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
 
@@ -928,7 +927,7 @@ sigma_N = np.sqrt(true_N * (1 - true_N) / hashes)
 inside = int((np.abs(found_N - true_N) <= sigma_N).sum())
 if rank == 0:
     alt = "estimated against true similarity of planted copies: points around the diagonal, in a band"
-    show(plots.estimates(true_N, found_N, hashes), "minhash", alt)
+    show(lesson.draw_estimates(true_N, found_N, hashes), "minhash", alt)
     say(f"{inside} of {len(true_N)} estimates are within one standard deviation: {inside / len(true_N):.0%}")
 metrics.exact(minhash_inside=inside)
 
@@ -973,7 +972,6 @@ metrics.exact(kept=kept)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks --timeout 300
-from manyhands.train.tiny import mean_loss, train_tiny
 
 
 def reader(texts):
@@ -991,9 +989,9 @@ def reader(texts):
 scores = {}
 for k, (name, texts) in enumerate({"before": dirty, "after": [dirty[i] for i in kept]}.items()):
     if k % world_size == rank:  # two trainings on two ranks
-        model = train_tiny(reader(texts), len(corpus.vocab), lab_steps, device=device)
+        model = lesson.train_tiny(reader(texts), len(corpus.vocab), lab_steps, device=device)
         halves = [corpus.encode("\n\n".join(held_out[half::2])) for half in (0, 1)]
-        scores[name] = [mean_loss(model, half) for half in halves]
+        scores[name] = [lesson.mean_loss(model, half) for half in halves]
 scores = {name: losses for part in everyone(scores) for name, losses in part.items()}
 if rank == 0:
     for name in ("before", "after"):
@@ -1032,7 +1030,6 @@ import difflib
 import inspect
 import typing
 
-from manyhands.train.tiny import mean_loss, train_tiny
 
 code = "\n".join(inspect.getsource(module) for module in (argparse, difflib, typing))
 domains = [torch.tensor(list(text.encode())) for text in (corpus.text, code)]  # plays, code: as bytes
@@ -1058,15 +1055,15 @@ def mixed(share):
 shares = (0.0, 0.05, 0.25, 0.5, 1.0)
 mine_losses = {}
 for share in shares[rank::world_size]:
-    model = train_tiny(mixed(share), 256, lab_steps, device=device)
-    mine_losses[share] = [mean_loss(model, ids) for ids in test]
+    model = lesson.train_tiny(mixed(share), 256, lab_steps, device=device)
+    mine_losses[share] = [lesson.mean_loss(model, ids) for ids in test]
 losses = {share: both for part in everyone(mine_losses) for share, both in part.items()}
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 if rank == 0:
     on_plays, on_code = ([losses[share][k] for share in shares] for k in (0, 1))
-    figure = plots.mixtures(shares, {"plays": on_plays, "code": on_code})
+    figure = lesson.draw_mixtures(shares, {"plays": on_plays, "code": on_code})
     show(figure, "mixtures", "loss on plays and on code against the share of code: code falls steeply at first")
     for share in shares:
         say(f"{share:4.0%} code: loss on plays {losses[share][0]:.2f}, on code {losses[share][1]:.2f} nats per byte")

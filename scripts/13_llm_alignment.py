@@ -104,7 +104,7 @@ from manyhands.align.stage import texts
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.launch import recorded_runs
-from manyhands.plots import alignment as plots
+from manyhands.lessons import llm_alignment as lesson
 
 corpus = load_corpus(ranks)
 vocab = with_markers(corpus.vocab)
@@ -510,7 +510,7 @@ def weight_of_a_token(lengths):
 lengths = list(range(1, 17))
 if rank == 0:
     alt = "weight of a token by the length of its answer: 1 over the length per answer, constant for the two others"
-    show(plots.token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
+    show(lesson.draw_token_weights(lengths, weight_of_a_token(lengths)), "token_weights", alt)
 
 # %% [markdown]
 # With the loss per answer, a token of a long answer counts less. So each token of a long wrong answer is punished less, and
@@ -716,7 +716,7 @@ compare("percent of the ratios outside 0.8 to 1.2 at staleness 4", "guess_outsid
 rewards = {k: [step[0] for step in run[1]] for k, run in runs.items()}
 if rank == 0:
     alt = "ratios for staleness 0, 1 and 4; mean reward of drawn answers; published seconds of a step in two ways"
-    show(plots.staleness(ratios, rewards, recorded_runs.published("13_one_step_off")), "staleness", alt, unanswered())
+    show(lesson.draw_stale(ratios, rewards, recorded_runs.published("13_one_step_off")), "staleness", alt, unanswered())
 metrics.measured(outside_percent=outside, staleness_accuracy={k: run[2] for k, run in runs.items()})
 assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 
@@ -765,7 +765,7 @@ budgets = {  # gold answers, answers seen
 shares = {name: [accuracy(models[name, seed]) for seed in range(seeds)] for name in budgets}
 if rank == 0:
     alt = "held-out accuracy after SFT, more SFT, GRPO, and SFT with gold answers to all questions"
-    show(plots.answers_seen(shares, budgets, task.chance), "answers_seen", alt)
+    show(lesson.draw_answers_seen(shares, budgets, task.chance), "answers_seen", alt)
     for name, found in shares.items():
         gold, answers = budgets[name]
         say(f"{name:12} {min(found):6.1%} to {max(found):6.1%}; {gold} gold answers, {answers:,} answers seen")
@@ -1403,7 +1403,7 @@ if ("SFT", 0) not in models:
 
 # %%
 # %%ranks --timeout 400
-from manyhands.plots.results import reward_and_kl
+from manyhands.lessons import llm_alignment as lesson
 
 if 0 not in runs:
     runs[0] = reinforce(models["SFT", 0], 0, task.right)
@@ -1415,7 +1415,7 @@ once(examples(hacked_run[0], 4))
 if rank == 0:
     named = {"the verifier": runs[0], "letters that ascend": hacked_run}
     named = {name: ([(i, s[0], s[2]) for i, s in enumerate(run[1])], run[2]) for name, run in named.items()}
-    show(reward_and_kl(named, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for two rewards")
+    show(lesson.draw_kl(named, task.chance), "reward_and_kl", "reward, accuracy and KL by step, for two rewards")
     for name, (points, shares) in named.items():
         last = [np.mean(values) for values in zip(*points[-10:], strict=True)]
         say(f"{name}: reward {points[0][1]:.2f} to {last[1]:.2f}, KL {last[2]:.1f} nats per answer")

@@ -464,7 +464,7 @@ checks.call_s(call_s, ranks)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
-from manyhands.plots.serving import reads_and_published
+from manyhands.lessons import llm_serving as lesson
 
 MODELS = {  # weights, layers, query heads, KV heads, numbers per head
     "Llama 2 7B, 32 KV heads": (6.74e9, 32, 32, 32, 128),
@@ -489,7 +489,7 @@ if rank == 0:
 metrics.exact(full=full, mla=mla)
 if rank == 0:
     published = recorded_runs.published("14_serving")
-    figure = reads_and_published(curves, published, "read per step, caches of 4,096")
+    figure = lesson.draw_reads_and_published(curves, published, "read per step, caches of 4,096")
     show(figure, "reads_and_published", "left, bytes read per step by users; right, published latencies by users")
     _, gaps, rates = (dict(one["points"]) for one in published)
     say(f"published, 250 users: {gaps[250] / 1e3 * rates[250]:.0f} texts are written at a time, the others wait")
@@ -1069,10 +1069,10 @@ metrics.measured(speculate_s={str(k): statistics.median(taken) for k, taken in s
 
 # %%
 # %%ranks
-from manyhands.plots.results import tokens_per_call
+from manyhands.lessons import llm_serving as lesson
 
 if rank == 0:
-    show(tokens_per_call(per_call, predicted, alpha), "tokens_per_call", "tokens per call against draft tokens")
+    show(lesson.draw_tokens(per_call, predicted, alpha), "tokens_per_call", "tokens per call against draft tokens")
     ratios = {k: statistics.mean(rates) / predicted[k] for k, rates in per_call.items()}
     say(
         f"alpha {alpha:.2f} on the validation text; measured / predicted: "

@@ -81,7 +81,7 @@ from manyhands import ____, Metrics, card, compare, join, leave, say, show
 from manyhands.checks import on_your_cluster as checks
 from manyhands.checks.predictions import unanswered
 from manyhands.launch import recorded_runs
-from manyhands.measure import one_core
+from manyhands.lessons import on_your_cluster as lesson
 
 ranks = join(globals())
 rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
@@ -151,10 +151,10 @@ guess_slower = ____  # your turn: times as long
 
 # %%
 # %%ranks
-shared = one_core.time_on_one_core(ranks, repeats)
-metrics.measured(one_core_s=shared.samples[one_core.ONE], all_cores_s=shared.samples[one_core.ALL])
+shared = lesson.time_on_one_core(ranks, repeats)
+metrics.measured(one_core_s=shared.samples[lesson.ONE], all_cores_s=shared.samples[lesson.ALL])
 compare("one core instead of all: times as long, measured", "guess_slower", round(shared.ratio, 1), because=str(shared))
-one_core.draw(shared, ranks, unanswered())
+lesson.draw_one_core(shared, ranks, unanswered())
 
 # %% [markdown]
 # n ranks on one core take turns, so each waits n times as long. With a GPU the matrix products do not suffer, but
@@ -238,7 +238,7 @@ guess_gb = ____  # your turn: GB
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.config.options import model_config, read_options
-from manyhands.plots.bars import held_against_limit
+from manyhands.lessons import on_your_cluster as lesson
 
 P_of = {
     name: model_config(read_options(["--preset", name]), len(corpus.vocab)).num_params()
@@ -258,7 +258,7 @@ compare("GB on each of 64 GPUs, 1B under DDP", "guess_gb", round(16 * P_of["gpt-
 if rank == 0:
     rungs = {"1B, DDP": on_a_gpu("gpt-1b"), "7B, DDP": on_a_gpu("gpt-7b")}
     rungs |= {f"7B, FSDP on {n}": on_a_gpu("gpt-7b", n) for n in (8, 64, 1024)}
-    show(held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
+    show(lesson.draw_held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
 
 # %% [markdown]
 # DDP's memory stays the same; FSDP's shrinks as ranks are added. Activations come on top: `train.py --dry-run` counts

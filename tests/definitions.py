@@ -7,7 +7,7 @@ from manyhands.course.catch_up import define, outline_of
 from manyhands.course.folders import script_of
 
 
-def taken_from(lesson, *names, **given):
+def taken_from(lesson, /, *names, **given):
     """A namespace with these definitions of a lesson, over its imports and the globals `given` that they use."""
     script = script_of(lesson)
     namespace = {"__name__": lesson}

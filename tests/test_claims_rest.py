@@ -17,7 +17,7 @@ from definitions import taken_from
 from manyhands.align.chat import END, LetterTask, encode, with_markers
 from manyhands.course.folders import ROOT
 from manyhands.launch import recorded_runs
-from manyhands.measure import one_core
+from manyhands.lessons import on_your_cluster
 from torch import nn
 
 # sentences that were untrue, as they stood: none comes back, in no lesson and nowhere else
@@ -341,7 +341,7 @@ def test_a_bandwidth_test_under_srun_is_built_with_mpi():
 
 
 def test_the_guess_on_one_core_is_judged_by_what_was_measured():
-    shared = one_core.Shared({one_core.ALL: [1.0, 2.0, 3.0], one_core.ONE: [2.0, 2.6, 9.0]}, 2, 2)
+    shared = on_your_cluster.Shared({on_your_cluster.ALL: [1.0, 2.0, 3.0], on_your_cluster.ONE: [2.0, 2.6, 9.0]}, 2, 2)
     assert shared.ratio == 1.3
     assert str(shared).startswith("measured 1.3 times as long, predicted 2: other programs use these cores too")
     said = folded("15_on_your_cluster", "one core instead of all: times as long, measured")

@@ -17,7 +17,7 @@ from manyhands.align.grpo import group_advantages, grpo_terms
 from manyhands.checkpoint.export import shipped_model, tokenizer_of
 from manyhands.data.corpus import Corpus
 from manyhands.gpt.model import GPT, GPTConfig
-from manyhands.plots.alignment import answers_seen
+from manyhands.lessons.llm_alignment import draw_answers_seen
 
 LESSON = "13_llm_alignment"
 NAMES = (
@@ -183,7 +183,7 @@ def test_the_stored_run_keeps_the_lessons_promises(root):
 
 
 def test_the_plot_of_answers_seen_has_a_bar_at_the_mean_and_a_point_for_each_seed_over_the_line_of_chance():
-    (axes,) = answers_seen({"base": [0.0], "SFT": [0.4, 0.6]}, {"base": (0, 0), "SFT": (80, 3200)}, 1 / 24).axes
+    (axes,) = draw_answers_seen({"base": [0.0], "SFT": [0.4, 0.6]}, {"base": (0, 0), "SFT": (80, 3200)}, 1 / 24).axes
     assert [bar.get_height() for bar in axes.patches] == [0, pytest.approx(50)]
     points = [list(line.get_ydata()) for line in axes.lines if line.get_marker() == "o"]
     assert points == [[0.0], [40.0, 60.0]] and axes.lines[-1].get_ydata()[0] == pytest.approx(100 / 24)

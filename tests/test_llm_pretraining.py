@@ -22,10 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from isoflop import GRID, RECIPE, run_grid
 from manyhands.data.corpus import Corpus
-from manyhands.data.near_copies import band_records, exchange_rows, near_pairs
 from manyhands.data.tokenizer import byte_encoder
 from manyhands.gpt.model import GPT, GPTConfig, within_documents
 from manyhands.launch import recorded_runs
+from manyhands.lessons import llm_pretraining
 from manyhands.measure import wire
 from manyhands.predict.models import flops_per_token
 from manyhands.train import isoflop
@@ -45,7 +45,7 @@ def lesson(*names, **given):
     a_K, b_K = np.random.default_rng(0).integers(1, PRIME, size=(2, HASHES))
     words = re.compile(r" ?[a-zA-Z]+| ?[^a-zA-Z\s]+|\s")
     here = {"PRIME": PRIME, "hashes": HASHES, "a_K": a_K, "b_K": b_K, "WORDS": words, "combinations": combinations}
-    here |= {"band_records": band_records, "exchange_rows": exchange_rows, "near_pairs": near_pairs} | given
+    here |= {"lesson": llm_pretraining} | given
     return SimpleNamespace(**vars(taken_from(LESSON, *names, **here)), a_K=a_K, b_K=b_K, WORDS=words)
 
 

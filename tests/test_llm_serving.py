@@ -8,7 +8,7 @@ from definitions import taken_from
 from manyhands.checkpoint.export import shipped_model
 from manyhands.gpt.sampling import Sampling, uniforms
 from manyhands.launch import recorded_runs
-from manyhands.plots.serving import reads_and_published
+from manyhands.lessons.llm_serving import draw_reads_and_published
 from manyhands.serve.engine import generate
 from test_decoding import chi_square_limit, gpt
 
@@ -105,7 +105,7 @@ def test_fewer_kv_heads_let_more_users_in_and_a_full_server_reads_mostly_caches(
 
 def test_the_figure_ends_each_curve_at_the_users_that_fit_and_draws_the_published_latencies():
     published = recorded_runs.published("14_serving")
-    left, right = reads_and_published({"a": (10, 1, 30), "b": (16, 0.5, 119)}, published, "reads").axes
+    left, right = draw_reads_and_published({"a": (10, 1, 30), "b": (16, 0.5, 119)}, published, "reads").axes
     ends = [line.get_xydata()[-1].tolist() for line in left.lines]
     assert [30, 40] in ends and [119, 75.5] in ends
     assert [list(line.get_ydata()) for line in right.lines] == [[y for _, y in one["points"]] for one in published[:2]]

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.measure.sleeping_stages import run_asleep
+from manyhands.lessons.pipeline_parallel import run_asleep
 from manyhands.predict.pipeline_schedules import (
     SCHEDULES,
     Action,

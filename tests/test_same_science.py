@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from definitions import taken_from
-from manyhands.data.samplers import PartitionedSampler
 from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.lessons.same_science import PartitionedSampler
 
 LESSON = "05_same_science"
 NUMBERS = (1, 2, 3, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manyhands.data.samplers import DrawnSampler, PartitionedSampler
+from manyhands.lessons.same_science import DrawnSampler, PartitionedSampler
 from torch.utils.data import DataLoader
 
 lengths = st.one_of(st.integers(0, 12), st.integers(0, 400))

@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
+from manyhands.lessons.when_it_breaks import draw_heat_maps
 from manyhands.measure.virtual_network import Link, VirtualNetwork
-from manyhands.plots.heat_map import heat_map
 from manyhands.plots.schedule import gantt
 
 FAST, SLOW = Link(1e-6, 1e9), Link(1e-4, 1e8)
@@ -124,7 +124,10 @@ def _straggling(ranks, late_s=0.0):
 
 def _pictures(steps, spans):
     """The bytes of both figures."""
-    for figure in (heat_map(steps["waiting"], "waiting", "s", virtual=True), gantt(spans, "steps", virtual=True)):
+    for figure in (
+        draw_heat_maps({"waiting": steps["waiting"]}, "s", virtual=True),
+        gantt(spans, "steps", virtual=True),
+    ):
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         yield picture.getvalue()

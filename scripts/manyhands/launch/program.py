@@ -322,6 +322,23 @@ class _Lossy(io.FileIO):
             return len(data)
 
 
+def say_how_it_ended(call: Callable[[], object], quiet: bool = False) -> None:
+    """Call `call()` and print how it ended on this rank: the first line of its error, and after how many seconds.
+
+    quiet: print nothing.
+    """
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        line = str(error).split("] ")[-1].splitlines()[0].replace(os.getcwd(), ".")
+        ended = f"{line} (after {time.monotonic() - began:.0f} s)"
+    else:
+        ended = "passed"
+    if not quiet:
+        say(ended)
+
+
 def mend_streams() -> None:
     """Make this process ignore errors of its screen or log, even while it ends."""
     for number in range(3):

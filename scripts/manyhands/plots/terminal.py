@@ -9,12 +9,6 @@ from collections.abc import Sequence
 FRAME = 4  # rows of a plot that show no values: title, frame, and the words below it
 
 
-def text_plot(values: Sequence[float], title: str, width: int = 72, height: int = 11) -> str:
-    """Numbers over their index as a plot of plain characters, for terminals and log files. None of `values` is NaN."""
-    places = list(range(len(values)))
-    return text_curves([(places, list(values), "dot")], title, width, height, step_ticks(places))
-
-
 def step_ticks(steps: Sequence[int]) -> tuple[list[int], list[str]]:
     """Five steps from the first to the last, and how they are written: plotext would write 3.3e2."""
     first, last = min(steps), max(steps)

@@ -1,30 +1,72 @@
-"""A heat map: one number for each rank and step, darker where it is larger.
+"""Plots of lesson 11."""
 
-    show(heat_map(steps["waiting"], "waiting time", "s", virtual=True), "waiting", alt="...")
+import math
 
-The colours (ColorBrewer's YlGnBu, pale yellow to dark blue) only ever get darker and have no red in them, so that they
-read in black and white and by colour-blind eyes. Where cells are few, the numbers stand in them.
-"""
-
+from manyhands.plots import looks
 from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure, prefix
+from manyhands.plots.times import looks_of
 
+SIZES = (11, 8, 5)  # of the markers: where two lives made the same step both stay in sight
 MOST_NUMBERS = 160  # cells with a number in them; beyond that they would touch
 MOST_TICKS = 17
 MOST_LINES = 40  # between columns, or rows
 
 
-def heat_map(values_RS, title, unit, virtual=False):
-    """A matplotlib Figure of `values_RS` (R ranks of S steps, as lists, an array or a tensor), rank 0 at the top.
+def draw_failures(published, best_interval):
+    """Draw hours between failures against GPUs, both axes logarithmic, and below each curve how often to save.
 
-    `unit` is that of the numbers; "s" and "bytes" are shown in ms, MB, ... as fits. One scale for all cells: from 0
-    where no number is negative, so that a difference looks as large as it is. NaN is an empty cell with a cross. With
-    virtual=True the title says that the time is virtual.
-    Raise ValueError where ranks differ in length or there are no numbers.
+    published: dicts with `name` and `points`, [[GPUs, hours], ...]; from `projected_from` GPUs on they are hollow. A
+    single point is drawn down to 64 GPUs by the rule hours x GPUs = constant. best_interval: a function of the seconds
+    between failures. Return a Figure.
     """
-    return heat_maps({title: values_RS}, unit, virtual)
+    figure, axes = looks.new_figure(8, 3.8)
+    by_name = looks_of([one["name"] for one in published])
+    for one in published:
+        look, points = {**by_name[one["name"]], "ls": "none", "ms": 7}, one["points"]
+        for n, hours in points:
+            hollow = {"mfc": "none"} if n >= one.get("projected_from", math.inf) else {}
+            axes.plot(n, hours, **look | hollow)
+        if len(points) == 1:
+            ((n, hours),) = points
+            points = [[64, hours * n / 64], *points]
+        gpus, hours = zip(*points, strict=True)
+        axes.plot(gpus, hours, color=look["color"], lw=1)
+        axes.plot(gpus, [best_interval(3600 * h) / 3600 for h in hours], **looks.PREDICTED | {"color": look["color"]})
+        looks.note(axes, one["name"], (gpus[0], hours[0]), (10, 4), look["color"])
+    looks.note(axes, "save every ... hours (dashed)", (gpus[0], best_interval(3600 * hours[0]) / 3600), (0, 12))
+    axes.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="hours", title="a failure every ... hours")
+    axes.set_ylim(top=3000)
+    axes.set_xticks([8, 64, 1024, 16384, 131072], ["8", "64", "1,024", "16,384", "131,072"])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    return figure
 
 
-def heat_maps(maps, unit, virtual=False):
+def draw_killed_and_resumed(undisturbed, lives, title):
+    """The losses of all lives over the undisturbed curve; below them each life's loss minus the undisturbed one.
+
+    undisturbed: {step: loss}; lives: for each start of the run {step: loss}, with steps that `undisturbed` has.
+    """
+    figure, (above, below) = looks.new_figure(8, 4, 2, 1, sharex=True, height_ratios=[3, 1])
+    above.plot(list(undisturbed), list(undisturbed.values()), color=looks.FAINT, lw=8)
+    first = next(iter(undisturbed))
+    looks.note(above, "undisturbed", (first, undisturbed[first]), (12, -2))
+    residuals = []
+    for i, own in enumerate(lives):
+        style = looks.ALTERNATIVES[i % len(looks.ALTERNATIVES)] | {"ms": SIZES[i % len(SIZES)], "mfc": "none"}
+        above.plot(list(own), list(own.values()), **style)
+        label = {"size": 10, "color": style["color"], "ha": "center", "va": "top"}
+        above.text((min(own) + max(own)) / 2, 0.97, f"life {i + 1}", transform=above.get_xaxis_transform(), **label)
+        residuals.append([loss - undisturbed[step] for step, loss in own.items()])
+        below.plot(list(own), residuals[-1], **style)
+    low, high = above.get_ylim()
+    above.set(ylim=(low, high + (high - low) / 6), ylabel="loss", title=title)  # room for the labels
+    furthest = max((abs(residual) for life in residuals for residual in life), default=0)
+    below.set(xlabel="step", ylabel="residual", ylim=(-1.2 * furthest or -1e-6, 1.2 * furthest or 1e-6))
+    return figure
+
+
+def draw_heat_maps(maps, unit, virtual=False):
     """A Figure of several maps {title: values_RS}, one above the other, on one scale; for the rest see `heat_map`."""
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Measure the cost of all ranks of a node sharing one core: the same product on all cores and on one, in turns."""
+"""Harness and plots of lesson 15: a machine whose ranks share a core, and its plots."""
 
 import os
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from manyhands.launch import devices
 from manyhands.launch.run_folder import show
 from manyhands.measure.timing import take_turns
+from manyhands.plots import looks
+from manyhands.plots.bars import KINDS
 
 ALL, ONE = "on all cores", "on one core"
 PRODUCTS = 40  # products of a sample: a few milliseconds
@@ -66,7 +68,42 @@ def time_on_one_core(ranks, repeats):
     return Shared(samples, n_ranks, n_ranks if common else 1)
 
 
-def draw(shared, ranks, folded=""):
+def draw_held_against_limit(rungs, limit_bytes, title, published=()):
+    """Draw a bar per rung, the MB that a rank holds by kind, and a line where its memory ends. Return a Figure.
+
+    rungs: {name: object with the bytes of each of KINDS as attributes}. published: dicts with `name` and `points`,
+    [[number of GPUs, tokens/s of each GPU], ...], which are drawn in a panel on the right.
+    """
+    from matplotlib.lines import Line2D
+
+    rows = max(len(rungs), 4 if published else 1)
+    figure, panels = looks.new_figure(
+        9.5 if published else 7.5, 1.5 + 0.34 * rows, 1, 2 if published else 1, squeeze=False
+    )
+    bars = panels[0][0]
+    for i, held in enumerate(rungs.values()):
+        total = looks.stacked(bars, i, [(getattr(held, kind) / 1e6, *looks.BYTES[kind]) for kind in KINDS], 0.66)
+        bars.text(total, i, f" {total:.1f}", va="center")
+    most = max([limit_bytes, *(sum(getattr(held, kind) for kind in KINDS) for held in rungs.values())]) / 1e6
+    bars.axvline(limit_bytes / 1e6, **looks.LIMIT)
+    bars.set_yticks(range(len(rungs)), list(rungs))
+    bars.invert_yaxis()
+    bars.set(xlabel=title, xlim=(0, 1.15 * most))
+    for axes in panels[0][1:]:
+        for look, curve in zip(looks.ALTERNATIVES, published, strict=False):
+            gpus, rates = zip(*curve["points"], strict=True)
+            axes.semilogx(gpus, rates, ms=5, **look)
+            looks.end_label(axes, gpus[-1], rates[-1], curve["name"], look["color"])
+        ticks = sorted({gpus for curve in published for gpus, _ in curve["points"]})
+        axes.set_xticks(ticks, ticks)
+        axes.minorticks_off()
+        axes.set(xlabel="H100 GPUs", ylabel="tokens/s per GPU", ylim=(0, None), xlim=(6, 6 * ticks[-1]))
+    keys = [*looks.kind_keys(KINDS), Line2D([], [], **looks.LIMIT, label="memory of a rank")]
+    figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, handleheight=1.4)
+    return figure
+
+
+def draw_one_core(shared, ranks, folded=""):
     """Show on rank 0 both times, and the line at which one core should be; `folded` as for `show`."""
     if ranks.rank:
         return

@@ -1,9 +1,29 @@
-"""Plots of lesson 14: what a decode step reads from memory by users, next to the latencies of a real server."""
+"""Plots of lesson 14."""
+
+import statistics
 
 from manyhands.plots import looks
 
 
-def reads_and_published(curves, published, title):
+def draw_tokens(samples, predicted, alpha):
+    """Points of each text's tokens per call, with whiskers from the least to the most, and the formula as a line.
+
+    samples: {draft tokens: rates of texts}; predicted: {draft tokens: rate}; alpha: the share of them that are kept.
+    """
+    figure, axes = looks.new_figure(7.5, 4)
+    for k, rates in samples.items():
+        middle, errors = looks.errorbars([rates], middle=statistics.mean)
+        axes.errorbar(k, middle, yerr=errors, **looks.WHISKERS | looks.MEASURED)
+    ks = sorted(predicted)
+    axes.plot(ks, [predicted[k] for k in ks], **looks.PREDICTED)
+    formula, colour = f"formula, alpha = {alpha:.2f}", looks.PREDICTED["color"]
+    looks.note(axes, formula, (ks[-1], predicted[ks[-1]]), (-14, 8), colour, ha="right")
+    axes.set(xlabel="draft tokens k per call of the large model", ylabel="tokens written per call")
+    axes.set(xticks=ks, ylim=(1, None), title="points: mean of the texts; whiskers: least and most")
+    return figure
+
+
+def draw_reads_and_published(curves, published, title):
     """Left the GB that a decode step reads by users, up to a full GPU; right published latencies by concurrency.
 
     curves: {model: (GB of its weights, GB of a user's cache, users that fit)}. published: series of time to first token

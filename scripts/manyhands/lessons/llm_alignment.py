@@ -1,11 +1,33 @@
-"""Plots of alignment: weights of tokens in three losses, ratios of stale answers, accuracy with the answers seen."""
+"""Plots of lesson 13."""
 
 import numpy as np
 
 from manyhands.plots import looks
 
 
-def token_weights(lengths, weights):
+def draw_kl(runs, chance):
+    """A matplotlib Figure with three panels over the steps: mean reward, accuracy on held-out words, KL per answer.
+
+    `runs`: {name: ([(step, mean reward, KL in nats)], {step: accuracy})}; the accuracy of chance is a dashed line.
+    """
+    figure, axes = looks.new_figure(9.5, 3.2, 1, 3)
+    for (name, (points, shares)), look in zip(runs.items(), looks.ALTERNATIVES, strict=False):
+        steps, rewards, kls = zip(*points, strict=True)
+        line = {key: look[key] for key in ("color", "ls")} | {"lw": 1.6}
+        axes[0].plot(steps, rewards, **line)
+        axes[1].plot(list(shares), list(shares.values()), ms=5, **(look | {"lw": 1.6}))
+        axes[2].plot(steps, kls, label=name, **line)
+    axes[1].axhline(chance, **looks.PREDICTED)
+    axes[1].text(0.99, chance + 0.03, "chance", transform=axes[1].get_yaxis_transform(), ha="right", va="bottom")
+    for panel, title in zip(axes, ("mean reward", "held-out accuracy", "KL, nats per answer"), strict=True):
+        panel.set(title=title, xlabel="step")
+    for panel in axes[:2]:
+        panel.set_ylim(-0.03, 1.05)
+    figure.legend(loc="outside lower center", ncols=len(runs), frameon=False, title="trained on the reward of")
+    return figure
+
+
+def draw_token_weights(lengths, weights):
     """Draw the weight of each token of an answer against the answer's length. weights: {loss: one for each length}."""
     figure, axes = looks.new_figure(7, 3.2)
     for (name, values), look in zip(weights.items(), looks.ALTERNATIVES, strict=False):
@@ -16,7 +38,7 @@ def token_weights(lengths, weights):
     return figure
 
 
-def staleness(ratios, rewards, published):
+def draw_stale(ratios, rewards, published):
     """Draw importance ratios and mean rewards by staleness, and next to them published seconds of a step in two ways.
 
     ratios: {staleness: values}; rewards: {staleness: mean reward by step}; published: series whose points are
@@ -47,7 +69,7 @@ def staleness(ratios, rewards, published):
     return figure
 
 
-def answers_seen(shares, budgets, chance):
+def draw_answers_seen(shares, budgets, chance):
     """Draw a bar for each stage, a point for each seed, and under each bar the answers that it took.
 
     shares: {stage: accuracy of each seed}; budgets: {stage: (gold answers, answers seen)}.

@@ -1,11 +1,5 @@
-"""Measure what an algorithm sends, what a message costs, and how long a rank waits, for lesson 02.
+"""Harness and plots of lesson 02: bytes and seconds of an all-reduce, and its plots."""
 
-messages.bars(ring_all_reduce, ranks)                    # megabytes that each rank sends and receives, as bars
-hops = messages.time_hops(exchange, ranks, 16, 5)        # seconds of a hop and of an all-reduce, by bytes
-messages.told(lambda: dist.all_reduce(x, group=group))   # the error of a call as one line, with its seconds
-"""
-
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,9 +13,11 @@ from manyhands.launch.recorded_runs import all_reduce_curves
 from manyhands.launch.run_folder import show
 from manyhands.measure import wire
 from manyhands.measure.timing import synchronise
+from manyhands.plots import looks as style
 from manyhands.plots.looks import ALTERNATIVES
-from manyhands.plots.times import against_size, beside_published
+from manyhands.plots.times import beside_published, bytes_axis, looks_of, name_ends
 
+_NUDGE = 1.1  # series beside each other at one size, so that whiskers do not cover each other
 GRADIENT_MB = 40
 _MB_PER_BLOCK = 5  # of a bar
 
@@ -150,23 +146,6 @@ def fit(sizes_b, seconds):
     return max(alpha, 1e-9), 1 / max(per_byte, 1e-15)  # noise must not make them negative
 
 
-def told(call, quiet=False):
-    """Call `call()` and print how it ended on this rank: the first line of its error, and after how many seconds.
-
-    quiet: print nothing.
-    """
-    began = time.monotonic()
-    try:
-        call()
-    except RuntimeError as error:
-        line = str(error).split("] ")[-1].splitlines()[0].replace(os.getcwd(), ".")
-        ended = f"{line} (after {time.monotonic() - began:.0f} s)"
-    else:
-        ended = "passed"
-    if not quiet:
-        say(ended)
-
-
 def agree(all_reduce, ranks):
     """Print on each rank whether `all_reduce` agrees with the library and with one process on twelve random tensors.
 
@@ -182,13 +161,79 @@ def agree(all_reduce, ranks):
         say(f"{'✓ agrees' if same else '✗ disagrees'} with {name}")
 
 
+def draw_against_size(sizes_b, measured, predicted, title, unit="measured", looks=None, formula="predicted"):
+    """Seconds against bytes per message, and below them measured / predicted.
+
+    measured and predicted: {series: seconds for each size}; of a measured series also all samples for each size, which
+    are drawn as their median with whiskers from the least to the most. A series without a prediction has no curve
+    below, and one without measurements is drawn as a line alone. `unit` says what kind of time it is ("measured",
+    "virtual"), `formula` what the dashed line is, `looks` ({series: one of ALTERNATIVES}) what a series looks like.
+    """
+    figure, (times, ratios) = style.new_figure(7.5, 5.4, 2, 1, sharex=True, height_ratios=(3, 1))
+    looks = looks or looks_of([*measured, *predicted])
+    samples = {name: [s if isinstance(s, (list, tuple)) else [s] for s in found] for name, found in measured.items()}
+    medians = {name: [statistics.median(some) for some in found] for name, found in samples.items()}
+    # a world of one sends nothing, and zero has no place on a logarithmic axis
+    positive = any(s > 0 for seconds in medians.values() for s in seconds)
+    times.set(xscale="log", yscale="log" if positive else "linear")
+    for seconds in predicted.values():
+        times.plot(sizes_b, [1e3 * s for s in seconds], **style.PREDICTED)
+    several = len(medians) > 1 and any(len(some) > 1 for found in samples.values() for some in found)
+    for place, name in enumerate(medians):
+        nudge = _NUDGE ** (place - (len(medians) - 1) / 2) if several else 1
+        nudged_b = [b * nudge for b in sizes_b]
+        _points(times, nudged_b, samples[name], looks[name], loose=name in predicted)
+    found = []
+    for name in (name for name in medians if name in predicted):
+        ratio = [m / p if p and m else 1 for m, p in zip(medians[name], predicted[name], strict=True)]
+        found += ratio
+        ratios.semilogx(sizes_b, ratio, ms=4, lw=1, **looks[name])
+    if positive:
+        style.plain_log_ticks(times.yaxis)
+    times.set(ylabel=f"{unit} time, ms", title=title)
+    if predicted:
+        times.plot([], [], label=formula, **style.PREDICTED)
+        times.legend(frameon=False, loc="upper left")
+    ratios.axhline(1, color=style.QUIET, lw=1)
+    reach = max([2, *(max(ratio, 1 / ratio) for ratio in found)])  # half and twice are equally far from 1
+    ratios.set(xlabel="bytes", ylabel=f"{unit} /\n{formula}", yscale="log")
+    ratios.set_yticks([1 / 16, 1 / 4, 1, 4, 16] if reach > 4 else [1 / 4, 1 / 2, 1, 2, 4])
+    ratios.set_ylim(0.8 / reach, reach / 0.8)
+    ratios.yaxis.set_major_formatter("{x:g}")
+    ratios.yaxis.set_minor_formatter("")
+    bytes_axis(ratios)
+    last_s = {name: seconds[-1] for name, seconds in (predicted | medians).items()}
+    name_ends(times, {name: 1e3 * s for name, s in last_s.items()}, looks)
+    return figure
+
+
+def draw_bandwidths(sizes_b, measured, factor, title, looks=None):
+    """Two panels: algorithm bandwidth (bytes / seconds), and bus bandwidth (that times `factor`), in MB/s."""
+    figure, panels = style.new_figure(7.5, 3.2, 1, 2, sharey=True)
+    looks = looks or looks_of(measured)
+    names = ("algorithm: bytes / time", f"bus: × {factor:g}")
+    for axes, name, times in zip(panels, names, (1, factor), strict=True):
+        for series, seconds in measured.items():
+            rate = [times * b / s / 1e6 if s else 0 for b, s in zip(sizes_b, seconds, strict=True)]
+            axes.semilogx(sizes_b, rate, ms=5, **looks[series])
+        axes.set(xlabel="bytes", title=name)
+        bytes_axis(axes)
+    panels[0].set(ylabel="MB/s", ylim=(0, None))
+    last = {series: factor * sizes_b[-1] / s[-1] / 1e6 if s[-1] else 0 for series, s in measured.items()}
+    name_ends(panels[1], last, looks)
+    figure.suptitle(title)
+    return figure
+
+
 def draw_line(hops, alpha, beta, ranks):
     """Show on rank 0 the measured hops around the line alpha + bytes / beta (s, bytes/s), and print the fitted line."""
     if ranks.rank != 0:
         return
     line = [alpha + b / beta for b in hops.sizes_b]
     title, looks = f"one hop on a ring of {hops.n_ranks} ranks, {ranks.library}", {"hop": ALTERNATIVES[0]}
-    figure = against_size(hops.sizes_b, {"hop": hops.hop_s}, {"hop": line}, title, looks=looks, formula="your line")
+    figure = draw_against_size(
+        hops.sizes_b, {"hop": hops.hop_s}, {"hop": line}, title, looks=looks, formula="your line"
+    )
     show(figure, "hop", alt="Time of one hop against bytes: medians and whiskers around the line.")
     fitted_alpha, fitted_beta = hops.fitted
     say(f"least squares: alpha = {1e6 * fitted_alpha:,.0f} µs, beta = {fitted_beta / 1e6:,.0f} MB/s")
@@ -205,3 +250,11 @@ def draw_machines(hops, ranks):
     show(figure, "machines", alt="Bus bandwidth against bytes: GPU nodes and, far below, this machine.")
     for curve in curves:
         say(f"{curve['name']}: {curve['hardware']}")
+
+
+def _points(axes, sizes_b, samples, look, loose):
+    """Medians of a series, joined by a line unless they are `loose`, with whiskers where there are several samples."""
+    middle, errors = style.errorbars(samples, 1e3)
+    if any(len(some) > 1 for some in samples):
+        axes.errorbar(sizes_b, middle, yerr=errors, fmt="none", ecolor=look["color"], **style.WHISKERS)
+    axes.plot(sizes_b, middle, ms=5, **({**look, "ls": "none"} if loose else look))
