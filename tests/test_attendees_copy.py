@@ -2,15 +2,17 @@
 
 import os
 import re
+import shutil
 import subprocess
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from course_copy import copy_course
 from manyhands.course import handouts, pairs
 from manyhands.course.folders import ROOT
-from manyhands.course.lessons import find_lessons
+from manyhands.course.lessons import ORIGINALS, Lesson, find_lessons
 
 TEXT = {".py", ".md", ".ipynb", ".txt", ".yml", ".toml", ".pbs", ".slurm", ".svg", ".json"}
 LESSONS = find_lessons(ROOT)
@@ -59,8 +61,7 @@ PRIVATE = (
 def test_what_somebody_laid_beside_the_course_is_not_handed_out_and_the_corpus_is(tmp_path, git):
     theirs = copy_course(tmp_path / "theirs", only=["03"])
     if git:
-        for words in (["init", "-q"], ["add", "."]):
-            subprocess.run(["git", *words], cwd=theirs, check=True)
+        commit_all(theirs)
         (theirs / "CITATION.cff").unlink()
     for name in (*PRIVATE, handouts.CORPUS):
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +69,79 @@ def test_what_somebody_laid_beside_the_course_is_not_handed_out_and_the_corpus_i
     copied = handouts.copy(tmp_path / "copy", theirs)
     assert [name for name in PRIVATE if (copied / name).exists()] == []
     assert (copied / handouts.CORPUS).exists() and (copied / "CITATION.cff").exists() == (not git)
+
+
+def commit_all(course):
+    for words in (["init", "-q"], ["add", "."]):
+        subprocess.run(["git", *words], cwd=course, check=True)
+
+
+OWN = "jobs/sites/ours.toml", "assets/site/logo.svg", "notebooks/17_mine.ipynb", "scripts/17_mine.py"
+
+
+@pytest.fixture
+def centre(tmp_path):
+    """A checkout of the course with a centre's own site, logo and lesson, none of which is committed."""
+    theirs = copy_course(tmp_path / "theirs", only=["03"])
+    commit_all(theirs)
+    shutil.copy(theirs / "jobs/sites/generic.toml", theirs / OWN[0])
+    (theirs / OWN[1]).write_text("<svg/>")
+    (lesson,) = find_lessons(theirs)
+    (theirs / OWN[3]).write_text(lesson.script.read_text().replace("03_data_parallel", "17_mine"))
+    pairs.sync(Lesson("17_mine", theirs))
+    job = theirs / "jobs/train.pbs"
+    job.write_text(job.read_text().replace("# site: generic", "# site: ours"))
+    return theirs
+
+
+def test_a_centres_own_site_logo_and_lesson_are_handed_out_before_they_are_committed(centre, tmp_path):
+    copied = handouts.copy(tmp_path / "copy", centre)
+    assert [name for name in OWN if not (copied / name).is_file()] == []
+    assert (copied / ORIGINALS / OWN[2]).is_file()
+    (centre / ".git/info/exclude").write_text("17_mine*\n")
+    assert [name for name in OWN if not (handouts.copy(tmp_path / "ignored", centre) / name).exists()] == [*OWN[2:]]
+
+
+@pytest.mark.parametrize("why", ["git ignores it", "it does not exist"])
+def test_a_job_file_whose_site_would_be_missing_in_the_copy_is_refused_by_name(centre, tmp_path, why):
+    if "ignores" in why:
+        (centre / ".git/info/exclude").write_text("ours.toml\n")
+    else:
+        (centre / OWN[0]).unlink()
+    said = f"jobs/train.pbs is for site ours, and the copy would not have jobs/sites/ours.toml: {why}"
+    with pytest.raises(pairs.PairError, match=said):
+        handouts.copy(tmp_path / "copy", centre)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_copy_is_updated_where_it_lies_unless_somebody_has_edited_it(centre, tmp_path):
+    copied, packed = (handouts.copy(tmp_path / name, centre) for name in ("copy", "copy.zip"))
+    (copied / "notes.txt").write_text("the centre's")
+    (centre / "README.md").write_text("new")
+    (centre / OWN[1]).unlink()
+    for suffix in (".py", ".ipynb"):
+        (lesson,) = centre.rglob(f"17_mine{suffix}")
+        lesson.unlink()
+    assert handouts.copy(copied, centre) == copied
+    assert (copied / "README.md").read_text() == "new" and (copied / "notes.txt").exists()
+    assert [name for name in OWN if (copied / name).exists()] == [OWN[0]]
+    fresh = handouts.copy(tmp_path / "fresh", centre)
+    state = {path.relative_to(copied): path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    there = {path.relative_to(fresh): path.read_bytes() for path in fresh.rglob("*") if path.is_file()}
+    assert state == there | {Path("notes.txt"): b"the centre's"}
+    assert "new" in zipfile.ZipFile(handouts.copy(packed, centre)).read("copy/README.md").decode()
+    (copied / "notebooks/03_data_parallel.ipynb").write_text("mine")
+    (centre / "README.md").write_text("newer")
+    with pytest.raises(pairs.PairError, match="was edited since .*: notebooks/03_data_parallel.ipynb; name another"):
+        handouts.copy(copied, centre)
+    assert (copied / "README.md").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["there", "there.zip"])
+def test_what_make_copy_did_not_make_is_not_touched(tmp_path, name):
+    (tmp_path / name).mkdir() if name == "there" else (tmp_path / name).write_text("x")
+    with pytest.raises(pairs.PairError, match="exists already, and `make copy` did not make it"):
+        handouts.copy(tmp_path / name, ROOT)
 
 
 def test_with_and_without_git_the_same_files_are_the_courses(monkeypatch):

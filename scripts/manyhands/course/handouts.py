@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from manyhands.course.folders import make_private, write_whole
@@ -37,6 +39,8 @@ COURSE = (  # where there is no git, as in an unpacked zip: what the course cons
     *(f"jobs/{name}.{kind}" for kind in ("pbs", "slurm") for name in JOBS),
     "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
 )  # fmt: skip
+# what a centre adds and need not commit: its site, its logo and pages, its lessons
+OWN = ("jobs/sites/*.toml", "assets/", "notebooks/[0-9][0-9]_*.ipynb", "scripts/[0-9][0-9]_*.py")
 
 
 def reset(lesson):
@@ -80,43 +84,96 @@ def _original(path, root):
 
 
 def copy(target, root):
-    """Copy the course below `root` to `target`, a folder or a .zip that does not exist yet, as attendees get it.
+    """Copy the course below `root` to `target`, a folder or a .zip, as attendees get it.
 
-    Of the course's own files as they are now, all but the tests, which know the answers; of what else lies there, the
-    corpus alone. It appears when it is complete. Raises PairError if it exists, lies inside the course, or a lesson's
-    two forms differ.
+    The copy has the course's files as they are now without the tests, which know the answers, then a centre's own site,
+    logo and lessons, and the corpus. A new copy appears when it is complete; one that `copy` made is updated, and what
+    else lies in it stays. Raises PairError if something else is there, if the copy was edited, lies inside the course
+    or lacks the site of a job file, or if a lesson's two forms differ.
     """
     target, root = Path(target).expanduser().absolute(), Path(root).absolute()
-    if target.exists():
-        raise PairError(f"{target} exists already; name a folder that does not")
+    if target.exists() and not _is_copy(target):
+        raise PairError(f"{target} exists already, and `make copy` did not make it; name a folder that does not exist")
     if re.search(r"[.](tar|tgz|gz|bz2|xz|zst|7z|rar)$", target.name):
         raise PairError(f"{target.name} is no .zip, and nothing else is packed; `make bundle` writes a .tar")
     if target.resolve().is_relative_to(root.resolve()):
         raise PairError(f"{target} lies inside the course; name a folder outside it")
     for lesson in find_lessons(root):
         check(lesson)
+    names = files_of_the_course(root)
+    _check_sites(root, names)
     target.parent.mkdir(parents=True, exist_ok=True)
     growing = target.with_name(f".{target.stem}-{os.getpid()}")
     packed = growing.with_suffix(".zip")
     try:
         course = growing / target.stem if target.suffix == ".zip" else growing
-        for name in files_of_the_course(root):
+        for name in names:
             (course / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, course / name, follow_symlinks=False)
         for lesson in find_lessons(root):
-            _hand_out(Lesson(lesson.name, course))
+            if f"scripts/{lesson.name}.py" in names:
+                _hand_out(Lesson(lesson.name, course))
         _write_manifest(course)
         _open_to_all(growing)
         if target.suffix == ".zip":
             shutil.make_archive(growing, "zip", growing)
             packed.chmod(0o644)
             os.replace(packed, target)
+        elif target.exists():
+            _write_over(growing, target)
         else:
             os.replace(growing, target)
     finally:
         shutil.rmtree(growing, ignore_errors=True)
         packed.unlink(missing_ok=True)
     return target
+
+
+def _is_copy(target):
+    """Return whether `copy` made this folder or .zip."""
+    if target.is_dir():
+        return (target / MANIFEST).is_file()
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(target) as packed:
+        return any(name.endswith(f"/{MANIFEST}") for name in packed.namelist())
+    return False
+
+
+def _handed_out(course):
+    """Return {name: digest} of every file of a copy outside ORIGINALS, as handed out."""
+    originals = [path for kind in ("notebooks", "scripts") for path in (course / ORIGINALS / kind).glob("*")]
+    return manifest(course) | {path.relative_to(course / ORIGINALS).as_posix(): digest(path) for path in originals}
+
+
+def _write_over(new, target):
+    """Bring the copy `target` to the state of `new`, file by file; what is not the copy's own stays.
+
+    Raises PairError, and touches nothing, if somebody has edited it.
+    """
+    files = {path.relative_to(new).as_posix(): path for path in new.rglob("*") if path.is_file()}
+    before = _handed_out(target)
+    there = {name: digest(target / name) for name in before if (target / name).is_file()}
+    edited = [
+        name for name, here in there.items() if here != before[name] and here != digest(files.get(name, os.devnull))
+    ]
+    if edited:
+        raise PairError(f"{target} was edited since `make copy` made it: {', '.join(edited)}; name another folder")
+    for name in before.keys() - files.keys():
+        for gone in (target / name, target / ORIGINALS / name):
+            gone.unlink(missing_ok=True)
+    for name, path in files.items():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target / name, path.read_bytes(), path.stat().st_mode & 0o777)
+
+
+def _check_sites(root, names):
+    """Raise PairError for a job file that was written for a site which the copy will not have."""
+    for name in names:
+        if re.fullmatch(r"jobs/[^/]+[.](pbs|slurm)", name):
+            site = re.search(r"^# site: (\S+)", (root / name).read_text("utf-8"), re.MULTILINE)
+            if site and (wanted := f"jobs/sites/{site[1]}.toml") not in names:
+                why = "git ignores it" if (root / wanted).is_file() else "it does not exist"
+                cure = f"add it (git add -f {wanted}), or write the job files for another site: make jobs SITE=generic"
+                raise PairError(f"{name} is for site {site[1]}, and the copy would not have {wanted}: {why}; {cure}")
 
 
 def digest(path):
@@ -151,15 +208,16 @@ def _open_to_all(folder):
 
 
 def files_of_the_course(root):
-    """Names, relative to `root`, of what attendees get: what git knows there, else COURSE, and the corpus.
+    """Names, relative to `root`, of what attendees get: what git knows there and OWN, else COURSE; and the corpus.
 
-    What somebody laid beside them stays theirs: own texts, prepared data, job files of their own, copies of lessons.
+    What git ignores is left out, and so is what somebody laid beside them: own texts, prepared data, job files of their
+    own, copies of lessons.
     """
-    git = ["git", "ls-files", "-z"]
-    try:
-        names = subprocess.run(git, cwd=root, capture_output=True, check=True).stdout.decode().split("\0")
-    except (OSError, subprocess.CalledProcessError):
-        names = []
+    names = []
+    with suppress(OSError, subprocess.CalledProcessError):
+        for words in ((), ("--others", "--exclude-standard", "--", *OWN)):
+            listed = subprocess.run(["git", "ls-files", "-z", *words], cwd=root, capture_output=True, check=True)
+            names += listed.stdout.decode().split("\0")
     if not any(names):
         found = (path for pattern in COURSE for path in root.glob(pattern))
         names = [path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts]
@@ -197,7 +255,8 @@ def main(arguments=None):
     if options.action == "reset":
         return for_lessons(_reset, options.names)
     try:
-        print("\n".join([f"copied to {copy(options.names[0], course_here())}", *left_alone(course_here())]))
+        done = "updated" if Path(options.names[0]).expanduser().exists() else "copied to"
+        print("\n".join([f"{done} {copy(options.names[0], course_here())}", *left_alone(course_here())]))
     except (PairError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
