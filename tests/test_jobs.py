@@ -177,6 +177,83 @@ def test_a_wrong_wish_is_refused_with_its_cure_and_nothing_is_written(folder, wi
     assert {path: path.read_text() for path in folder.iterdir()} == before
 
 
+OURS = """\
+title = "Ours"
+checked = "2026-11-28"
+sources = ["https://ours.example/guide"]
+verified = "No job was submitted there by us."
+needs = ["account"]
+walltime = "00:10:00"
+
+[pbs]
+chunk = "ncpus=64:ngpus=2:mpiprocs=2:mem=480gb"
+directives = ["-l place=scatter"]
+
+[queues]
+debug = { nodes = [1, 4], walltime = "01:00:00" }
+
+[settings]
+NPROC_PER_NODE = "2"
+"""
+
+
+@pytest.fixture
+def ours(tmp_path, folder, monkeypatch):
+    """write(old, new): our own site file, with a change, beside the job files; it is the only one."""
+    monkeypatch.chdir(tmp_path)
+    (folder / "sites").mkdir()
+
+    def write(old="", new=""):
+        assert old in OURS
+        (folder / "sites" / "ours.toml").write_text(OURS.replace(old, new, 1))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('["account"]', '["acount"]', """top: needs = ['acount'] must be a list of "account" and "queue\""""),
+        ("NPROC_PER", 'modules = "gcc"\nNPROC_PER', "[settings]: modules is unknown there; use site_setup"),
+        ("chunk", "chunks", "[pbs]: chunks is unknown there; use chunk"),
+        ("chunk =", "#", "[pbs]: chunk is missing: text in quotes"),
+        ("[1, 4]", "4", "queue debug: nodes = 4 must be the fewest and the most nodes, as [1, 4]"),
+        ("walltime", "queu = 1\nwalltime", "top: queu is unknown there; use queue"),
+        ("[settings]", "[setting]", "top: setting is unknown there; use [settings]"),
+        ('NODE = "2"', "NODE = 2", "[settings]: NPROC_PER_NODE = 2 must be text in quotes"),
+        ("title", "#", "top: title is missing"),
+        ("walltime", 'STARTER = "srun"\nwalltime', "top: STARTER is unknown there; it belongs into [settings]"),
+        ("[pbs]", "[PBS]", "top: PBS is unknown there; known are title, "),
+        ('["-l place=scatter"]', '"-l place=scatter"', """[pbs]: directives = '-l place=scatter' must be a list of"""),
+        ('"00:10:00"', '"10"', "top: walltime = '10' must be hours:minutes:seconds in quotes"),
+        ("[queues]\ndebug =", "[queues]\nshort = 1\ndebug =", "queue short: it is a table, as short = { nodes"),
+        ('title = "Ours"', "title =", "ours.toml is no site (Invalid value"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_a_sentence_with_the_key_and_the_cure(ours, old, new, sentence):
+    ours(old, new)
+    with pytest.raises(stamp.JobError, match=re.escape(sentence)):
+        stamp.sites()
+
+
+@pytest.mark.parametrize(("option", "line"), [("-P", "-P Hands"), ("-W group_list", "-W group_list=Hands")])
+def test_pbs_charges_the_account_by_the_option_of_the_site(ours, option, line):
+    folder = ours("chunk", f'account_option = "{option}"\nchunk')
+    path = folder / FILES[0]
+    path.write_text(path.read_text().replace("#PBS -j oe", "#PBS -j oe\n#PBS -W umask=022,stagein=a@b:c,d@e:f"))
+    with pytest.raises(stamp.JobError, match="charges each job to a project: make jobs SITE=ours ACCOUNT="):
+        stamp.stamp("ours", folder=folder)
+    for _ in range(2):
+        stamp.stamp("ours", account="Hands", folder=folder)
+    lines = path.read_text().splitlines()
+    assert [said for said in lines if "Hands" in said] == [f"#PBS {line}"] and in_order(path, "ours") == []
+    assert [value for value in lines if value.startswith("#PBS -W umask")]
+    ours()
+    stamp.stamp("ours", account="Other", folder=folder)
+    assert "#PBS -A Other" in path.read_text()
+
+
 WRONG = [
     # file, what is put in, for what, site, the sentence
     (0, "#PBS -l place=scatter\n", "", "generic", "no -l place=scatter"),

@@ -1,8 +1,8 @@
 """Find, replace and check the lines of a job file that the scheduler reads.
 
-A directive is known by its key: `-A`, `-l select` (PBS; `-l` lines are taken apart at their commas) or `--account`
-(Slurm; short options become long ones). `complaints` names errors that a scheduler would silently ignore; qsub and
-sbatch themselves refuse unknown options and resources.
+A directive is known by its key: `-A`, `-l select` (PBS; `-l` and `-W` lines are taken apart at their commas) or
+`--account` (Slurm; short options become long ones). `complaints` names errors that a scheduler would silently ignore;
+qsub and sbatch themselves refuse unknown options and resources.
 """
 
 import re
@@ -42,10 +42,10 @@ def _split(line, scheduler):
     if scheduler == "slurm":
         key, equals, attached = key.partition("=")
         return [Directive(_LONG.get(key, key), attached if equals else value)]
-    if key != "-l":
+    if key not in ("-l", "-W"):
         return [Directive(key, value)]
-    pairs = [item.strip().partition("=") for item in value.split(",")]
-    return [Directive(f"-l {name}", content) for name, _, content in pairs]
+    pairs = [item.strip().partition("=") for item in re.split(r",(?=\s*\w+=)" if key == "-W" else ",", value)]
+    return [Directive(f"{key} {name}", content) for name, _, content in pairs]
 
 
 def _first_command(lines):
@@ -66,7 +66,7 @@ def read(text, scheduler):
 
 def as_line(key, value, scheduler):
     """`#PBS -l select=2`, `#PBS -q debug`, `#SBATCH --nodes=2`."""
-    joint = "=" if value and (scheduler == "slurm" or key.startswith("-l ")) else " " if value else ""
+    joint = "=" if value and (scheduler == "slurm" or key.startswith(("-l ", "-W "))) else " " if value else ""
     return f"{PREFIX[scheduler]} {key}{joint}{value}"
 
 
@@ -96,10 +96,12 @@ def complaints(text, scheduler, site):
     values = {directive.key: directive.value for directive in found}
     say = list(_ignored_lines(text, scheduler))
     say += (_pbs if scheduler == "pbs" else _slurm)(found, values, site)
-    if "account" in site.needs and not values.get("-A" if scheduler == "pbs" else "--account"):
+    if "account" in site.needs and not values.get(site.account_option if scheduler == "pbs" else "--account"):
         say.append(f"{site.title} charges each job to a project: make jobs SITE={site.name} ACCOUNT=...")
     walltime = values.get("-l walltime" if scheduler == "pbs" else "--time")
     queue = values.get("-q" if scheduler == "pbs" else site.queue_option)
+    if "queue" in site.needs and not queue:
+        say.append(f"{site.title} wants a queue named: make jobs SITE={site.name} QUEUE=...")
     try:
         if walltime is None:
             say.append("no walltime: the site would refuse the job, or guess")

@@ -13,8 +13,10 @@ the number of nodes, every other line; for the same site also what an earlier st
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +38,51 @@ SETTINGS = {
 }  # fmt: skip
 WISHES = ("account", "queue", "reservation", "walltime", "nodes", "gpus", "mem")
 ARRAY = {"pbs": "-J", "slurm": "--array"}
+ACCOUNTS = ("-A", "-P", "-W group_list")  # what PBS charges a job to, as sites have it
+
+
+def _walltime(value):
+    with suppress(ValueError):
+        return isinstance(value, str) and directives.duration_s(value) > 0
+
+
+def _texts(value, allowed=None):
+    return isinstance(value, list) and all(isinstance(one, str) and one in (allowed or [one]) for one in value)
+
+
+def _one_of(*allowed):
+    return " or ".join(f'"{one}"' for one in allowed), lambda value: value in allowed
+
+
+# What a site file may hold: {table: {key: (what its value is, in words; whether a value is that)}}. No package checks
+# this, as `make jobs` needs none.
+_TEXT = "text in quotes, on one line", lambda value: isinstance(value, str) and "\n" not in value.strip()
+_LINES = "text in quotes", lambda value: isinstance(value, str) and value.strip() != ""
+_DEFAULT = "text in quotes, without }", lambda value: isinstance(value, str) and not re.search(r"[}\n]", value)
+_NUMBER = "a whole number from 1", lambda value: type(value) is int and value > 0
+_TIME = 'hours:minutes:seconds in quotes, as "00:10:00"', _walltime
+_TEXTS = 'a list of texts, as ["..."]', _texts
+_OPTIONS = 'a list of options, as ["-k doe"]', lambda value: _texts(value) and all(one[:1] == "-" for one in value)
+_NODES = (
+    "the fewest and the most nodes, as [1, 4]",
+    lambda value: isinstance(value, list) and [type(n) for n in value] == [int, int] and 1 <= value[0] <= value[1],
+)
+KEYS = {
+    "": {
+        "title": _LINES, "checked": ('a date in quotes, as "2026-11-28"', _TEXT[1]), "sources": _TEXTS,
+        "verified": _LINES, "walltime": _TIME, "login": _TEXT, "queue": _TEXT, "cores_per_gpu": _NUMBER,
+        "needs": ('a list of "account" and "queue"', lambda value: _texts(value, ["account", "queue"])),
+    },
+    "pbs": {"chunk": _TEXT, "directives": _OPTIONS, "filesystems": _TEXTS, "account_option": _one_of(*ACCOUNTS)},
+    "slurm": {"directives": _OPTIONS, "queue_option": _one_of("--partition", "--qos"), "required": _OPTIONS},
+    "queues": {"nodes": _NODES, "walltime": _TIME, "jobs": _NUMBER},  # of each queue
+    "settings": {name: _TEXT if name == "site_setup" else _DEFAULT for name in SETTINGS},
+}  # fmt: skip
+REQUIRED = {
+    "": ("title", "checked", "sources", "verified", "walltime"),
+    "pbs": ("chunk",),
+    "queues": ("nodes", "walltime"),
+}
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.@-]*"
 
 
@@ -62,6 +109,23 @@ class Site:
     queues: dict = field(default_factory=dict)  # name -> nodes [least, most], walltime, jobs of one user in any state
     settings: dict = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, path):
+        """Return the site in a file. Raise JobError, with the key and the cure, for whatever is wrong in it."""
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise JobError(f"{path} is no site ({error}); jobs/sites/generic.toml shows the form") from None
+        _check_table(path, "", {key: value for key, value in found.items() if key not in KEYS})
+        for table in KEYS.keys() & found.keys():
+            if not isinstance(found[table], dict):
+                raise JobError(f"{path}: {table} = {found[table]!r}: it is a table, [{table}]")
+            for name, inner in found["queues"].items() if table == "queues" else [(table, found[table])]:
+                _check_table(path, table, inner, name)
+        if not {"pbs", "slurm"} & found.keys():
+            raise JobError(f"{path} has neither a table [pbs] nor [slurm]: add the one of your scheduler")
+        return cls(name=path.stem, **found)
+
     @property
     def filesystems(self):
         return self.pbs.get("filesystems", [])
@@ -70,6 +134,11 @@ class Site:
     def queue_option(self):
         """Return the Slurm option that QUEUE sets here: --partition or --qos."""
         return self.slurm.get("queue_option", "--partition")
+
+    @property
+    def account_option(self):
+        """Return the PBS option that ACCOUNT sets here: -A, -P or -W group_list."""
+        return (self.pbs or {}).get("account_option", ACCOUNTS[0])
 
     def fixed(self, scheduler):
         """{key: value} of the directives that each job on this machine gets; none where it has no such scheduler."""
@@ -93,6 +162,29 @@ class Site:
             yield f"queue {queue} of {self.title} takes at most {longest}, not {walltime_s / 60:.0f} minutes"
 
 
+def _check_table(path, table, found, queue=""):
+    """Raise JobError for a key of a site file's table that is unknown, misplaced or missing, or of the wrong kind."""
+    keys, at = KEYS[table], f"{path}, {f'queue {queue}' if table == 'queues' else f'[{table}]' if table else 'top'}"
+    if not isinstance(found, dict):
+        raise JobError(f'{at}: it is a table, as {queue} = {{ nodes = [1, 4], walltime = "01:00:00" }}')
+    for key, value in found.items():
+        if key not in keys:
+            homes = [f"[{name}]" if name else "the top, above the first [table]" for name in KEYS if key in KEYS[name]]
+            tables = [f"[{name}]" for name in KEYS if name] if not table else []
+            near = difflib.get_close_matches(f"[{key}]" if isinstance(value, dict) else key, [*keys, *tables], 1)
+            near = ["site_setup"] if key.startswith("module") else near
+            cure = f"known are {', '.join([*keys, *tables])}"
+            if homes or near:
+                cure = f"it belongs into {' or '.join(homes)}" if homes else f"use {near[0]}"
+            raise JobError(f"{at}: {key} is unknown there; {cure}")
+        words, fits = keys[key]
+        if not fits(value):
+            raise JobError(f"{at}: {key} = {value!r} must be {words}")
+    for key in REQUIRED.get(table, ()):
+        if key not in found:
+            raise JobError(f"{at}: {key} is missing: {keys[key][0]}")
+
+
 def jobs_folder():
     """The folder of the job files: of the course in which we are, else of that around the package. Raise JobError."""
     for course in (Path.cwd(), Path.cwd().parent, ROOT):
@@ -103,13 +195,8 @@ def jobs_folder():
 
 def sites():
     """Return {name: Site} of every file in jobs/sites, by name. Raise JobError for an invalid one."""
-    found = {}
-    for path in sorted((jobs_folder() / "sites").glob("*.toml")):
-        try:
-            found[path.stem] = Site(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise JobError(f"{path} is no site ({error}); jobs/sites/generic.toml shows the form") from None
-    return found
+    paths = sorted((jobs_folder() / "sites").glob("*.toml"))
+    return {path.stem: Site.read(path) for path in paths}
 
 
 def site_named(name):
@@ -177,7 +264,8 @@ def _stamped(text, scheduler, site, wishes):
     nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
     owned = set(wanted) | {"--partition", "--qos"}  # of the previous site
-    owned = owned.union(*(other.fixed(scheduler) for other in sites().values()))
+    for other in sites().values():
+        owned |= {*other.fixed(scheduler), *([other.account_option] if scheduler == "pbs" else [])}
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})
     text = re.sub(r"^# site: \S+", f"# site: {site.name}", text, flags=re.MULTILINE)
     settings = {} if same else SETTINGS | site.settings
@@ -197,7 +285,7 @@ def _pbs(site, wishes, nodes, kept):
     if wishes["mem"]:
         chunk["mem"] = f"{wishes['mem'].lower()}b"
     return {
-        "-A": wishes["account"] or kept.get("-A"),
+        site.account_option: wishes["account"] or kept.get(site.account_option),
         "-q": wishes["reservation"] or wishes["queue"] or kept.get("-q") or site.queue,
         "-l select": ":".join([str(nodes), *(f"{name}={value}" for name, value in chunk.items() if value)]),
         **{key: kept.get(key) or value for key, value in site.fixed("pbs").items()},
