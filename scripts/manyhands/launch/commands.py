@@ -34,7 +34,7 @@ from manyhands.launch.allocation import (
 )
 from manyhands.launch.flags import Flags
 from manyhands.launch.launchers import LaunchError
-from manyhands.launch.limits import cure, sweep_shared_memory
+from manyhands.launch.limits import cure, few_processes, sweep_shared_memory
 from manyhands.launch.machine import cores_here
 from manyhands.launch.processes import keep
 from manyhands.launch.program import MEMORY, NOT_AGAIN, REFUSED, STATUS_FILE, end_by, read_end, read_status, told, write
@@ -180,7 +180,12 @@ def main(
     if refuse_flags and args.program.resolve() == TRAIN.resolve():
         refuse_flags(argv[at + 1 :])
     write(f"$ {shlex.join(command)}\n")
-    return 0 if args.dry_run else run(command, args.timeout, args.retries)
+    if args.dry_run:
+        return 0
+    environ = settings.environment()
+    if few := few_processes(args.nproc or ranks_on_a_node(Allocation.find(environ), environ)):
+        print(f"launch.py: {few}", file=sys.stderr)
+    return run(command, args.timeout, args.retries)
 
 
 def run(command: Sequence[str], idle_s: float | None, retries: int) -> int:

@@ -11,9 +11,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from manyhands.launch.machine import available_processes
+
 SHM = Path("/dev/shm")
 RANK_BYTES = 1.02 * 2**20  # of MPICH 5's segment, for each rank of a node; without them a rank dies of a bus error
 OLD_S = 3600  # by then all ranks have opened a segment: it may go although processes that are not seen here map it
+RANK_PROCESSES = 16  # processes and threads of a rank at most, while it trains or its answer is judged
 MISSED_S = 60  # so old is a segment that goes where there is no room for another one
 SMALL_SHM = (
     "/dev/shm is full or small: remove old files there, in a container give --shm-size=1g, or"
@@ -32,6 +35,18 @@ LIMITS = (  # what a start says that meets a limit -> what to do
 def cure(text: str, instead: str = "use `python scripts/launch.py --starter torchrun`") -> str:
     """Return what to do about a limit that `text` speaks of, or "". `instead`: how to start without shared memory."""
     return next((says.format(instead=instead) for found, says in LIMITS if re.search(found, text)), "")
+
+
+def few_processes(num_ranks: int) -> str:
+    """Return a sentence if the limit of processes may be met by `num_ranks` ranks of this node, else "".
+
+    Some ranks that meet it end with an error that does not name it, and some wait for those that could not start.
+    """
+    left = available_processes()
+    if left is None or left >= num_ranks * RANK_PROCESSES:
+        return ""
+    says = f"{left} more processes and threads are allowed here, and {num_ranks} ranks may take"
+    return f"{says} {num_ranks * RANK_PROCESSES}; if they fail or wait: {cure('Resource temporarily unavailable')}"
 
 
 def no_room(rank: int, num_ranks: int, place: Path = SHM) -> str:

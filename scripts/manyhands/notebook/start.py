@@ -15,6 +15,7 @@ from pathlib import Path
 from manyhands.course import lesson_parameters
 from manyhands.course.folders import ROOT, script_of
 from manyhands.launch.allocation import RanksError
+from manyhands.launch.limits import few_processes
 from manyhands.launch.ranks import wrapped
 from manyhands.notebook import magic
 from manyhands.notebook.rank_pool import RankPool, current_ranks, replace_ranks
@@ -42,6 +43,8 @@ def start_ranks(lesson, namespace, mpi=None):
     pool = RankPool(lesson, values, mpi)
     if notice := parameters_do_not_count(known, namespace, pool.world_size, script.name):
         print("\n".join(wrapped(notice)))
+    if few := few_processes(pool.world_size):
+        print("\n".join(wrapped(few)))
     replace_ranks(pool)
     pool.start()
     magic.register_lesson()
