@@ -198,10 +198,11 @@ NPROC_PER_NODE = "2"
 
 
 @pytest.fixture
-def ours(tmp_path, folder, monkeypatch):
-    """write(old, new): our own site file, with a change, beside the job files; it is the only one."""
+def ours(tmp_path, root, folder, monkeypatch):
+    """write(old, new): our own site file, with a change, beside the job files and the generic one."""
     monkeypatch.chdir(tmp_path)
     (folder / "sites").mkdir()
+    shutil.copy(root / "jobs/sites/generic.toml", folder / "sites")
 
     def write(old="", new=""):
         assert old in OURS
@@ -252,6 +253,46 @@ def test_pbs_charges_the_account_by_the_option_of_the_site(ours, option, line):
     ours()
     stamp.stamp("ours", account="Other", folder=folder)
     assert "#PBS -A Other" in path.read_text()
+
+
+def test_gpus_change_every_line_that_follows_from_them_and_what_somebody_wrote_stays(ours, capsys):
+    folder = ours("[pbs]", "cores_per_gpu = 32\n\n[pbs]")
+    path = folder / FILES[0]
+    for gpus, line in ((1, "ncpus=32:ngpus=1:mpiprocs=1:mem=240gb"), (2, "ncpus=64:ngpus=2:mpiprocs=2:mem=480gb")):
+        stamp.stamp("ours", account="a", gpus=gpus, folder=folder)
+        assert f"select=2:{line}\n" in path.read_text() and f"NPROC_PER_NODE:-{gpus}}}" in path.read_text()
+    stamp.stamp("ours", gpus=1, mem="100G", folder=folder)
+    stamp.stamp("ours", gpus=2, folder=folder)
+    assert "select=2:ncpus=64:ngpus=2:mpiprocs=2:mem=100gb\n" in path.read_text()
+    assert stamp.main(["check"]) == 0
+    path.write_text(path.read_text().replace("ngpus=2", "ngpus=1"))
+    capsys.readouterr()
+    assert stamp.main(["check"]) == 2
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(FILES[0]))
+    for wrong in (
+        "NPROC_PER_NODE is 2, and a node of the job has 1 GPUs",
+        "ncpus=64 is for 2 GPUs",
+        "mpiprocs=2 is for",
+    ):
+        assert f"{wrong}" in said
+    assert "make jobs SITE=ours GPUS=1" in said and "mem=" not in said
+
+
+def test_gpus_leave_the_cores_of_whole_nodes_and_say_so(ours, capsys):
+    ours()
+    stamp.main(["stamp", "--site", "ours", "--account", "a", "--gpus", "1"])
+    assert (
+        "but ncpus=64 is for 2 GPUs, and the job asks for 1 per node: write your own number, or cores_per_gpu"
+        in capsys.readouterr().out
+    )
+    assert "ncpus=64:ngpus=1:mpiprocs=1:mem=240gb" in Path("jobs", FILES[0]).read_text()
+
+
+def test_nodes_are_those_of_each_job_but_not_of_a_row_of_the_sweep(ours, capsys):
+    folder = ours()
+    stamp.main(["stamp", "--site", "ours", "--account", "a", "--nodes", "4"])
+    assert "select=4:" in (folder / FILES[0]).read_text() and "select=1:" in (folder / "sweep.pbs").read_text()
+    assert capsys.readouterr().out.count("but NODES=4 leaves a row of its table on 1: change that line by hand") == 1
 
 
 WRONG = [

@@ -118,6 +118,18 @@ def number_of_nodes(values, scheduler):
     return int(nodes) if nodes.isdecimal() else None
 
 
+def chunk(select):
+    """Return {resource: value} of the chunk in a PBS select, such as 2:ncpus=8:ngpus=2."""
+    return dict(part.partition("=")[::2] for part in select.split(":")[1:])
+
+
+def gpus_per_node(values):
+    """Return the GPUs per node that the directives, or a chunk's resources, ask for; 0 where they do not say."""
+    asked = values.get("ngpus") or values.get("--gpus-per-node") or values.get("--gres") or "0"
+    number = re.search(r"\d+$", str(asked))
+    return int(number[0]) if number else 0
+
+
 def _ignored_lines(text, scheduler):
     lines, prefix = text.splitlines(), PREFIX[scheduler]
     for number, line in enumerate(lines, start=1):

@@ -225,8 +225,9 @@ def stamp(
 ):
     """Write `site`'s directives into each job file that its scheduler reads; the paths of these files.
 
-    `gpus`: per node, with a rank and cores for each; 0 asks for none, None leaves them as they stand. `mem`: of a node,
-    such as "64G". The generic site without a wish brings back what a checkout holds.
+    `nodes`: of each job; a row of a table (sweep.slurm) keeps its own. `gpus`: per node, with a rank, cores and memory
+    for each; 0 asks for none, None leaves them as they stand. `mem`: of a node, such as "64G". The generic site without
+    a wish brings back what a checkout holds.
     Nothing is written unless all of it can be. Raise JobError: unknown site, missing account, a walltime or a name
     that is none, more than the queue allows, files that cannot be written.
     """
@@ -260,8 +261,12 @@ def _stamped(text, scheduler, site, wishes):
     old = {directive.key: directive.value for directive in directives.read(text, scheduler)}
     undo = site.name == "generic" and not any(wishes[name] is not None for name in WISHES)
     same = stamped_site(text) == site.name and not undo
-    usual = 1 if ARRAY[scheduler] in old else 2  # a row of a sweep is small
-    nodes = wishes["nodes"] or (not undo and directives.number_of_nodes(old, scheduler)) or usual
+    nodes = not undo and directives.number_of_nodes(old, scheduler)
+    if ARRAY[scheduler] in old:  # a row of a sweep is small, whatever other jobs have
+        queue = site.queues.get(wishes["reservation"] or wishes["queue"] or site.queue, {})
+        nodes = max(nodes or 1, queue.get("nodes", [1])[0])
+    else:
+        nodes = wishes["nodes"] or nodes or 2
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
     owned = set(wanted) | {"--partition", "--qos"}  # of the previous site
     for other in sites().values():
@@ -276,12 +281,10 @@ def _stamped(text, scheduler, site, wishes):
 
 def _pbs(site, wishes, nodes, kept):
     """{key: value or None}, in the order in which they will stand. Under PBS a reservation is a queue."""
-    chunk = dict(part.partition("=")[::2] for part in site.pbs["chunk"].split(":"))
-    usual_cores = chunk.get("ncpus")
-    if kept.get("-l select"):
-        chunk = dict(part.partition("=")[::2] for part in kept["-l select"].split(":")[1:])
-    if (gpus := wishes["gpus"]) is not None:
-        chunk |= {"ngpus": gpus, "ncpus": (site.cores_per_gpu or 0) * gpus or usual_cores}
+    usual = directives.chunk(f"1:{site.pbs['chunk']}")
+    chunk = directives.chunk(kept["-l select"]) if kept.get("-l select") else usual
+    if wishes["gpus"] is not None:
+        chunk = _follow(site, usual, chunk, "ngpus", wishes["gpus"])
     if wishes["mem"]:
         chunk["mem"] = f"{wishes['mem'].lower()}b"
     return {
@@ -296,22 +299,65 @@ def _pbs(site, wishes, nodes, kept):
 def _slurm(site, wishes, nodes, kept):
     usual = site.fixed("slurm")
     fixed = {key: kept.get(key) or value for key, value in usual.items()}
-    gpus = kept.get("--gpus-per-node") if wishes["gpus"] is None else wishes["gpus"]
-    if wishes["gpus"] is not None and site.cores_per_gpu:
-        fixed["--cpus-per-task"] = str(site.cores_per_gpu * gpus or usual["--cpus-per-task"])
-    if "--gres" in usual:  # where the site's pages ask for GPUs in this way
-        fixed["--gres"] = f"gpu:{gpus}" if gpus else fixed["--gres"]
-        gpus = None
+    fixed |= {key: kept.get(key) or usual.get(key) for key in ("--gpus-per-node", "--mem")}
+    if wishes["gpus"] is not None:  # --gres: where the site's pages ask for GPUs in this way
+        option = "--gres" if "--gres" in usual else "--gpus-per-node"
+        fixed = _follow(site, usual, fixed, option, wishes["gpus"])
     return {
         "--account": wishes["account"] or kept.get("--account"),
         "--nodes": str(nodes),
         **fixed,
-        "--gpus-per-node": str(gpus) if gpus else usual.get("--gpus-per-node"),
-        "--mem": wishes["mem"] or kept.get("--mem") or usual.get("--mem"),
+        "--mem": wishes["mem"] or fixed["--mem"],
         site.queue_option: wishes["queue"] or kept.get(site.queue_option) or site.queue,
         "--reservation": wishes["reservation"] or kept.get("--reservation"),
         "--time": wishes["walltime"] or kept.get("--time") or wishes["usual"],
     }
+
+
+def _follow(site, usual, kept, option, gpus):
+    """Return the requests `kept` with `gpus` per node, and the cores, processes and memory that follow from them.
+
+    A request that is not the site's usual one for the number before was somebody's wish, and stays.
+    """
+    before, found = directives.gpus_per_node(kept), dict(kept)
+    for name in (*usual, "ncpus" if option == "ngpus" else "--cpus-per-task"):
+        if kept.get(name) == _usual(site, usual, name, before):
+            found[name] = _usual(site, usual, name, gpus)
+    number = f"gpu:{gpus}" if option == "--gres" else str(gpus)
+    return found | {option: number if gpus else usual.get(option)}
+
+
+def _usual(site, usual, name, gpus):
+    """Return the site's usual value of a request on a node, for this number of GPUs; 0: as its file has it."""
+    value, of = usual.get(name), directives.gpus_per_node(usual)
+    if name in ("ncpus", "--cpus-per-task"):
+        return str(site.cores_per_gpu * gpus) if site.cores_per_gpu and gpus else value
+    per_gpu = name in ("mem", "--mem") or (name == "mpiprocs" and value == str(of))
+    if not (value and per_gpu and gpus and of):
+        return value
+    return re.sub(r"\d+", lambda number: str(max(1, int(number[0]) * gpus // of)), value, count=1)
+
+
+def gpu_complaints(path, scheduler):
+    """Return sentences on lines of a job file that are for another number of GPUs per node than it asks for."""
+    text = path.read_text(encoding="utf-8")
+    site, values = site_named(stamped_site(text)), {d.key: d.value for d in directives.read(text, scheduler)}
+    here, usual = values, site.fixed(scheduler)
+    if scheduler == "pbs":
+        here, usual = (
+            directives.chunk(values.get("-l select", "")),
+            directives.chunk(f"1:{(site.pbs or {}).get('chunk', '')}"),
+        )
+    gpus, of = directives.gpus_per_node(here), directives.gpus_per_node(usual)
+    cure = f"make jobs SITE={site.name} GPUS={gpus}"
+    ranks = re.search(r"^NPROC_PER_NODE=\$\{NPROC_PER_NODE:-(\d+)\}", text, re.MULTILINE)
+    if gpus and scheduler == "pbs" and ranks and int(ranks[1]) > gpus:  # Slurm tells a job the number of its GPUs
+        yield f"NPROC_PER_NODE is {ranks[1]}, and a node of the job has {gpus} GPUs: {cure}"
+    for name in ("ncpus", "--cpus-per-task", "mpiprocs", "mem", "--mem"):
+        if gpus and of and gpus != of and here.get(name) and here[name] == usual.get(name):
+            whole = name in ("ncpus", "--cpus-per-task") and not site.cores_per_gpu
+            cure = f"write your own number, or cores_per_gpu into jobs/sites/{site.name}.toml" if whole else cure
+            yield f"{name}={here[name]} is for {of} GPUs, and the job asks for {gpus} per node: {cure}"
 
 
 def table_complaints(path, scheduler):
@@ -385,7 +431,12 @@ def _print_stamp(args):
     for path in stamp(site.name, **wishes):
         program = "qsub" if path.suffix == ".pbs" else "sbatch"
         print(f"written for {site.title}; submit with: {program} jobs/{path.name}")
-        for said in crowd_complaints(path, directives.SCHEDULERS[path.suffix]):
+        scheduler, text = directives.SCHEDULERS[path.suffix], path.read_text(encoding="utf-8")
+        found = {directive.key: directive.value for directive in directives.read(text, scheduler)}
+        left = directives.number_of_nodes(found, scheduler)
+        if wishes["nodes"] not in (None, left):
+            print(f"  but NODES={wishes['nodes']} leaves a row of its table on {left}: change that line by hand")
+        for said in [*crowd_complaints(path, scheduler), *gpu_complaints(path, scheduler)]:
             print(f"  but {said}")
     if site.login:
         print(f"before `make lab`, `kernel` or `shared` on a login node there: {site.login}")
@@ -398,7 +449,11 @@ def _print_check(args):
         text = path.read_text(encoding="utf-8")
         site = site_named(stamped_site(text))
         wrong = directives.complaints(text, scheduler, site)
-        wrong += table_complaints(path, scheduler) + crowd_complaints(path, scheduler)
+        wrong += [
+            *table_complaints(path, scheduler),
+            *crowd_complaints(path, scheduler),
+            *gpu_complaints(path, scheduler),
+        ]
         print(f"{path.name} for {site.title}: " + ("; ".join(wrong) or "in order"))
         status = 2 if wrong else status
     return status

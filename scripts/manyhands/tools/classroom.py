@@ -101,15 +101,14 @@ class ClassJob:
         text = path.read_text(encoding="utf-8")
         site = stamp.site_named(stamp.stamped_site(text))
         values = {d.key: d.value for d in directives.read(text, scheduler)}
-        other = values.get("--gres") or values.get("-l select", "")
-        gpus = values.get("--gpus-per-node") or "".join(re.findall(r"gpus?[:=](\d+)", other))
+        gpus = directives.gpus_per_node(values | directives.chunk(values.get("-l select", "")))
         tasks = re.match(r"(\d+)-(\d+)", values.get(stamp.ARRAY[scheduler], "1-1"))
         shared = site.cores_per_gpu is not None and gpus
         queue = values.get("-q" if scheduler == "pbs" else site.queue_option, "")
         limits, lessons = site.queues.get(queue), re.findall(r"scripts/(\d\d_\w+)\.py -- ", text)
         known = f"{limits['nodes'][1]} nodes, {limits['walltime']}" if limits else "no limits known"
         return cls(
-            path.name, directives.number_of_nodes(values, scheduler) or 1, int(gpus) if shared else 0,
+            path.name, directives.number_of_nodes(values, scheduler) or 1, gpus if shared else 0,
             int(tasks[2]) - int(tasks[1]) + 1,
             directives.duration_s(values["-l walltime" if scheduler == "pbs" else "--time"]),
             "".join(lessons[:1]),
