@@ -62,7 +62,8 @@ def test_the_files_that_a_site_reads_are_in_order_for_it_and_generic_brings_the_
         assert in_order(path, site) == []
         assert stamp.stamped_site(path.read_text()) == site
         if device and not path.name.startswith("sweep"):  # which runs train.*
-            assert f"MANYHANDS_DEVICE=${{MANYHANDS_DEVICE:-{device}}}" in path.read_text()
+            job = {".pbs": "PBS_JOBID", ".slurm": "SLURM_JOB_ID"}[path.suffix]
+            assert f"MANYHANDS_DEVICE=${{MANYHANDS_DEVICE:-${{{job}:+{device}}}}} " in path.read_text()
             assert re.search("^export .*MANYHANDS_DEVICE", path.read_text(), re.MULTILINE)
         subprocess.run(["bash", "-n", path], check=True)
     stamp.stamp(site, account=account_of(site), folder=folder)
@@ -356,6 +357,20 @@ def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
     assert "--nproc 2 " in run_job(course, FILES[1], **environ).stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "site", "job"), [(FILES[0], "aurora", "PBS_JOBID"), (FILES[1], "jean-zay", "SLURM_JOB_ID")]
+)
+def test_a_sites_modules_and_device_are_for_its_jobs_alone(course, folder, tmp_path, name, site, job):
+    stamp.stamp(site, account="Hands", folder=folder)
+    python = program(tmp_path / "bin" / "python", '[ "$2" = manyhands.course.pairs ] || echo "on $MANYHANDS_DEVICE"')
+    environ = {"VENV": "", "PATH": f"{python.parent}:{os.environ['PATH']}", "BASH_FUNC_module%%": "() { echo module; }"}
+    assert run_job(course, folder / name, **environ, MANYHANDS_DEVICE="").stdout == "on \n"
+    assert run_job(course, folder / name, **environ, MANYHANDS_DEVICE="cpu").stdout == "on cpu\n"
+    device = stamp.site_named(site).settings["MANYHANDS_DEVICE"]
+    said = run_job(course, folder / name, **environ, MANYHANDS_DEVICE="", **{job: "7"}).stdout
+    assert said == f"module\nmodule\non {device}\n"
+
+
 @pytest.mark.parametrize("name", ALL_FILES[:2])
 def test_a_job_takes_the_environment_that_make_kernel_was_told_to_use_unless_one_is_named(course, tmp_path, name):
     for place in ("remembered", "named"):
@@ -405,6 +420,20 @@ def test_a_cell_submits_watches_and_reads_the_pbs_file_without_a_scheduler(in_th
     assert "running: this machine" in said and "step   0: validation loss" in said
     assert job.metrics("03_data_parallel")["world_size"] == 2
     assert job.metrics("02_collectives") is None
+
+
+def test_a_job_file_that_is_stamped_for_a_cluster_runs_on_a_laptop(in_the_course, folder, monkeypatch):
+    stamp.stamp("aurora", account="Hands", folder=folder)
+    monkeypatch.delenv("NPROC_PER_NODE")
+    path = in_the_course / "jobs" / FILES[0]
+    before = path.read_text()
+    path.write_text((folder / FILES[0]).read_text())
+    try:
+        job = submit.submit("ddp_shakespeare", " ".join(short_flags()), via="bash")
+        assert job.watch(200) == "completed", job.output.read_text()
+        assert job.metrics("03_data_parallel")["world_size"] == 2
+    finally:
+        path.write_text(before)
 
 
 def test_what_was_saved_in_the_notebook_is_in_the_script_before_the_job_starts(in_the_course, monkeypatch, capsys):

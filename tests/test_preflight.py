@@ -246,6 +246,20 @@ def test_in_a_preflight_lesson_04_leaves_no_job_in_the_queue():
     assert short.parameters.keys() > {"submit_via", "steps"} and "--short" in short.again()
 
 
+def test_the_last_lines_of_a_failed_job_stand_behind_the_notebooks_error(tmp_path):
+    (run,) = preflight.plan(find_lessons(only=["04"]), tmp_path, notebooks_only=True)
+    jobs = run.folder / "outputs" / "jobs"
+    jobs.mkdir(parents=True)
+    for number, status, said in ((7, "0", "well"), (8, "1", "line 30: module: command not found")):
+        (jobs / f"ddp_shakespeare.{number}.status").write_text(f"{status}\n")
+        (jobs / f"ddp_shakespeare.o{number}").write_text(f"{said}\n")
+    error = {"output_type": "error", "ename": "AssertionError", "evalue": "the job failed", "traceback": ["here"]}
+    run.executed.write_text(json.dumps({"cells": [{"cell_type": "code", "metadata": {}, "outputs": [error]}]}))
+    found = run.first_error(runs.Ended(1, 1.0, 0), 60, None, {})
+    last = "job 8 (ddp_shakespeare) failed; its last lines:\nline 30: module: command not found"
+    assert found.detail == f"here\n\n{last}" and "the job failed" in found.says
+
+
 @pytest.mark.parametrize("how", fake_course.BROKEN)
 def test_a_broken_notebook_stops_no_other_lesson_and_the_report_names_it_with_the_cure(fly, tmp_path, capsys, how):
     fake_course.break_notebook(Lesson("01_good", tmp_path), how)

@@ -276,7 +276,7 @@ def _stamped(text, scheduler, site, wishes):
     settings = {} if same else SETTINGS | site.settings
     if wishes["gpus"] is not None:
         settings["NPROC_PER_NODE"] = str(wishes["gpus"] or site.settings["NPROC_PER_NODE"])
-    return _with_settings(text, settings)
+    return _with_settings(text, settings, scheduler)
 
 
 def _pbs(site, wishes, nodes, kept):
@@ -393,11 +393,18 @@ def crowd_complaints(path, scheduler):
     return [f"{queue} takes {most} of your jobs at a time, waiting ones too, not {size}: {cure}"] if crowded else []
 
 
-def _with_settings(text, settings):
-    """The lines between "edit here" and "end of what one edits", with these values as their defaults."""
+def _with_settings(text, settings, scheduler):
+    """The lines between "edit here" and "end of what one edits", with these values as their defaults.
+
+    A site's modules and device are for its jobs: outside of one, as on a laptop, they are left out.
+    """
+    job = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}[scheduler]
     for name, value in settings.items():
-        old, new = rf"^{name}=\$\{{{name}:-[^}}]*\}} *", f"{name}=${{{name}:-{value}}}"
+        if name == "MANYHANDS_DEVICE" and value:
+            value = f"${{{job}:+{value}}}"
+        old, new = rf"^{name}=\$\{{{name}:-(?:[^{{}}]|\{{[^}}]*\}})*\}} *", f"{name}=${{{name}:-{value}}}"
         if name == "site_setup":
+            value = value if value == ":" else f'[ -z "${{{job}:-}}" ] || {{ {value}; }}'
             old, new = r"^site_setup\(\) \{ .*; \} *", f"site_setup() {{ {value}; }}"
         text = re.sub(old, lambda match, new=new: f"{new:<41} ", text, flags=re.MULTILINE)
     return text

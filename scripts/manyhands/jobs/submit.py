@@ -296,6 +296,8 @@ class LocalJob(Job):
         folder = self._outputs / "jobs"
         make_private(folder)
         environ = without_launchers(self._environ, "SLURM_", "PBS_", "MANYHANDS_MPI")  # no job, no rank of one
+        if stamp.stamped_site((self.course / "jobs" / f"{self.name}.pbs").read_text("utf-8")) != "generic":
+            environ.setdefault("NPROC_PER_NODE", "2")  # the site's number is for its nodes
         command = ["bash", f"jobs/{self.name}.pbs", *flags]
         _show(command)
         unnamed = folder / f"{self.name}.o{os.getpid()}-{time.monotonic_ns()}"

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
@@ -29,6 +29,7 @@ KERNEL = "manyhands"
 NOTEBOOK_RANKS = 4  # what a notebook takes unless told otherwise
 TIMEOUT_S = 600  # of a run, usually; a notebook's own limits then grow with the machine's load alone
 GPU_TIMEOUT_S = 1200  # there kernels are compiled and NCCL joins nodes; ranks and cells then wait longer, too
+JOB_LINES = 10  # of a failed job's output, in the report
 CELL_S = 60  # the shortest of these, which MANYHANDS_PATIENCE multiplies
 
 
@@ -190,7 +191,8 @@ class Run:
             says = f"did not end within {timeout_s:g} s and was stopped" + (f": {where}" if where else "")
             return FirstError(says, None, in_notebook.detail if in_notebook else "\n".join(texts.values())[-4000:])
         if in_notebook or ended.status != 0:
-            return in_notebook or first_error_in(texts, ended.status)
+            first = in_notebook or first_error_in(texts, ended.status)
+            return replace(first, detail="\n\n".join([first.detail, *failed_jobs(self.folder / "outputs")]))
         if ended.left_behind:
             return FirstError("left processes behind, killed now: " + "; ".join(ended.left_behind))
         if metrics is None:
@@ -360,6 +362,16 @@ def first_error_in_notebook(path) -> FirstError | None:
                 rank, says = of_rank.groups() if of_rank else (None, f"{output.get('ename')}: {says}")
                 return FirstError(f"{says} (cell {number})", int(rank) if rank else None, detail)
     return None
+
+
+def failed_jobs(outputs):
+    """Yield the end of what each job printed that a run has started and that has failed."""
+    for status in sorted(outputs.glob("jobs/*.status")):
+        name, number = status.stem.rsplit(".", 1)
+        printed = status.with_name(f"{name}.o{number}")
+        if status.read_text().strip() not in ("", "0") and printed.is_file():
+            lines = printed.read_text("utf-8", errors="replace").splitlines()[-JOB_LINES:]
+            yield "\n".join([f"job {number} ({name}) failed; its last lines:", *lines])
 
 
 def running_cell(path) -> str:
