@@ -122,24 +122,35 @@ def test_without_mpi_ranks_start_one_by_one_but_not_on_several_nodes(monkeypatch
 @pytest.mark.ranks
 @pytest.mark.usefixtures("real_python")
 @pytest.mark.parametrize(
-    ("mpi", "end", "said", "prints"),
+    ("fork", "mpi", "end", "said", "prints"),
     [
-        (True, "kill(os.getpid(), 9)", "rank 1 ended with status 137; 137 is a kill", "no memory for that"),
-        (True, "_exit(3)", "rank 1 ended with status 3: ", "no memory for that"),
-        (False, "kill(os.getpid(), 9)", "engine-[01] ended with status -9", "no memory for that"),
-        (True, "kill(os.getpid(), 7)", "rank 1 ended with status 135: (.|\n)*/dev/shm is full or small", "Bus error"),
-        (True, "_exit(1)", "rank 1 ended with status 1: (.|\n)*ulimit -u or", "can\\'t start new thread"),
+        ("1", True, "kill(os.getpid(), 9)", "rank 1 ended with status 137; 137 is a kill", "no memory for that"),
+        ("1", True, "_exit(3)", "rank 1 ended with status 3: ", "no memory for that"),
+        ("1", False, "kill(os.getpid(), 9)", "engine-[01] ended with status -9", "no memory for that"),
+        (
+            "0",
+            True,
+            "kill(os.getpid(), 7)",
+            "rank 1 ended with status 135: (.|\n)*/dev/shm is full or small",
+            "Bus error",
+        ),
+        ("0", True, "_exit(1)", "rank 1 ended with status 1: (.|\n)*ulimit -u or", "can\\'t start new thread"),
     ],
 )
 def test_a_rank_that_dies_while_it_starts_is_named_at_once_with_what_it_printed(
-    mpi, end, said, prints, tmp_path, monkeypatch
+    fork, mpi, end, said, prints, tmp_path, monkeypatch
 ):
     """Its launcher does not hear of it, so that a rank that dies later takes no other one along."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('PMI_RANK', '1') == '1' and 'ipyparallel.engine' in ' '.join(sys.orig_argv):\n"
-        f"    print('{prints}', flush=True); os.{end}\n"
+        "import os, runpy\n"
+        "run = runpy._run_module_as_main\n"  # by `python -m`, and in a fork
+        "def run_or_die(name, *more):\n"
+        "    if os.environ.get('PMI_RANK', '1') == '1' and name == 'ipyparallel.engine':\n"
+        f"        print('{prints}', flush=True); os.{end}\n"
+        "    run(name, *more)\n"
+        "runpy._run_module_as_main = run_or_die\n"
     )
+    monkeypatch.setenv("MANYHANDS_FORK", fork)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     ranks = RankPool("02_collectives", {"n_ranks": 2}, mpi=mpi)
     monkeypatch.setattr(engine_processes.TimeLimit, "over", lambda limit: False)

@@ -76,6 +76,8 @@ def enter(identity, control, token, store_address, folder):
     """
     global _line, _folder, _pid, _outside
     _folder, _pid = Path(folder), os.getpid()
+    with contextlib.suppress(OSError):  # for ps and top, where there is Linux
+        Path("/proc/self/comm").write_text(f"rank {identity['MANYHANDS_RANK']}")
     settings.set_variables(**identity, MANYHANDS_STORE=store_address)
     _line = socket.create_connection(control, timeout=60)
     _line.settimeout(None)

@@ -35,6 +35,7 @@ from manyhands.launch import pmi_lines, settings
 from manyhands.launch.allocation import (
     LOOPBACK,
     OWN_MPIEXEC,
+    Allocation,
     RanksError,
     find_mpiexec,
     find_site_mpiexec,
@@ -47,15 +48,15 @@ from manyhands.launch.allocation import (
 from manyhands.launch.commands import mpiexec_over
 from manyhands.launch.limits import cure, mapped, sweep_shared_memory
 from manyhands.launch.processes import Family
+from manyhands.notebook.fork_server import MARK, ForkServer
 
-MARK = "MANYHANDS_CLUSTER"
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 LAST_LINES = 10  # of what a process printed, in an error
 START_S = 300  # a cold environment on a parallel file system is read slowly
 NEVER_S = 86_400  # the kernel ends what it no longer waits for
 PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they are: below those of connections
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
-HEARTBEATS = ["--HeartMonitor.period=300", "--HeartMonitor.max_heartmonitor_misses=100"]
+HEARTBEATS = ["--HeartMonitor.period=100", "--HeartMonitor.max_heartmonitor_misses=300"]
 SEGMENTS = "segments"  # a file in the folder: paths of MPICH's shared memory, a line for each
 DIED = "died"  # a file in the folder: engines that failed, a line for each
 # A launcher that hears of a dead rank kills all others. So it watches this shell, which outlives a killed engine, never
@@ -141,6 +142,50 @@ def engine_launcher(allocation, n, mpi):
     return [*mpiexec, "-n", str(n), *hydra_launcher(mpiexec, environ), *words_of(environ, "MPIEXEC_FLAGS")]
 
 
+_server = None  # of this kernel's forks
+
+
+def why_not_forked(allocation, launcher):
+    """Return why ranks that this command launches (None: none does) are not forked but started one by one, or ""."""
+    if settings.value("MANYHANDS_FORK", "1") == "0":
+        return "MANYHANDS_FORK=0"
+    if sys.platform != "linux":
+        return f"this is {sys.platform}, not Linux"
+    if allocation.num_nodes > 1:
+        return f"there are {allocation.num_nodes} nodes"
+    if launcher is not None and launcher[0] != str(OWN_MPIEXEC):
+        return f"{Path(launcher[0]).name} starts them, not this environment's mpiexec"
+    return ""
+
+
+def fork_server():
+    """Return this kernel's server of forks, or a new one if that has ended, or has another environment than we."""
+    global _server
+    environ = settings.for_python({"MPLBACKEND": "agg", **_kept()}, SCRIPTS)
+    if _server is not None and (_server.environ != environ or not _server.alive()):
+        _server.end()
+        _server = None
+    _server = _server or ForkServer(environ)
+    return _server
+
+
+def why_not_forked_here():
+    """Return what `why_not_forked` says of the ranks that a notebook would start now."""
+    allocation = Allocation.find()
+    return why_not_forked(allocation, engine_launcher(allocation, 2, settings.value("MANYHANDS_MPI") != "off"))
+
+
+def prepare():
+    """Start the server, if ranks will be forked, before somebody starts them."""
+    with contextlib.suppress(Exception):  # the start of ranks says what is wrong
+        if not why_not_forked_here():
+            fork_server()
+
+
+def _kept():
+    return {k: v for k, v in settings.environment().items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
+
+
 class Processes:
     """Controller, n engines and the watchdog; `stop` leaves none of them."""
 
@@ -162,10 +207,11 @@ class Processes:
         # only the user can read it
         self.folder = Path(tempfile.mkdtemp(prefix=f"{OURS}{os.getpid()}-", dir=shared))
         self._children, self._began_s = [], time.time()
+        self._server = None if why_not_forked(allocation, self.launcher) else fork_server()
         self._start()
 
     def _start(self):
-        kept = {k: v for k, v in settings.environment().items() if not k.startswith(("JPY_", "MANYHANDS_RANK"))}
+        kept = _kept()
         mpi, gloo = (loopback_mpi(), loopback_gloo()) if self.allocation.num_nodes == 1 else ({}, {})
         unmarked = settings.for_python({"MPLBACKEND": "agg", **mpi, **kept, **gloo}, SCRIPTS) | {
             "MANYHANDS_NOTEBOOK": "1", "IPYTHONDIR": str(self.folder / "ipython"),
@@ -197,9 +243,11 @@ class Processes:
                 self._spawn(f"engine-{rank}", engine, environ)
 
     def _spawn(self, name, module, environ, prefix=()):
+        forked = self._server is not None and name != "watchdog"  # which outlives the kernel
+        python = self._server.command() if forked else [sys.executable, "-m"]
         with open(self.folder / f"{name}.log", "wb") as log:
             child = subprocess.Popen(
-                [*prefix, sys.executable, "-m", *module], env=environ, cwd=os.getcwd(), stdin=subprocess.DEVNULL,
+                [*prefix, *python, *module], env=environ, cwd=os.getcwd(), stdin=subprocess.DEVNULL,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         child.name = name

@@ -24,6 +24,7 @@ from manyhands.launch.ranks import name_ranks, wrapped
 from manyhands.launch.run_folder import outputs_folder, save_figure
 from manyhands.notebook import completion
 from manyhands.notebook.cell import LOST_PEER
+from manyhands.notebook.engine_processes import prepare
 from manyhands.notebook.rank_pool import current_ranks, lesson_here
 from manyhands.plots.looks import RANK_COLOURS, SHARED_COLOUR
 
@@ -91,6 +92,7 @@ def load_ipython_extension(shell):
     And the kernel tells JupyterLab of its language what our notebooks hold, so that none is unsaved once it is opened.
     """
     register_ranks(shell).language_info = LANGUAGE
+    prepare()
 
 
 def ranks(line, cell):

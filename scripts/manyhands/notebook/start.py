@@ -18,6 +18,7 @@ from manyhands.launch.allocation import RanksError
 from manyhands.launch.limits import few_processes
 from manyhands.launch.ranks import wrapped
 from manyhands.notebook import magic
+from manyhands.notebook.engine_processes import prepare
 from manyhands.notebook.rank_pool import RankPool, current_ranks, replace_ranks
 
 
@@ -69,6 +70,7 @@ def register_for_own_work(shell):
 
     shell.register_magic_function(ranks, "line")
     magic.register(shell)
+    prepare()
 
 
 def other_course(root=ROOT):

@@ -263,6 +263,15 @@ def mpi(launcher=None, login=None, run=ask):
     return f"2 ranks say hello: {launcher[0]}"
 
 
+def ranks():
+    """Are a notebook's ranks forked?"""
+    from manyhands.notebook.engine_processes import why_not_forked_here
+
+    if why := why_not_forked_here():
+        return f"each rank of a notebook imports torch by itself: {why}"
+    return "a notebook's ranks are forked from a process that has imported torch"
+
+
 def kernel(specs=None):
     """Is the kernel "Many Hands" there, and does its Python exist?"""
     if specs is None:
@@ -480,7 +489,7 @@ def data():
 
 
 CHECKS = {
-    "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi, "kernel": kernel,
-    "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits, "disk": disk, "network": network,
-    "compiler": compiler, "scheduler": scheduler, "data": data,
+    "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi, "ranks": ranks,
+    "kernel": kernel, "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits, "disk": disk,
+    "network": network, "compiler": compiler, "scheduler": scheduler, "data": data,
 }  # fmt: skip

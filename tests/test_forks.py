@@ -1,0 +1,135 @@
+"""A notebook's ranks are forked from one process that has imported torch."""
+
+import ast
+import os
+import signal
+
+import psutil
+import pytest
+from manyhands.launch.allocation import OWN_MPIEXEC, Allocation
+from manyhands.launch.processes import Family
+from manyhands.notebook import engine_processes
+from manyhands.notebook.engine_processes import MARK, why_not_forked
+from notebook_kernel import JOIN, Kernel, left_behind, wait_until
+
+ABOUT = """%%ranks
+import random, resource, numpy
+print([open("/proc/self/comm").read().strip(), os.getppid(), len(os.sched_getaffinity(0)),
+       resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ.get("OURS"), os.getcwd(),
+       random.random(), numpy.random.rand()])
+"""
+
+
+@pytest.fixture(scope="module", params=["auto", "off"])
+def kernel(request, tmp_path_factory, root):
+    environ = {"MANYHANDS_MPI": request.param, "PYTHONPATH": str(root / "scripts")}
+    with Kernel(tmp_path_factory.mktemp("forks"), root, environ) as kernel:
+        kernel.start(n_ranks=2)
+        assert kernel.run(JOIN).error is None
+        yield kernel
+
+
+def about(kernel):
+    lines = kernel.run(ABOUT).text.splitlines()
+    return [ast.literal_eval(line.split(" | ")[1]) for line in lines]
+
+
+def server_of(kernel):
+    (server,) = {psutil.Process(one[1]) for one in about(kernel)}
+    assert "manyhands.notebook.fork_server" in server.cmdline()
+    return server
+
+
+@pytest.mark.ranks
+def test_forks_have_names_seeds_and_what_the_kernel_gives_them_and_their_server_has_one_thread(kernel):
+    first, other = about(kernel)
+    assert (first[0], other[0]) == ("rank 0", "rank 1")
+    assert first[6] != other[6] and first[7] != other[7], "random numbers of their own"
+    assert server_of(kernel).num_threads() == 1
+    kernel.run("""
+        import os, resource
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+        hands.restart(quiet=True)
+    """)
+    assert kernel.run(JOIN).error is None
+    again = about(kernel)
+    assert [one[1:6] for one in again] == [[first[1], 1, 500, None, first[5]]] * 2, "of the same server"
+    assert again[0][6] != first[6] and again[0][7] != first[7]
+    kernel.run("os.environ['OURS'] = 'theirs'\nhands.restart(quiet=True)")
+    assert kernel.run(JOIN).error is None
+    assert [one[4] for one in about(kernel)] == ["theirs"] * 2
+    assert not psutil.pid_exists(first[1]), "libraries read the environment as they load: this is another server"
+
+
+@pytest.mark.ranks
+def test_ranks_and_server_share_their_memory(kernel):
+    kernel.start(n_ranks=4)
+    kernel.run(JOIN)
+    kernel.run("""%%ranks
+        from torch.distributed.fsdp import fully_shard
+        model = fully_shard(torch.nn.Linear(64, 64))
+        model(torch.ones(2, 64)).sum().backward()
+        torch.optim.AdamW(model.parameters()).step()
+    """)
+    of_ranks = [psutil.Process(one[1]) for one in about(kernel)[:1]]
+    of_ranks += [one for one in Family(kernel.mark(), MARK).members() if one.name().startswith("rank ")]
+    assert len(of_ranks) == 5
+    assert sum(one.memory_full_info().pss for one in of_ranks) < 600e6, "four that import torch take 1,100 MB"
+
+
+@pytest.mark.ranks
+def test_a_killed_stand_in_ends_its_rank_and_a_killed_server_its_ranks_and_the_next_start_works(kernel):
+    kernel.start(n_ranks=2)
+    kernel.run(JOIN)
+    server, mark = server_of(kernel), kernel.mark()
+    rank = next(one for one in Family(mark, MARK).members() if one.name() == "rank 1")
+    stands = [one for one in Family(mark, MARK).members() if one.cmdline()[3:4] == ["ask"]]
+    stands = [one for one in stands if "ipyparallel.engine" in one.cmdline()]
+    assert len(stands) == 2
+    for one in stands:
+        one.kill()
+    wait_until(lambda: not rank.is_running())
+    kernel.start(n_ranks=2)
+    kernel.run(JOIN)
+    assert server_of(kernel) == server
+    server.kill()
+    assert "died" in kernel.run("%%ranks\ntime.sleep(60)").error[1]
+    kernel.start(n_ranks=2)
+    assert kernel.run(JOIN).error is None
+    assert server_of(kernel) != server
+    assert left_behind(mark, 30) == []
+
+
+@pytest.mark.ranks
+def test_kill_9_of_a_kernel_ends_its_server_and_switched_off_no_rank_is_a_fork(tmp_path, root):
+    with Kernel(tmp_path / "a", root, {"PYTHONPATH": str(root / "scripts")}) as kernel:
+        kernel.start(n_ranks=2)
+        kernel.run(JOIN)
+        server, mark = server_of(kernel), kernel.mark()
+        os.kill(kernel.pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_running())
+        assert left_behind(mark, 30) == []
+    with Kernel(tmp_path / "b", root, {"MANYHANDS_FORK": "0", "MANYHANDS_MPI": "off"}) as kernel:
+        kernel.start(n_ranks=2)
+        kernel.run(JOIN)
+        assert {one[1] for one in about(kernel)} == {kernel.pid}
+
+
+@pytest.mark.parametrize(
+    ("platform", "nodes", "launcher", "fork", "why"),
+    [
+        ("linux", ["a"], [str(OWN_MPIEXEC), "-n", "2"], "", ""),
+        ("linux", ["a"], None, "1", ""),
+        ("linux", ["a"], None, "0", "MANYHANDS_FORK=0"),
+        ("darwin", ["a"], None, "1", "this is darwin, not Linux"),
+        ("linux", ["a", "b"], [str(OWN_MPIEXEC)], "1", "there are 2 nodes"),
+        ("linux", ["a"], ["/opt/cray/mpiexec"], "1", "mpiexec starts them, not this environment's mpiexec"),
+        ("linux", ["a"], ["srun", "-n", "2"], "1", "srun starts them, not this environment's mpiexec"),
+    ],
+)
+def test_what_is_not_forked_says_why(monkeypatch, platform, nodes, launcher, fork, why):
+    monkeypatch.setenv("MANYHANDS_FORK", fork)
+    monkeypatch.setattr(engine_processes.sys, "platform", platform)
+    assert why_not_forked(Allocation("slurm", nodes, 2), launcher) == why
