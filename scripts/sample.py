@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 import tyro
-from manyhands.align.chat import END, encode
+from manyhands.align.chat import chat_of
 from manyhands.config.bounds import Count, Positive, Rate, Seed
 from manyhands.config.command_line import parsed
 from manyhands.launch.program import Refused, write
@@ -80,12 +80,12 @@ def refuse_senseless(options):
         raise Refused("--prompt is empty; give the text at least one character to start from")
 
 
-def asked(prompt, system, vocab):
-    """Ids of the prompt as a user's message, and the assistant's marker. Raises ValueError where `vocab` has none."""
+def asked(prompt, system, chat):
+    """Ids of the prompt as a user's message, up to where the assistant's answer begins. Raises ValueError."""
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return encode(messages, vocab, reply=True)[0]
+    return chat.encode(messages, reply=True)[0]
 
 
 def shown(text):
@@ -108,7 +108,7 @@ def write_text(options):
     prompt = options.prompt or first
     try:
         ids = (
-            asked(prompt, options.system, vocab)
+            asked(prompt, options.system, chat_of(tokenizer))
             if options.chat
             else [*tokenizer.begin, *tokenizer.encode(prompt).tolist()]
         )
@@ -123,7 +123,7 @@ def write_text(options):
         write(prompt)
     text_of = tokenizer.writer()
     for i in drawn(model, ids, options.length, options.temperature, options.top_k, len(vocab), generator):
-        if options.chat and vocab[i] == END:
+        if options.chat and i in tokenizer.ends:
             break
         write(shown(text_of(i)))
     write(f"{shown(text_of(None, final=True))}\n")  # what the last tokens began

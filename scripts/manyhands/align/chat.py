@@ -1,4 +1,4 @@
-"""Define the training texts: the chat template, a task whose answers a program can judge, speeches. No torch.
+"""Define the training texts: chat templates, a task whose answers a program can judge, speeches. No torch.
 
     render([{"role": "user", "content": "sort dbca"}], reply=True)     # '<|user|>sort dbca<|end|><|assistant|>'
     vocab = with_markers(alphabet)                                      # the alphabet, and four markers behind it
@@ -16,6 +16,13 @@ A message is its role's marker, its content, and the end marker:
 Each marker is **one** token of the vocabulary. A text never becomes a marker: a user who types `<|end|>` sends seven
 characters, and ends nothing. There is no token for the beginning; the first marker is the beginning.
 
+A model from a folder of transformers' brings a template of its own, and special tokens for markers:
+
+    chat = chat_of(tokenizer)                                           # by markers, or by the model's own template
+    ids, answer = chat.encode(messages)                                 # as above; a text never becomes a special token
+    chat.answered(ids), chat.ends                                       # the text up to an end; the ids that end it
+    talks = conversations("talks.jsonl")                                # [(line, messages)]
+
 Whether a word of the task is held out is written in the word itself: a checksum decides. So no rank and no stage of the
 alignment can learn from a word on which accuracy is measured, whatever it draws.
 """
@@ -25,13 +32,23 @@ import zlib
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from math import factorial, perm
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
+
+from manyhands.data.chat_template import rendered
+from manyhands.data.schema import Partly, read_regular
+from manyhands.data.shakespeare import DataError
+from manyhands.data.tokenizer import Tokenizer
+from manyhands.launch.program import explained
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)  # in the order of their ids
 HELD_OUT_SHARE = 8  # one word in 8 is never trained on
+JOINT = "\ufdd0"  # no character: it keeps what spells a special token from being one
 ANSWERS = {"sort": lambda word: "".join(sorted(word)), "reverse": lambda word: word[::-1]}
 
 
@@ -40,10 +57,11 @@ def with_markers(alphabet: list[str]) -> list[str]:
     return [*alphabet, *(marker for marker in MARKERS if marker not in alphabet)]
 
 
-def refuse_messages(messages: list[dict]) -> None:
-    """Raise ValueError unless `messages`, each a dict of role and content, are in an order that the template knows.
+def refuse_messages(messages: list[dict], reply: bool = False) -> None:
+    """Raise ValueError unless `messages`, each a dict of role and content, are in an order that a template knows.
 
-    The system's comes first, if there is one; then user and assistant take turns, the user first.
+    The system's comes first, if there is one; then user and assistant take turns, the user first. `reply`: the last one
+    must be the user's.
     """
     turn = "user"
     for i, role in enumerate(message["role"] for message in messages):
@@ -56,6 +74,8 @@ def refuse_messages(messages: list[dict]) -> None:
         if role != turn:
             raise ValueError(f"message {i} is the {role}'s and should be the {turn}'s; they take turns, the user first")
         turn = "assistant" if role == "user" else "user"
+    if reply and messages[-1]["role"] != "user":
+        raise ValueError(f"the last message is the {messages[-1]['role']}'s; a reply follows the user's")
 
 
 def pieces(messages: list[dict], reply: bool = False) -> list[tuple[str, bool, bool]]:
@@ -65,14 +85,12 @@ def pieces(messages: list[dict], reply: bool = False) -> list[tuple[str, bool, b
     the user's. The assistant writes its contents and the end marker after each, but not its own role's marker: that one
     is always given, so there is nothing to learn from it.
     """
-    refuse_messages(messages)
+    refuse_messages(messages, reply)
     found = []
     for message in messages:
         own = message["role"] == "assistant"
         found += [(f"<|{message['role']}|>", True, False), (message["content"], False, own), (END, True, own)]
     if reply:
-        if messages[-1]["role"] != "user":
-            raise ValueError(f"the last message is the {messages[-1]['role']}'s; a reply follows the user's")
         found.append(("<|assistant|>", True, False))
     return found
 
@@ -108,6 +126,110 @@ def answered(ids: list[int], vocab: list[str]) -> str:
     Another marker, which the assistant has no business to write, is spelled out.
     """
     return "".join(takewhile(lambda token: token != END, (vocab[i] for i in ids)))
+
+
+class Markers:
+    """The conversations of a model of characters: `encode` and `answered` with its vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.vocab, self.ends = tokenizer.vocab, set(tokenizer.ends)
+
+    def encode(self, messages: list[dict], reply: bool = False) -> tuple[list[int], list[bool]]:
+        return encode(messages, self.vocab, reply)
+
+    def answered(self, ids: list[int]) -> str:
+        return answered(ids, self.vocab)
+
+    def knows(self, text: str) -> bool:
+        """Return whether a message can hold `text`."""
+        return set(text) <= set(self.vocab)
+
+
+class Template:
+    """Conversations by a model's own template: see `data.chat_template`.
+
+    What the assistant writes stands between two beginnings of the text: with the messages before its answer, and with
+    this one, too. It reaches to the first end token, and is refused without one, for a model that never learns to end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.ends = tokenizer, set(tokenizer.ends)
+        spelled = sorted((token for token in tokenizer.special if len(token) > 1), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, spelled)) or '(?!)'})")
+
+    def encode(self, messages: list[dict], reply: bool = False) -> tuple[list[int], list[bool]]:
+        """(ids, answer): see `chat.encode`. Raise ValueError where the template refuses the messages or disagrees."""
+        refuse_messages(messages, reply)
+        messages = [m | {"content": self._as_text(m["content"])} for m in messages]
+        ids = self._ids(messages, reply)
+        answer = [False] * len(ids)
+        for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
+            before, after = self._ids(messages[:i], True), self._ids(messages[: i + 1])
+            if ids[: len(before)] != before or ids[: len(after)] != after:
+                why = f"the chat template writes message {i} in another way once more follows"
+                raise ValueError(f"{why}, so nobody can say what the assistant wrote; use another template")
+            end = next((k for k in range(len(before), len(after)) if ids[k] in self.ends), None)
+            if end is None:
+                known = ", ".join(self.tokenizer.vocab[k] for k in sorted(self.ends)) or "none is known"
+                why = f"the chat template writes no end token ({known}) behind message {i}"
+                raise ValueError(f"{why}: a model would never learn to stop; name it in generation_config.json")
+            answer[len(before) : end + 1] = [True] * (end + 1 - len(before))
+        return ids, answer
+
+    def answered(self, ids: list[int]) -> str:
+        """See `chat.answered`; without the spaces that a template may put around."""
+        return self.tokenizer.decode(list(takewhile(lambda i: i not in self.ends, ids))).strip()
+
+    def knows(self, text: str) -> bool:
+        return True
+
+    def _as_text(self, text):
+        text = text.replace(JOINT, "").encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
+        return self._special.sub(lambda found: f"{found[0][0]}{JOINT}{found[0][1:]}", text)
+
+    def _ids(self, messages, reply=False):
+        text, tokenizer = rendered(self.tokenizer.template, messages, reply, **self.tokenizer.named), self.tokenizer
+        if JOINT not in text:
+            return tokenizer.encode(text, special=True).tolist()
+        ids = []
+        for piece in self._special.split(text):
+            found = tokenizer.special.get(piece)
+            ids += [found] if found is not None else tokenizer.encode(piece.replace(JOINT, "")).tolist()
+        return ids
+
+
+def chat_of(tokenizer: Tokenizer) -> Markers | Template:
+    """Return how a model with this tokenizer reads conversations. Raise ValueError if it reads none."""
+    if tokenizer.kind != "char" and tokenizer.template is None:
+        raise ValueError("the model has no chat template; put its chat_template.jinja into the folder it came from")
+    return (Markers if tokenizer.kind == "char" else Template)(tokenizer)
+
+
+class Conversation(Partly):
+    """A line of a file of conversations."""
+
+    messages: list[Annotated[dict[Literal["role", "content"], str], Field(min_length=2)]] = Field(min_length=1)
+
+
+def conversations(path: Path | str) -> list[tuple[int, list[dict]]]:
+    """[(line, messages)] of a file of JSON lines, {"messages": [{"role": ..., "content": ...}, ...]}.
+
+    Raise DataError, with the number of the line, for one that is none or in which the assistant writes nothing.
+    """
+    found = []
+    with explained(DataError, "name another file", path):
+        lines = read_regular(Path(path).expanduser()).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            with explained(DataError, "mend the line, or take it out", f"{path}, line {number},"):
+                talk = Conversation.parsed(line).messages
+                refuse_messages(talk)
+                if talk[-1]["role"] != "assistant":
+                    raise ValueError("the last message is not the assistant's, so there is nothing to learn")
+                found.append((number, talk))
+    if not found:
+        raise DataError(f"{path} holds no conversation; write one on each line")
+    return found
 
 
 @dataclass(frozen=True)

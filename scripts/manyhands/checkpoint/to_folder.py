@@ -56,10 +56,10 @@ def refuse_config(config: GPTConfig) -> None:
             raise CheckpointError(sentence)
 
 
-def their_config(config: GPTConfig, dtype: torch.dtype, separator: int | None) -> dict[str, Any]:
-    """Return the content of config.json."""
+def their_config(config: GPTConfig, dtype: torch.dtype, ids: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json. `ids`: those of generation_config.json."""
     name = str(dtype).removeprefix("torch.")
-    about = {"bos_token_id": separator, "eos_token_id": separator, "vocab_size": config.vocab_size, "dtype": name}
+    about = ids | {"vocab_size": config.vocab_size, "dtype": name}
     about |= {"torch_dtype": name, "tie_word_embeddings": config.tie, "use_cache": True}
     if config.style == "gpt":
         return about | {
@@ -93,9 +93,9 @@ def their_tokenizer(tokenizer) -> tuple[dict, dict]:
     """Return the contents of tokenizer.json and tokenizer_config.json."""
     begin = None if tokenizer.separator is None else tokenizer.vocab[tokenizer.separator]
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {} if begin is None else {"bos_token": begin, "eos_token": begin}
     if isinstance(tokenizer, ForeignTokenizer):
-        return tokenizer.content["tokenizer"], about
+        return tokenizer.content["tokenizer"], about | tokenizer.named
+    about |= {} if begin is None else {"bos_token": begin, "eos_token": begin}
     if tokenizer.kind == "bpe":
         return tokenizer.content, about | {"manyhands": {"format": "bpe"}}
     special = [(i, token) for i, token in enumerate(tokenizer.vocab) if len(token) > 1]
@@ -168,15 +168,19 @@ def _write(folder, own, read, metadata, config, tokenizer, dtype, name):
     total = sum(tensor.numel() for tensor in own.values())
     about = {"total_parameters": total, "total_size": total * dtype.itemsize}
     content, about_tokenizer = their_tokenizer(tokenizer)
-    separator = tokenizer.separator
+    # an answer ends with what was learnt; a text without answers, before the next document
+    ends: Any = list(tokenizer.ends) or tokenizer.separator
+    ids = {"bos_token_id": tokenizer.separator, "eos_token_id": ends[0] if tokenizer.ends and len(ends) == 1 else ends}
     files = {
-        "config.json": their_config(config, dtype, separator),
-        "generation_config.json": {"bos_token_id": separator, "eos_token_id": separator},
+        "config.json": their_config(config, dtype, ids),
+        "generation_config.json": ids,
         "tokenizer.json": content,
         "tokenizer_config.json": about_tokenizer | {"model_max_length": config.context},
     } | ({INDEX: {"metadata": about, "weight_map": where}} if len(shards) > 1 else {})
     for file, values in files.items():
         write_whole(folder / file, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    if tokenizer.template is not None:
+        write_whole(folder / "chat_template.jinja", tokenizer.template)
     write_whole(folder / "README.md", _card(metadata, name, total))
 
 

@@ -18,6 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from pydantic import AfterValidator, Field
 
+from manyhands.data.chat_template import OWN, rendered, template_in
 from manyhands.data.schema import Partly, Schema
 from manyhands.data.shakespeare import DataError
 from manyhands.launch.program import explained
@@ -67,6 +69,9 @@ class Foreign(Schema):
     format: Literal["manyhands foreign tokenizer 1"]
     tokenizer: dict[str, Any]  # its tokenizer.json
     separator: Annotated[int, Field(ge=0)] | None
+    template: str | None = None  # of conversations: see `data.chat_template`
+    named: dict[str, str] = {}  # {"bos_token": "<s>", ...}: the tokens that it may name
+    ends: list[Annotated[int, Field(ge=0)]] = []  # ids that end an answer
 
 
 class Tokenizer(Protocol):
@@ -77,6 +82,8 @@ class Tokenizer(Protocol):
     separator: int | None  # the id that begins a document
     content: dict  # what a file keeps of it: see `tokenizer_from`
     begin: Sequence[int]  # what a model expects before a prompt
+    template: str | None  # of conversations
+    ends: Sequence[int]  # the ids that end an answer
 
     def encode(self, text: str) -> torch.Tensor:
         """The ids of `text`, torch.long [N]. Raise ValueError for a character that has none."""
@@ -96,6 +103,8 @@ class CharTokenizer:
     def __init__(self, vocab):
         self.vocab = list(vocab)
         self.separator = 0 if self.vocab[:1] == [SEPARATOR] else None
+        self.ends = [i for i, token in enumerate(self.vocab) if token == "<|end|>"]  # of `align.chat`'s markers
+        self.template = OWN if self.ends else None
         self._id = {token: i for i, token in enumerate(self.vocab) if len(token) == 1}
 
     @property
@@ -119,7 +128,7 @@ class CharTokenizer:
 class BpeTokenizer:
     """Byte-level BPE by `tokenizers`; `content` is its tokenizer.json, as dict. It has ids for every Unicode text."""
 
-    kind, begin = "bpe", ()
+    kind, begin, template, ends = "bpe", (), None, ()
 
     def __init__(self, content):
         """Raise DataError for what is no such tokenizer."""
@@ -184,12 +193,15 @@ class ForeignTokenizer:
         # what it puts before a text; found before it takes special tokens in a text for text
         letter, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
         self.begin = full[: full.index(letter[0])] if letter and letter[0] in full else []
-        self.inner.encode_special_tokens = True
+        self.special = {str(t.content): i for i, t in self.inner.get_added_tokens_decoder().items() if t.special}
         by_id = {i: token for token, i in self.inner.get_vocab().items()}
         self.vocab = [by_id.get(i, f"<unused {i}>") for i in range(max(by_id, default=-1) + 1)]
         self.separator, self.content = about.separator, content
+        self.template, self.named, self.ends = about.template, about.named, about.ends
 
-    def encode(self, text):
+    def encode(self, text, special=False):
+        """The ids of `text`. `special`: special tokens in it are tokens, and not their spelling."""
+        self.inner.encode_special_tokens = not special
         return torch.tensor(self.inner.encode(text, add_special_tokens=False).ids, dtype=torch.long)
 
     def decode(self, ids):
@@ -283,7 +295,8 @@ def tokenizer_from(content: dict) -> Tokenizer:
 def tokenizer_of_folder(folder: Path | str) -> Tokenizer:
     """The tokenizer in a folder as transformers writes it. Raise DataError.
 
-    Its documents begin with its BOS, without one with its EOS. One that we have exported is ours again.
+    Its documents begin with its BOS, without one with its EOS. One that we have exported is ours again. An answer ends
+    with any EOS of generation_config.json, else of the others, or with the special token that the chat template writes.
     """
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
@@ -293,13 +306,41 @@ def tokenizer_of_folder(folder: Path | str) -> Tokenizer:
         with explained(DataError, "copy the folder again", folder / name):
             return Partly.read(folder / name).model_dump() if (folder / name).is_file() else {}
 
-    content, about, config = map(read, ("tokenizer.json", "tokenizer_config.json", "config.json"))
+    content, about, config, generation, older = (
+        read(f"{name}.json")
+        for name in ("tokenizer", "tokenizer_config", "config", "generation_config", "special_tokens_map")
+    )
+    about = older | about
     if own := about.get("manyhands"):
         return tokenizer_from(own if own.get("format") == CHARACTERS else content)
+    with explained(DataError, "mend it, or take it away", f"the chat template in {folder}"):
+        template = template_in(folder, about)
     foreign = ForeignTokenizer({"format": FOREIGN, "tokenizer": content, "separator": None})
-    tokens = [about.get(name) for name in ("bos_token", "eos_token")]
-    tokens = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-    named = [foreign.inner.token_to_id(token) for token in tokens if isinstance(token, str)]
-    named += [config.get(name) for name in ("bos_token_id", "eos_token_id")]
-    known = (i for i in named if type(i) is int and 0 <= i < len(foreign.vocab))
-    return ForeignTokenizer(foreign.content | {"separator": next(known, None)})
+    named = {name: t.get("content") if isinstance(t, dict) else t for name, t in about.items() if name[-6:] == "_token"}
+    named = {name: token for name, token in named.items() if isinstance(token, str)}
+
+    def known(*said):
+        flat = [i for one in said for i in (one if isinstance(one, list) else [one])]
+        return [i for i in flat if type(i) is int and 0 <= i < len(foreign.vocab)]
+
+    bos, eos = (
+        foreign.inner.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token")
+    )
+    separator = next(iter(known(bos, eos, config.get("bos_token_id"), config.get("eos_token_id"))), None)
+    ends = known(generation.get("eos_token_id")) or known(config.get("eos_token_id"), eos)
+    if template is not None and (end := _end_in(template, foreign, named)) is not None:
+        ends.append(end)
+    ends = list(dict.fromkeys(ends))
+    more = {"separator": separator, "template": template, "named": named, "ends": ends}
+    return ForeignTokenizer(foreign.content | more)
+
+
+def _end_in(template, tokenizer, named):
+    """Return the first special token that a template writes behind an answer; None without one, or if it is broken."""
+    with suppress(ValueError):
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "z_z"}]
+        behind = rendered(template, talk, **named).rpartition("z_z")[2]
+        return next(
+            (i for i in tokenizer.encode(behind, special=True).tolist() if i in tokenizer.special.values()), None
+        )
+    return None

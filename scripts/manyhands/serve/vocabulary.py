@@ -1,8 +1,8 @@
-"""Convert text to ids and back for a served model, and messages to ids if it was trained on the chat template.
+"""Convert text to ids and back for a served model, and messages to ids by its chat template.
 
     words = Vocabulary(metadata)                   # of a checkpoint
     ids = words.encode("Who goes there?")          # ValueError for a character that the model has no token for
-    ids, stop_ids, dropped = words.encode_chat(messages, room=64)    # lesson 13's template; else plain text
+    ids, stop_ids, dropped = words.encode_chat(messages, room=64)    # by its template; without one, as plain text
     text = TextSoFar(words, stop_strings); text.add([4, 8]); text.end()    # text that can be shown, as tokens arrive
 
 The checkpoint determines the encoding: its characters, or the tokenizer of a user's text.
@@ -24,15 +24,17 @@ class TooLong(ValueError):
 class Vocabulary:
     """A checkpoint's tokens: characters, or pieces of words. `markers` are tokens that no text encodes to.
 
-    They are those of the chat template and the document separator; drawing one of them ends a text.
+    They are those of lesson 13's template, the ends of answers and the separator; drawing one of them ends a text.
     """
 
     def __init__(self, metadata: dict):
         self.tokenizer = tokenizer_of(metadata)
         self.vocab = self.tokenizer.vocab
         self.by_character = self.tokenizer.kind == "char"  # a tokenizer has ids for every text
-        self.speaks_template = self.by_character and set(chat.MARKERS) <= set(self.vocab)
-        self.markers = {self.vocab.index(m) for m in chat.MARKERS} if self.speaks_template else set()
+        self.speaks_template = self.tokenizer.template is not None
+        self.chat = chat.chat_of(self.tokenizer) if self.speaks_template else None
+        own = set(chat.MARKERS) if self.by_character else ()
+        self.markers = {*self.tokenizer.ends, *(i for i, token in enumerate(self.vocab) if token in own)}
         if self.tokenizer.separator is not None:
             self.markers.add(self.tokenizer.separator)
         self.context = metadata["config"].get("max_positions") or metadata["config"]["block_size"]
@@ -44,12 +46,15 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text. Raise ValueError for a character without a token, and TooLong before encoding."""
-        if len(text) > self.most_characters:
-            why = f"{len(text):,} characters do not fit into the model's context of {self.context}"
-            raise TooLong(f"{why}; no text of more than {self.most_characters:,} does")
+        self._refuse_longer(text)
         if not self.by_character:
             text = text.encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
         return self.tokenizer.encode(text).tolist()
+
+    def _refuse_longer(self, text):
+        if len(text) > self.most_characters:
+            why = f"{len(text):,} characters do not fit into the model's context of {self.context}"
+            raise TooLong(f"{why}; no text of more than {self.most_characters:,} does")
 
     def known(self, text: str) -> str:
         """Return the text without characters that have no token."""
@@ -76,25 +81,26 @@ class Vocabulary:
         The oldest questions and their answers are dropped until at most `room` ids remain, but never the system message
         or the last one. A base model has no roles: it gets a text with "User: " and "Assistant: " before each message.
         """
-        chat.pieces(messages, reply=True)  # refuses a wrong order
+        chat.refuse_messages(messages, reply=True)
         begin = 1 if messages[0]["role"] == "system" else 0
-        head, ids = [i for m in messages[:begin] for i in self._message(**m)], self._message(**messages[-1])
-        ids += [self.vocab.index("<|assistant|>")] if self.speaks_template else self.encode("Assistant:")
         start = len(messages) - 1
+        ids = self._conversation(messages[:begin] + messages[start:])
         while start > begin:
             try:
-                turn = [i for m in messages[start - 2 : start] for i in self._message(**m)]
+                longer = self._conversation(messages[:begin] + messages[start - 2 :])
             except TooLong:
                 break
-            if len(head) + len(turn) + len(ids) > room:
+            if len(longer) > room:
                 break
-            start, ids = start - 2, turn + ids
-        return head + ids, self.markers, start - begin
+            start, ids = start - 2, longer
+        return ids, self.markers, start - begin
 
-    def _message(self, role, content):
-        if not self.speaks_template:
-            return self.encode(f"{ROLE_NAMES[role]}{content}\n")
-        return [self.vocab.index(f"<|{role}|>"), *self.encode(content), self.vocab.index(chat.END)]
+    def _conversation(self, messages):
+        if self.chat is None:
+            lines = [f"{ROLE_NAMES[message['role']]}{message['content']}\n" for message in messages]
+            return self.encode("".join([*lines, "Assistant:"]))
+        self._refuse_longer("".join(message["content"] for message in messages))
+        return self.chat.encode(messages, reply=True)[0]
 
     def chat_stops(self) -> tuple[str, ...]:
         """Return strings that end a reply in addition to markers: a base model continues with the user's next line."""
