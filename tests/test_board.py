@@ -54,6 +54,21 @@ def test_the_board_shows_what_fails_most_and_where_each_attendee_is(attendee, fo
     assert where[2][0][0] == "Ana" and all(len(row[0]) == 8 for row in where[2][1:])
 
 
+def test_a_build_that_run_all_passed_is_not_where_an_attendee_is(attendee, folder, capsys):
+    attendee(1, "Ana")
+    mean(lambda: 3)
+    board.note("test_board", "4", "the last build", board.NOT_ATTEMPTED)
+    entries, _ = board.read_folder(folder)
+    assert [(row[1], row[4]) for row in board.tables(entries, time.time(), {})[1][2]] == [
+        ("B the mean", "The mean is 2, not 3.")
+    ]
+    board.show(folder, 0, folder.parent / "board.html")
+    assert "1 attendee, 2 checks, as of" in capsys.readouterr().out
+    (folder / sorted(path.name for path in folder.iterdir())[0]).unlink()
+    entries, _ = board.read_folder(folder)
+    assert [row[4] for row in board.tables(entries, time.time(), {})[1][2]] == ["not attempted"]
+
+
 def test_who_did_not_join_or_left_writes_nothing(attendee, folder, monkeypatch):
     attendee(1)
     mean(lambda: 3)

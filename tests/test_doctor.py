@@ -234,3 +234,23 @@ def test_it_runs_where_nothing_is_installed_and_says_so(root):
     done = run_python("-I", "-S", "-c", WITHOUT_SITE_PACKAGES, root / "scripts")
     assert done.returncode == 1 and done.stderr == ""
     assert "missing: torch, numpy" in done.stdout and "-m pip install -e" in done.stdout
+
+
+def test_a_jupyterlab_in_another_terminal_is_seen_and_a_kernel_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    started = []
+    for name in ("jupyter-kernel", "jupyter-lab"):
+        (tmp_path / name).write_text("print('here', flush=True); input()")
+        started.append(
+            subprocess.Popen(
+                [sys.executable, tmp_path / name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        )
+    kernel, lab = started
+    try:
+        assert [process.stdout.readline() for process in started] == ["here\n"] * 2
+        found = {how for _, how in doctor.find_servers()}
+        assert f"running as pid {lab.pid}" in found and f"running as pid {kernel.pid}" not in found
+    finally:
+        for process in started:
+            process.communicate("\n")

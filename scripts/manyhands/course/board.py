@@ -93,10 +93,14 @@ def read_folder(folder):
 
 
 def where_they_are(entries):
-    """Return [(last entry of an attendee, how many builds are correct)], those who wait longest first."""
+    """Return [(last entry of an attendee, how many builds are correct)], those who wait longest first.
+
+    A build that was not attempted, as by Run All, counts only for those who have attempted none.
+    """
     last, done = {}, defaultdict(set)
     for entry in entries:
-        last[entry.who] = entry
+        if entry.verdict != NOT_ATTEMPTED or last.get(entry.who, entry).verdict == NOT_ATTEMPTED:
+            last[entry.who] = entry
         if entry.verdict == CORRECT:
             done[entry.who].add((entry.topic, entry.build))
     return [(entry, len(done[who])) for who, entry in sorted(last.items(), key=lambda item: item[1].at)]
@@ -132,7 +136,7 @@ def tables(entries, now, lessons):
     ]
     return [
         ("What fails most", ("build", "stuck", "correct", "what the check says most"), fails),
-        ("Where everybody is", ("attendee", "last check", "minutes ago", "correct", "verdict"), where),
+        ("Where everybody is", ("attendee", "last build", "minutes ago", "correct", "verdict"), where),
     ]
 
 
@@ -157,8 +161,10 @@ def show(folder, every, output):
     lessons = {lesson.name.split("_", 1)[1]: lesson.number for lesson in find_lessons(course_here())}
     board = tables(entries, time.time(), lessons)
     people = len({entry.who for entry in entries})
-    below = f"{people} attendees, {len(entries)} checks, as of {time.strftime('%H:%M:%S')}"
-    below += f"; {strange} files are not a check's and were left out" * bool(strange)
+    counts = [f"{n} {word}{'s' * (n != 1)}" for n, word in ((people, "attendee"), (len(entries), "check"))]
+    below = f"{', '.join(counts)}, as of {time.strftime('%H:%M:%S')}"
+    wrong = "1 file is" if strange == 1 else f"{strange} files are"
+    below += f"; {wrong} not a check's and left out" * bool(strange)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, page(board, every, below))
     for title, heads, rows in board:

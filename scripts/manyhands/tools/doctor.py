@@ -6,6 +6,7 @@ library is imported before it is needed: the doctor also runs where nothing is i
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -323,13 +324,16 @@ def jupyterlab(servers=None, run=ask):
 
 
 def find_servers():
-    """Yield (its Python, how it was found): the server in whose terminal we are, then the one on PATH."""
+    """Yield (its Python, how it was found): the server around this terminal, the user's others, the one on PATH."""
     import psutil
 
-    for process in psutil.Process().parents():
-        words = process.cmdline()
-        if len(words) > 1 and "python" in words[0] and "jupyter" in " ".join(words[1:4]):
-            yield words[0], f"running as pid {process.pid}"
+    others = (process for process in psutil.process_iter() if os.getuid() in process.uids())
+    for process in itertools.chain(psutil.Process().parents(), others):
+        with suppress(psutil.Error):  # it has just ended
+            words = process.cmdline()
+            start = " ".join(words[1:4])
+            if "python" in "".join(words[:1]) and "jupyter" in start and "kernel" not in start:
+                yield words[0], f"running as pid {process.pid}"
     script = shutil.which("jupyter-lab")
     # "#!/venv/bin/python", or for long paths "#!/bin/sh" and '''exec' /very/long/path/python "$0" "$@"
     if script and (found := re.search(rb"/\S*python[\w.]*", Path(script).read_bytes()[:1000])):
