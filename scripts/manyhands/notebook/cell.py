@@ -1,5 +1,6 @@
 """One cell on all ranks: wait for it, name the ranks that are silent, free them, and leave the ranks usable."""
 
+import contextlib
 import re
 import time
 
@@ -123,6 +124,10 @@ class Cell:
         errors = [self.done[rank]["error"] for rank in self.errors]
         if self.dead:
             self.pool.stop(f"rank {min(self.dead)} died")
+            with contextlib.suppress(Exception):  # without a lesson nobody would define anything again
+                if self.pool.lesson:
+                    self.pool.restart(quiet=True)
+                    self.restarted = True
         elif self.stuck or any(LOST_DEVICE.search(f"{e['name']}: {e['value']}") for e in errors):
             self.pool.restart(quiet=True)
             self.restarted = True

@@ -15,7 +15,7 @@ import time
 from IPython import get_ipython
 from IPython.display import clear_output, display
 
-from manyhands.course.catch_up import bring, said, whose
+from manyhands.course.catch_up import bring, outline, said, whose
 from manyhands.course.pairs import LANGUAGE
 from manyhands.course.ranks_line import CELL_S, FLAGS, PARSER, CellOptions, read_line
 from manyhands.launch import settings
@@ -383,14 +383,20 @@ def _place(place):
 def _outlook(result):
     if result.dead and not result.pool.lesson:
         return f"The other ranks were stopped. Run %ranks {result.world_size}, then your cells again."
-    if result.dead:
-        return "The other ranks were stopped. Run the cell with start_ranks(...) again, then the cells below it."
+    if result.dead and not result.restarted:
+        return (
+            "The other ranks were stopped. Run the cell with start_ranks(...) again, then every cell of Start below it."
+        )
     if result.restarted:
         held = ""
         if result.stuck:
             held = f" ({name_ranks(result.stuck, 0)} could not be woken in time, as in MPI or NCCL over nodes)"
-        cells = "the cells after start_ranks(...)" if result.pool.lesson else "your cells"
-        return f"All ranks were restarted{held}: their variables are gone. Run {cells} again."
+        cells = "Run every cell of Start below start_ranks(...), then those of this section, again."
+        if not result.pool.lesson:
+            cells = "Run your cells again."
+        elif outline(result.pool.lesson).begin:
+            cells = "The next cell runs those of Start by itself. Run this section's cells again."
+        return f"All ranks were restarted{held}: their variables are gone. {cells}"
     if result.rejoined:
         return (
             "The waiting ranks were freed and all joined a fresh process group. Variables are kept; groups made with "
