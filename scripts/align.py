@@ -6,9 +6,11 @@
     python -m torch.distributed.run --standalone --nproc-per-node 4 scripts/align.py grpo --from SFT
     python scripts/align.py sft --from outputs/train/latest --lora.rank 4   # thin matrices learn, the rest is frozen
     python scripts/align.py grpo --from SFT --grpo.reward in_order          # a reward that can be hacked
+    python scripts/align.py sft --from SmolLM2-135M-Instruct --data.file talks.jsonl    # conversations of your own
 
 `--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file.
-The first stage appends the chat template's four markers to the model's tokens. A stage's checkpoints are read by
+The first stage appends the chat template's four markers to the model's tokens. Or it names a folder as transformers
+writes it, which brings a template of its own. A stage's checkpoints are read by
 sample.py (`--chat`), and resumed when the same `--checkpoint.folder` is named again, on any number of ranks.
 `align.py grpo --help` shows the defaults of that stage; `--parallel.strategy fsdp` and others are train.py's.
 

@@ -7,6 +7,7 @@ import torch
 from manyhands.align.chat import END, with_markers
 from manyhands.align.stage import widened
 from manyhands.data.corpus import Corpus
+from manyhands.data.tokenizer import CharTokenizer
 from manyhands.gpt.model import GPT, GPTConfig
 from manyhands.train.preemption import PreemptionHandler
 
@@ -65,12 +66,12 @@ def wanted_of(method, *changes):
 def begin(ranks, wanted, outputs, config=BASE):
     """The Alignment of these options, before it resumes. All ranks."""
     from manyhands.align.options import trainer_options
-    from manyhands.align.run import Alignment, chat_corpus
+    from manyhands.align.run import Alignment
     from manyhands.config.layout import resolve_layout
 
     os.environ["MANYHANDS_OUTPUTS"] = str(outputs)
     model = chatty(config)
-    corpus, config = chat_corpus(Corpus.from_text("test", TEXT), VOCAB), model.config
+    corpus, config = replace(Corpus.from_text("test", TEXT), tokenizer=CharTokenizer(VOCAB)), model.config
     layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
     return Alignment(wanted, model, config, layout, corpus, ranks, PreemptionHandler(ranks))
 

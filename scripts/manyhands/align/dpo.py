@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from manyhands.align.chat import encode
 from manyhands.align.stage import Stage, own_draws, reference, rows, shifted, token_log_probs
 from manyhands.config.options import OptionError
 
@@ -48,13 +47,13 @@ class Preference(Stage):
         """(ids_N2T, answer_N2T), chosen first. The reference draws them, the same on all ranks and when resumed."""
         said = self._said()
         # an answer with a marker in it cannot be written as a message
-        known = {word: text for word, text in said.items() if set(text) <= set(self.vocab)}
+        known = {word: text for word, text in said.items() if self.chat.knows(text)}
         wrong = {word: text for word, text in known.items() if not self.task.right(word, text)}
         if len(wrong) < 2:
             why = f"the model gives {len(wrong)} wrong answers to {len(said)} questions: there is nothing to prefer"
             raise OptionError(f"{why}; ask more dpo.questions, or choose a harder data.length")
         chosen = self.encoded_words(wrong)
-        rejected = [encode(self.task.messages(word, text), self.vocab) for word, text in wrong.items()]
+        rejected = [self.chat.encode(self.task.messages(word, text)) for word, text in wrong.items()]
         return tuple(torch.stack(part.chunk(2), dim=1) for part in rows(chosen + rejected))
 
     def _said(self):

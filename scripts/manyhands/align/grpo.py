@@ -17,8 +17,7 @@ are taken. Shapes: B answers of all ranks, b of this one, T targets.
 import torch
 import torch.distributed as dist
 
-from manyhands.align.chat import answered
-from manyhands.align.stage import Stage, own_draws, reference, texts, token_log_probs
+from manyhands.align.stage import Stage, own_draws, reference, token_log_probs
 
 TINY = 1e-4  # keeps the advantage finite where a group's rewards are nearly equal
 
@@ -80,7 +79,7 @@ class Reinforcement(Stage):
         own = words[rank * size // ranks : (rank + 1) * size // ranks]
         uniform_bn = own_draws(seed, step, size, self.most, rank, ranks).to(self.run.ranks.device)
         ids_bT, answer_bT, lengths_b = self.completions(self.parallel, own, uniform_bn, wanted.temperature)
-        said = texts(ids_bT, lengths_b, self.vocab, answered)
+        said = self.read(ids_bT, lengths_b)
         # an answer that has not come to its end is too long, and so worth nothing
         judged = [float(self.reward(word, text)) for word, text in zip(own, said, strict=True)]
         rewards_b = torch.tensor(judged, dtype=torch.float64)

@@ -7,6 +7,8 @@ The model's sizes come from the checkpoint. Each method has defaults of its own,
 """
 
 import dataclasses
+import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +20,7 @@ from manyhands.align.chat import LetterTask
 from manyhands.config import options as trainer
 from manyhands.config.bounds import Rate, Share
 from manyhands.config.command_line import named_value, parsed
-from manyhands.config.options import OptionError, from_file, validate
+from manyhands.config.options import UNSET, OptionError, from_file, validate
 from manyhands.config.strategies import STRATEGIES
 
 MOST = 10**6  # words, questions, answers: more take days to draw
@@ -30,6 +32,8 @@ Scale = Annotated[float, Field(ge=1e-6, lt=1e6)]  # outside of it numbers leave 
 class DataOptions:
     """The task with a verifier, and lines of the corpus's speakers: see `manyhands.align.chat`."""
 
+    # sft: conversations in place of the task, a line of JSON each: {"messages": [{"role": ..., "content": ...}, ...]}
+    file: str | None = None
     task: Literal["sort", "reverse"] = "sort"  # what to do with the letters of a word
     letters: int = 12  # how many letters of the alphabet the words are made of
     length: int = 4  # different letters per word
@@ -74,7 +78,8 @@ class AlignOptions:
 
     # sft: imitate demonstrations; dpo: prefer one answer to another; grpo: answers that a program judges
     method: tyro.conf.Positional[Literal["sft", "dpo", "grpo"]]
-    # where the model comes from: a folder of checkpoints, a run's, one step's, or a .safetensors file
+    # where the model comes from: a folder of checkpoints, a run's, one step's, a .safetensors file, or a folder as
+    # transformers writes it, with a chat template
     source: Annotated[Path, tyro.conf.arg(name="from")]
     step: str = "best"  # which checkpoint of --from: best (validation loss), newest, or a number
     config: Path | None = None  # a TOML file of options
@@ -97,22 +102,41 @@ class AlignOptions:
 DEFAULTS = {"sft": (100, 40, 3e-3), "dpo": (40, 64, 3e-4), "grpo": (60, 256, 2e-3)}
 
 
-def default_options(method, source=Path("outputs/train/latest")):
-    """Return a method's default options."""
+def default_options(method, source=Path("outputs/train/latest"), large=False):
+    """Return a method's default options. `large`: of a model from elsewhere, which a lesson's rate would destroy."""
     steps, global_batch, lr = DEFAULTS[method]
     return AlignOptions(
         method=method,
         source=Path(source),
-        train=trainer.TrainOptions(steps=steps, global_batch=global_batch),
-        optimizer=trainer.OptimizerOptions(lr=lr, weight_decay=0.1 if method == "sft" else 0.0),
-        log=trainer.LogOptions(eval_every=20),
+        train=trainer.TrainOptions(steps=steps, global_batch=global_batch, micro_batch=1 if large else None),
+        optimizer=trainer.OptimizerOptions(
+            lr=(2e-5 if method == "sft" else 2e-6) if large else lr,
+            weight_decay=0.1 if method == "sft" else 0.0,
+            balance_speed=0.0 if large else 1e-3,  # experts of transformers have no biases to choose by
+        ),
+        log=trainer.LogOptions(eval_every=20, sample=40 if large else 200),
     )
+
+
+def from_elsewhere(*places):
+    """Return whether one of `places` is a folder as transformers writes it, or of checkpoints that began from one."""
+    for place in map(Path, filter(None, places)):
+        if (place / "config.json").is_file():
+            return True
+        for manifest in (
+            m for steps in ("", "step-*/", "checkpoints/step-*/") for m in place.glob(f"{steps}manifest.json")
+        ):
+            with suppress(OSError, ValueError, AttributeError):  # a broken one is refused where it is read
+                if json.loads(manifest.read_bytes())["metadata"].get("base"):
+                    return True
+    return False
 
 
 def read_options(argv, prog="align.py", description=None):
     """Return the `AlignOptions` of a command line. Raise Refused; `--help` ends the program."""
     method = next((word for word in argv if word in DEFAULTS), "sft")
-    options = dataclasses.replace(default_options(method), source=tyro.MISSING, method=tyro.MISSING)
+    large = from_elsewhere(named_value(argv, "--from"), named_value(argv, "--checkpoint.folder"))
+    options = dataclasses.replace(default_options(method, large=large), source=tyro.MISSING, method=tyro.MISSING)
     if (file := named_value(argv, "--config")) is not None:
         options = from_file(file, options)
     wanted = parsed(AlignOptions, argv, prog, description, options)
@@ -126,6 +150,9 @@ def refuse_senseless(wanted):
     partial = [name for name, one in STRATEGIES.items() if not one.whole_logits]
     whole = ", ".join(name for name in STRATEGIES if name not in partial)
     faults = [
+        (f"data.file={wanted.data.file} holds answers to imitate, for sft; {wanted.method} asks the task: leave it out",
+         wanted.data.file is not None and wanted.method != "sft"),
+        (f"data.file {UNSET}; name one, or leave it out", wanted.data.file == ""),
         (f"train.global_batch={wanted.train.global_batch} answers are no groups of grpo.group={grpo.group}; use a"
          " multiple of it", wanted.method == "grpo" and wanted.train.global_batch % grpo.group),
         (f"alignment needs whole logits on a rank: not {', '.join(partial)} or parallel.loss_parallel; use {whole}",

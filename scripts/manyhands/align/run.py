@@ -6,14 +6,15 @@ What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); all
 import dataclasses
 import math
 
-from manyhands.align.chat import with_markers
+from manyhands.align.chat import chat_of, with_markers
 from manyhands.align.dpo import Preference
 from manyhands.align.grpo import Reinforcement
 from manyhands.align.options import trainer_options
-from manyhands.align.stage import Imitation, start_from
+from manyhands.align.stage import Imitation, corpus_of_conversations, start_from
 from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from manyhands.config.layout import resolve_layout
+from manyhands.config.model_folder import LONGEST
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
@@ -32,10 +33,10 @@ SHOWN = 4  # answers in a sample
 class Alignment(Run):
     """A `Run` that starts from `base`, a GPT on the CPU, and learns by the method that `wanted` names."""
 
-    def __init__(self, wanted, base, config, layout, corpus, ranks, preemption):
+    def __init__(self, wanted, base, config, layout, corpus, ranks, preemption, origin=None):
         options, start = trainer_options(wanted, config), start_from(base, wanted.lora)
         super().__init__(options, config, layout, corpus, ranks, preemption, start)
-        self.wanted, self.base = wanted, base
+        self.wanted, self.base, self.origin = wanted, base, origin
         self.numbers = []  # rank 0's lines of alignment.jsonl
         self.stage = STAGES[wanted.method](self)
         self.log = None
@@ -70,13 +71,13 @@ class Alignment(Run):
             raise Diverged(self, f"the held-out loss is {loss}")
         self.val_losses[self.step] = loss
         self.report.evaluation(self.step, loss)
-        self.tell(self.step, accuracy=accuracy)
-        chance = self.stage.task.chance
-        right = f"{accuracy:.1%} of {len(self.stage.words)} held-out words right (chance: {chance:.1%})"
-        self.report.note(f"step {self.step}: {right}")
+        if accuracy is not None:
+            self.tell(self.step, accuracy=accuracy)
+            chance = self.stage.task.chance
+            right = f"{accuracy:.1%} of {len(self.stage.words)} held-out words right (chance: {chance:.1%})"
+            self.report.note(f"step {self.step}: {right}")
         if self.options.log.sample:
-            lines = [f"{self.stage.task.question(word)} -> {answer}" for word, answer in said[:SHOWN]]
-            self.report.sample(self.step, "\n".join(lines))
+            self.report.sample(self.step, "\n".join(f"{asked} -> {answer}" for asked, answer in said[:SHOWN]))
         return None
 
     def tell(self, step, **numbers):
@@ -104,9 +105,28 @@ def refuse_other_method(run):
         run.report.note(f"it goes on with another {' and another '.join(changed)}")
 
 
-def chat_corpus(corpus, vocab):
-    """`corpus` under the tokens of a model, markers included; its train_ids and val_ids are not of these."""
-    return dataclasses.replace(corpus, tokenizer=CharTokenizer(with_markers(vocab)))
+def _begin(wanted, tell):
+    """Return (base, metadata). A run that goes on without a reference reads what it has kept, and not --from."""
+    kept, with_reference = (
+        wanted.checkpoint.folder,
+        wanted.method == "dpo" or (wanted.method == "grpo" and wanted.grpo.kl),
+    )
+    if kept is not None and not with_reference and steps_in(kept):
+        return load_model(kept, "newest", tell)
+    return load_model(wanted.source, wanted.step, tell)
+
+
+def _corpus(wanted, corpus, tokenizer, longest, tell):
+    """The Corpus of a run whose model reads `longest` tokens with `tokenizer`. Raise Refused."""
+    chars = tokenizer.kind == "char"
+    tokenizer = CharTokenizer(with_markers(tokenizer.vocab)) if chars else tokenizer
+    try:
+        chat_of(tokenizer)
+    except ValueError as error:
+        raise OptionError(f"from={wanted.source}: {error}") from None
+    if wanted.data.file is not None:
+        return corpus_of_conversations(wanted.data.file, tokenizer, longest + 1, tell)
+    return dataclasses.replace(corpus, tokenizer=tokenizer)  # its train_ids and val_ids are not of these
 
 
 def align(wanted):
@@ -114,24 +134,28 @@ def align(wanted):
     train = wanted.train
     ranks = join(name="align", device=train.device, timeout_s=train.timeout_s, options=of_all_ranks(wanted))
     with PreemptionHandler(ranks) as preemption:
-        corpus = load_corpus(ranks)
+        file = wanted.data.file
+        course = load_corpus(ranks) if file is None else None
         tell = print if ranks.rank == 0 else lambda text: None
         try:
-            agreement = Agreement(ranks, None, CheckpointError)
-            base, metadata = agreement.all(lambda: load_model(wanted.source, wanted.step, tell))
+            agreement = Agreement(ranks, None, Refused)
+            base, metadata = agreement.all(lambda: _begin(wanted, tell))
             tokenizer = tokenizer_of(metadata)
-            if tokenizer.kind != "char":
-                raise CheckpointError(f"{wanted.source} reads BPE tokens; align.py teaches models of characters")
-            corpus = chat_corpus(corpus, tokenizer.vocab)
+            size = base.config.block_size
+            # of a longer model's context no more is trained on, and a GPT's positions are weights
+            size = size if base.config.style == "gpt" else min(size, LONGEST)
+            corpus = agreement.all(lambda: _corpus(wanted, course, tokenizer, size, tell))
+            if len(set(agreement.gather(corpus.sha256))) > 1:
+                raise OptionError(f"data.file={file} is not the same on all nodes; put it where they all see it")
             vocabulary = max(base.config.vocab_size, len(corpus.vocab))
-            config = dataclasses.replace(base.config, vocab_size=vocabulary)
+            config = dataclasses.replace(base.config, vocab_size=vocabulary, block_size=size)
             options = trainer_options(wanted, config)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_size(config, ranks)
             refuse_compile(options, ranks)
             if wanted.lora.rank > config.n_embd:
                 raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
-            run = Alignment(wanted, base, config, layout, corpus, ranks, preemption)
+            run = Alignment(wanted, base, config, layout, corpus, ranks, preemption, metadata.get("base"))
         except Refused as error:
             refuse(str(error))
         return carry_out(run, "align.py", refuse_other_method)

@@ -1,6 +1,6 @@
 """Implement SFT, and the parts shared with DPO and GRPO: padded rows, masks, answers drawn from the model, `Stage`.
 
-    ids_NT, answer_NT = rows([encode(messages, vocab) for messages in examples])
+    ids_NT, answer_NT = padded([chat.encode(messages) for messages in examples])
     inputs_bT, targets_bT, mask_bT = shifted(ids_bT, answer_bT)
     loss = masked_sum(logits_bTV, targets_bT, mask_bT) / num_tokens      # num_tokens: of all ranks
 
@@ -24,23 +24,30 @@ Shapes: N examples, B rows of all ranks, b of this data rank, P tokens of the lo
 T = P + n, V tokens in the vocabulary.
 """
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from manyhands.align.chat import END, answered, encode, speech_messages, speeches
+from manyhands.align.chat import chat_of, conversations, speech_messages, speeches
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, ParallelOptions
+from manyhands.data.corpus import Corpus
+from manyhands.data.shakespeare import DataError
 from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling, Sequence, write_next
+from manyhands.launch.program import explained
 from manyhands.parallel.strategy import parallelize
 
 HELD_OUT_SEED = 7  # the same held-out words in every run
-MOST_SPEECHES = 128  # on which the held-out loss is measured
+MOST_SPEECHES = 128  # speeches or conversations on which the held-out loss is measured
+SHOWN = 4  # answers in a sample
 
 
 def rows(encoded: list[tuple], longest: int | None = None, length: int | None = None):
@@ -84,13 +91,15 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     """(ids_bT, answer_bT): the prompts and n tokens behind each, and which the model has written: up to its end marker.
 
     `logits`: of ids [b, any length], [b, T, V]. Row i's prompt is its first lengths_b[i] ids. `end`: the id of the end
-    marker; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time. Ids from
-    `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times: they gather weights.
+    marker, or a set of them; what would follow it is 0. `uniform_bn`: the draws; none: the likeliest token each time.
+    Ids from `vocab_size` on, which stand for nothing, are never drawn. Every rank calls `logits` n times: they gather
+    weights.
     """
+    ends = {end} if isinstance(end, int) else end
     how = Sampling(temperature if uniform_bn is not None else 0)
     numbers = [[0.0] * n] * len(prompts_bP) if uniform_bn is None else uniform_bn.tolist()
     prompts = [ids[:length] for ids, length in zip(prompts_bP.tolist(), lengths_b.tolist(), strict=True)]
-    texts_b = [Sequence(ids, n, how, row, {end}) for ids, row in zip(prompts, numbers, strict=True)]
+    texts_b = [Sequence(ids, n, how, row, ends) for ids, row in zip(prompts, numbers, strict=True)]
     device, P = prompts_bP.device, max(map(len, prompts))
     for i in range(n):
         # what stands behind a row's last token is not seen by it: attention is causal. A rank without any that goes on
@@ -105,26 +114,62 @@ def complete(logits, prompts_bP, lengths_b, n, end, uniform_bn=None, temperature
     return tuple(part.to(device) for part in rows(written, length=prompts_bP.shape[1] + n))
 
 
+@dataclass(frozen=True)
+class Conversations(Corpus):
+    """A Corpus of a file's conversations: pairs (ids, answer) of tensors."""
+
+    learned: tuple = ()
+    held_out: tuple = ()
+
+    def epochs(self, sequences, block_size):
+        return sequences / len(self.learned)
+
+
+def corpus_of_conversations(file, tokenizer, longest, tell):
+    """The Conversations in a file of JSON lines. The last tenth of those of at most `longest` tokens is held out.
+
+    `tell` is told of longer ones, which are left out. Raise DataError, with the line, for what cannot be encoded.
+    """
+    chat, kept = chat_of(tokenizer), []
+    talks = conversations(file)
+    for number, talk in talks:
+        with explained(DataError, "mend the line, or take it out", f"{file}, line {number},"):
+            ids, answer = chat.encode(talk)
+        if len(ids) <= longest:
+            kept.append((torch.tensor(ids, dtype=torch.int32), torch.tensor(answer), talk))
+    if len(kept) < len(talks):
+        tell(f"{len(talks) - len(kept)} of {len(talks)} conversations have more than {longest} tokens and are left out")
+    if len(kept) < 2:
+        why = f"{file} has {len(kept)} conversations of at most {longest} tokens"
+        raise DataError(f"{why}; use two or more: one to learn from, one held out")
+    num_learned = len(kept) - max(1, len(kept) // 10)
+    parts = tuple(kept[:num_learned]), tuple(kept[num_learned:])
+    sha256 = hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+    ids = (torch.cat([ids for ids, _, _ in part]) for part in parts)
+    return Conversations(Path(file).stem, sha256, tokenizer, *ids, {"conversations": len(kept)}, None, *parts)
+
+
 def texts(ids_bT: torch.Tensor, lengths_b: torch.Tensor, vocab: list[str], read: Callable) -> list[str]:
-    """Return the answers as texts: `read` (`chat.answered`) of the ids behind each prompt."""
+    """Return the answers as texts: `read` (such as `chat.answered`) of the ids behind each prompt."""
     return [read(row[length:], vocab) for row, length in zip(ids_bT.tolist(), lengths_b.tolist(), strict=True)]
 
 
 class Stage:
-    """`run` has options, wanted (AlignOptions), parallel, corpus (a ChatCorpus), ranks. All ranks call every method."""
+    """`run` has options, wanted (AlignOptions), parallel, corpus, ranks. All ranks call every method."""
 
     def __init__(self, run):
         self.run, self.wanted, self.task = run, run.wanted, run.wanted.letter_task
-        self.parallel, self.vocab = run.parallel, run.corpus.vocab
-        self.end = self.vocab.index(END)
+        self.parallel, self.vocab, self.chat = run.parallel, run.corpus.vocab, chat_of(run.corpus.tokenizer)
         self.numbers = {}  # {name: what this rank adds to the mean over data ranks}, of the last step
+        if self.wanted.data.file is not None:
+            return
         self.words = self.task.draw(self.wanted.data.held_out, [HELD_OUT_SEED], held_out=True)
         if len(self.words) < self.parallel.data_size:
             why = f"data.held_out={len(self.words)} words leave a rank of {self.parallel.data_size} without any"
             raise OptionError(f"{why}; use more")
         # the answer, its end marker, and one more for answers that are too long
-        self.most = self.task.length + 2
-        longest = len(self._encoded_question(self.words[0])) + self.most
+        self.most = max(sum(answer) for _, answer in self.encoded_words(self.words)) + 1
+        longest = max(len(self._encoded_question(word)) for word in self.words) + self.most
         if longest > run.config.block_size:
             why = f"data.length={self.task.length}: a question and its answer take {longest} tokens"
             raise OptionError(f"{why}, and the model reads {run.config.block_size}; use shorter words")
@@ -152,35 +197,43 @@ class Stage:
         return dict(zip(numbers, self.parallel.mean_loss(values).tolist(), strict=True))
 
     def accuracy(self):
-        """(share of held-out words that are answered right by the likeliest tokens, [(word, answer)] of this rank)."""
+        """(share of held-out words answered right by the likeliest tokens, [(question, answer)] of this rank)."""
         words = np.array_split(self.words, self.parallel.data_size)[self.parallel.data_rank].tolist()
         answers = self.answers(self.parallel, words)
         right = sum(self.task.right(word, answer) for word, answer in zip(words, answers, strict=True))
         share = self.mean({"right": right * self.parallel.data_size})["right"] / len(self.words)
-        return share, list(zip(words, answers, strict=True))
+        return share, list(zip(map(self.task.question, words), answers, strict=True))
 
     def answers(self, model, words, uniform_bn=None):
         """Return the answers of `model`, a Strategy, to each word."""
         ids_bT, _, lengths_b = self.completions(model, words, uniform_bn)
-        return texts(ids_bT, lengths_b, self.vocab, answered)
+        return self.read(ids_bT, lengths_b)
+
+    def read(self, ids_bT, lengths_b):
+        """Return the answers behind prompts as texts."""
+        return texts(ids_bT, lengths_b, self.vocab, lambda ids, _: self.chat.answered(ids))
 
     def completions(self, model, words, uniform_bn=None, temperature=1.0):
         """(ids_bT, answer_bT, lengths_b) of one answer to each word."""
-        device, prompts = self.run.ranks.device, [self._encoded_question(word) for word in words]
+        return self.completed(model, list(map(self._encoded_question, words)), self.most, uniform_bn, temperature)
+
+    def completed(self, model, prompts, most, uniform_bn=None, temperature=1.0):
+        """(ids_bT, answer_bT, lengths_b) of answers of at most `most` tokens to lists of ids."""
+        device = self.run.ranks.device
         prompts_bP, _ = rows([(ids, [False] * len(ids)) for ids in prompts])
         lengths_b = torch.tensor([len(ids) for ids in prompts], device=device)
-        rest = self.most, self.end, uniform_bn, temperature, len(self.vocab)
+        rest = most, self.chat.ends, uniform_bn, temperature, len(self.vocab)
         with model.gathered():  # what FSDP gathers for one token stays for the next
             ids_bT, answer_bT = complete(model.logits, prompts_bP.to(device), lengths_b, *rest)
         return ids_bT, answer_bT, lengths_b
 
     def _encoded_question(self, word):
-        return encode(self.task.messages(word), self.vocab, reply=True)[0]
+        return self.chat.encode(self.task.messages(word), reply=True)[0]
 
     def encoded_words(self, words):
         """[(ids, answer)] of questions and right answers. Raise OptionError for letters unknown to the model."""
         try:
-            return [encode(self.task.messages(word, self.task.answer(word)), self.vocab) for word in words]
+            return [self.chat.encode(self.task.messages(word, self.task.answer(word))) for word in words]
         except ValueError as error:
             raise OptionError(f"data.task={self.task.name}: {error}") from None
 
@@ -190,51 +243,80 @@ class Imitation(Stage):
 
     def __init__(self, run):
         super().__init__(run)
-        data = self.wanted.data
-        demos = self.task.draw(data.demos, [run.options.train.seed, 1], held_out=False)
-        learned, held_out = encoded_speeches(run.corpus, run.config.block_size + 1)
-        self.num_speeches = round(data.speeches * run.options.train.global_batch)
-        if self.num_speeches and not (learned and held_out):
-            why = f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
-            raise OptionError(why)
-        self.num_words = data.demos
-        self.ids_NT, self.answer_NT = rows(self.encoded_words(demos) + learned)
-        self.held_out = rows(self.encoded_words(self.words) + held_out[:MOST_SPEECHES] * bool(self.num_speeches))
+        data, self.num_speeches = self.wanted.data, 0
+        if data.file is not None:
+            self.examples, held_out = run.corpus.learned, run.corpus.held_out[:MOST_SPEECHES]
+            self.num_words = len(self.examples)
+        else:
+            demos = self.task.draw(data.demos, [run.options.train.seed, 1], held_out=False)
+            learned, held_out = encoded_speeches(run.corpus, self.chat, run.config.block_size + 1)
+            self.num_speeches = round(data.speeches * run.options.train.global_batch)
+            if self.num_speeches and not (learned and held_out):
+                why = f"data.speeches={data.speeches:g}, but the corpus has no speeches that this model can read; use 0"
+                raise OptionError(why)
+            self.num_words, self.examples = data.demos, self.encoded_words(demos) + learned
+            held_out = self.encoded_words(self.words) + held_out[:MOST_SPEECHES] * bool(self.num_speeches)
+        # rows without an answer fill up the last rank's share: all ranks read equally often
+        lacking = -len(held_out) % self.parallel.data_size
+        self.held_out = [F.pad(part_NT, (0, 0, 0, lacking)) for part_NT in padded(held_out)]
+
+    def accuracy(self):
+        """As in every stage; of a file's conversations (None, [(the user's last message, answer)]), for a few."""
+        if self.wanted.data.file is None:
+            return super().accuracy()
+        room, shown, prompts = self.run.config.block_size, self.run.options.log.sample, {}
+        for _, _, talk in self.run.corpus.held_out[:SHOWN]:
+            ids, _ = self.chat.encode(talk[:-1], reply=True)
+            if len(ids) < room:
+                prompts[talk[-2]["content"]] = ids
+        if not (prompts and shown):
+            return None, []
+        most = min(shown, room - max(map(len, prompts.values())))
+        ids_bT, _, lengths_b = self.completed(self.parallel, list(prompts.values()), most)
+        return None, list(zip(prompts, self.read(ids_bT, lengths_b), strict=True))
 
     def next_batch(self, step):
         """[inputs_bT, targets_bT, mask_bT]."""
         size, speeches = self.run.options.train.global_batch, self.num_speeches
         row_B = self.draws(step, self.num_words, size - speeches)
         if speeches:
-            speech_B = self.num_words + self.draws(step, len(self.ids_NT) - self.num_words, speeches, 1)
+            speech_B = self.num_words + self.draws(step, len(self.examples) - self.num_words, speeches, 1)
             row_B = torch.cat((row_B, speech_B))
-        ids_BT, answer_BT = self.ids_NT[row_B], self.answer_NT[row_B]
-        longest = int(answer_BT.any(0).nonzero().max()) + 1  # padding that all rows share is left out
+        ids_BT, answer_BT = padded([self.examples[i] for i in row_B.tolist()])
         self.num_tokens = int(answer_BT[:, 1:].sum())  # all ranks hold the batch's mask: nothing is sent for it
-        return shifted(self.own(ids_BT[:, :longest]), self.own(answer_BT[:, :longest]))
+        return shifted(self.own(ids_BT), self.own(answer_BT))
 
     def loss(self, model, inputs_bT, targets_bT, mask_bT):
         return self.share(self.num_tokens) * masked_sum(model(inputs_bT)[0], targets_bT, mask_bT)
 
     @torch.no_grad()
     def held_out_loss(self):
-        """Return nats per token of the assistant on held-out words and speeches."""
-        inputs_bT, targets_bT, mask_bT = shifted(*map(self.own, self.held_out))
-        own = masked_sum(self.parallel.logits(inputs_bT), targets_bT, mask_bT)
+        """Return nats per token of the assistant on what is held out."""
+        layout, own = self.run.layout, 0.0
+        size = self.run.options.train.global_batch // (self.parallel.data_size * layout.micro_batches)
+        for part in zip(*(self.own(part_NT).split(size) for part_NT in self.held_out), strict=True):
+            inputs_bT, targets_bT, mask_bT = shifted(*part)
+            own += masked_sum(self.parallel.logits(inputs_bT), targets_bT, mask_bT)
+            self.parallel.moved()
         num_tokens = int(self.held_out[1][:, 1:].sum())
         return self.mean({"loss": own * self.parallel.data_size})["loss"] / num_tokens
 
 
-def encoded_speeches(corpus, longest):
+def padded(examples):
+    """[(ids, answer, ...)], lists or tensors, as (ids_NT, answer_NT): see `rows`."""
+    ids, answers = ([torch.as_tensor(one[i]) for one in examples] for i in (0, 1))
+    return pad_sequence(ids, batch_first=True).long(), pad_sequence(answers, batch_first=True)
+
+
+def encoded_speeches(corpus, chat, longest):
     """([(ids, answer)] to learn from, and held out): the corpus's speeches that fit into `longest` tokens.
 
     Held out are those of the text's last tenth, as in pre-training. Speeches with unknown tokens are left out.
     """
-    cut, known = len(corpus.train_ids), set(corpus.vocab)
-    both = []
+    cut, both = len(corpus.train_ids), []
     for text in (corpus.text[:cut], corpus.text[cut:]):
         talks = [speech_messages(speaker, line) for speaker, line in speeches(text)]
-        found = [encode(talk, corpus.vocab) for talk in talks if {c for m in talk for c in m["content"]} <= known]
+        found = [chat.encode(talk) for talk in talks if all(chat.knows(message["content"]) for message in talk)]
         both.append([(ids, answer) for ids, answer in found if len(ids) <= longest])
     return both
 

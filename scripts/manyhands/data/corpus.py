@@ -87,6 +87,10 @@ class Corpus:
         """Return the text of `ids`, a tensor [T] or a list."""
         return self.tokenizer.decode(ids)
 
+    def epochs(self, sequences, block_size):
+        """Return how often as many tokens are read as there are to train on, by so many sequences."""
+        return sequences * block_size / max(1, len(self.train_ids))
+
     def metadata(self):
         """Return the description for metrics.json."""
         of_tokenizer = {"vocab_size": len(self.vocab), "tokenizer": self.tokenizer.kind}

@@ -463,7 +463,7 @@ def about_experts(config):
 
 def run_header(options, config, layout, device, corpus, folder):
     """Return the header in a few aligned lines."""
-    epochs = options.train.steps * options.train.global_batch * config.block_size / max(1, len(corpus.train_ids))
+    epochs = corpus.epochs(options.train.steps * options.train.global_batch, config.block_size)
     lines = about_run(options, config, layout) | {
         "corpus": f"{corpus.name}, {len(corpus.train_ids):,} tokens to train on: {epochs:.2g} epochs in this run",
         "arithmetic": f"{options.train.precision}{', compiled' * bool(options.train.compile)} on {device_name(device)};"

@@ -26,7 +26,7 @@ from manyhands.launch.settings import environment
 
 SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
-HOSTS_OWN = ("config", "data.folder")  # each host may have its own copy of what these name
+HOSTS_OWN = ("config", "data.folder", "data.file")  # each host may have its own copy of what these name
 
 
 def of_all_ranks(options):
