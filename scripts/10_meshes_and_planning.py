@@ -808,7 +808,7 @@ from manyhands.predict.layouts import Question, families
 from manyhands.predict.memory import bytes_per_rank
 from manyhands.predict.models import PlannedModel
 
-tiny = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
+tiny = PlannedModel(vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
 node = replace(machine_named("h100"), gpus_per_node=per_node)
 
 # %%

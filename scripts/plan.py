@@ -141,21 +141,21 @@ def _model(args):
     if missing := [f"--{flag}" for flag in SIZES if flag not in given]:
         raise ValueError(f"no model: name --preset, or {', '.join(missing)}")
     sizes = {(SIZES | MORE_SIZES)[flag]: value for flag, value in given.items()}
-    return PlannedModel("your model", style=args.style, tie=args.tie, **sizes)
+    return PlannedModel(name="your model", style=args.style, tie=args.tie, **sizes)
 
 
 def _with_experts(model, args):
     """The model with the experts of the flags; of a preset that has some, other ones. Raises ValueError."""
-    if args.experts is None and model.n_expert == 1:
+    if args.experts is None and model.experts == 1:
         if args.top_k is not None or args.capacity_factor is not None:
             raise ValueError("--top-k and --capacity-factor are about experts; name --experts, too")
         return model
-    experts = model.n_expert if args.experts is None else args.experts
-    usual = min(model.top_k if model.n_expert > 1 else 2, max(1, experts))
+    experts = model.experts if args.experts is None else args.experts
+    usual = min(model.top_k, max(1, experts))
     top_k = usual if args.top_k is None else args.top_k
-    name = model.name if experts == model.n_expert else f"{model.name} with {experts} experts"
-    name = f"{model.name} without experts" if experts == 1 < model.n_expert else name
-    return replace(model, name=name, n_expert=experts, top_k=top_k, capacity=args.capacity_factor)
+    name = model.name if experts == model.experts else f"{model.name} with {experts} experts"
+    name = f"{model.name} without experts" if experts == 1 < model.experts else name
+    return replace(model, name=name, experts=experts, top_k=top_k, capacity=args.capacity_factor)
 
 
 def main(argv=None):

@@ -524,9 +524,7 @@ def test_when_launch_py_itself_is_killed_its_run_is_asked_to_end(root, script):
     gone(program)
 
 
-@pytest.mark.parametrize(
-    ("left", "said"), [(None, ""), (64, ""), (34, "4 ranks may take 64")]
-)
+@pytest.mark.parametrize(("left", "said"), [(None, ""), (64, ""), (34, "4 ranks may take 64")])
 def test_a_start_says_before_it_begins_that_its_ranks_may_meet_the_limit_of_processes(monkeypatch, capsys, left, said):
     monkeypatch.setattr("manyhands.launch.limits.available_processes", lambda: left)
     monkeypatch.setattr(commands, "run", lambda *command: 0)

@@ -18,8 +18,8 @@ from manyhands.predict.step_time import planned_work, step_time
 from pydantic import ValidationError
 
 H100 = machine_named("h100")
-LLAMA = PlannedModel("llama", 32000, 4096, 32, 32, 4096, 8, 14336, "llama")
-MIXTURE = replace(LLAMA, n_expert=8, top_k=2)
+LLAMA = PlannedModel(32000, 4096, 32, 32, 4096, n_kv_head=8, n_hidden=14336, style="llama")
+MIXTURE = replace(LLAMA, experts=8, apart=True)
 
 
 def described(sharing="replicas", model=LLAMA, program=MEGATRON, schedule="1F1B", batch=8, **degrees):
@@ -55,11 +55,11 @@ def test_a_layer_keeps_the_inputs_of_its_products_and_tensor_ranks_share_them():
         left_out = repeated_bytes(terms, program) if checkpointing == "selective" else 0
         return (sum(a_layer.values()) - left_out) / model.block_size / model.n_layer
 
-    D, M, kv = LLAMA.n_embd, LLAMA.n_hidden, LLAMA.kv_width
+    D, M, kv = LLAMA.n_embd, LLAMA.hidden, LLAMA.kv_width
     assert kept() == 2 * (4 * D + 2 * D + 2 * kv + 3 * M)
     assert kept("selective") == 2 * (2 * D + 2 * D + 2 * kv + 2 * M), "without the norms' outputs and the product"
     assert kept(tensor=8) == kept() / 8
-    gpt = PlannedModel("gpt", 51200, 2048, 24, 16, 2048)
+    gpt = PlannedModel(51200, 2048, 24, 16, 2048)
     old = replace(MEGATRON, flash=False, sequence_parallel=False)
     # Korthikanti et al. 2022, table 2: T D (10 + 24 / t + 5 H T / D t)
     assert kept(model=gpt, program=old, tensor=4) == pytest.approx(2048 * (10 + 24 / 4 + 5 * 16 * 2048 / 2048 / 4))
@@ -130,7 +130,7 @@ def test_where_nothing_fits_a_power_of_two_of_nodes_is_named_on_which_something_
 
 models = st.builds(
     lambda layers, width, style: PlannedModel(
-        "any", 32000, 2048, layers, width // 128, width, style=style,
+        32000, 2048, layers, width // 128, width, style=style,
         n_hidden=None if style == "gpt" else 3 * width,
     ),
     st.sampled_from([8, 24, 32]), st.sampled_from([1024, 4096, 8192]), st.sampled_from(["gpt", "llama"]),

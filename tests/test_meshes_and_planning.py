@@ -155,7 +155,7 @@ def test_the_lessons_eight_layouts_exist_on_four_ranks():
     from manyhands.predict.machines import machine_named
     from manyhands.predict.models import PlannedModel
 
-    tiny = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
+    tiny = PlannedModel(vocab_size=65, block_size=8, n_layer=4, n_head=4, n_embd=32)
     node = replace(machine_named("h100"), gpus_per_node=2)
     found = {f.name: f for f in families(Question(tiny, node, 4, 8), ("none",), most_micro_batch=2)}
     assert found["hybrid 2 x 2"].variants[0].layout.shard == 2

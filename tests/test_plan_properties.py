@@ -25,14 +25,14 @@ def llama(layers, heads, groups, vocab, positions, experts, top_k, capacity):
     top_k = min(top_k, experts)
     capacity = min(capacity, experts / top_k) if capacity and experts > 1 else None
     return PlannedModel(
-        "any", vocab, positions, layers, heads * groups, width, heads, 3 * width, "llama", n_expert=experts,
-        top_k=top_k, capacity=capacity,
+        vocab, positions, layers, heads * groups, width, n_kv_head=heads, n_hidden=3 * width, style="llama",
+        experts=experts, top_k=top_k, capacity=capacity, apart=True,
     )  # fmt: skip
 
 
 gpts = st.builds(
     lambda layers, heads, size, vocab, positions, tie: PlannedModel(
-        "any", vocab, positions, layers, heads, heads * size, tie=tie
+        vocab, positions, layers, heads, heads * size, tie=tie
     ),
     st.integers(1, 48), st.sampled_from([1, 3, 4, 8, 12, 25]), st.sampled_from([16, 64, 128]),
     st.integers(65, 60_000), st.sampled_from([64, 1000, 2048]), st.booleans(),
@@ -71,7 +71,7 @@ def test_whatever_is_ranked_fits_uses_every_gpu_and_has_the_bytes_of_its_kinds(q
     for one in answer.ranked:
         layout, held = one.layout, one.held
         assert one.name == name_of(one.sharing, layout) and layout.world_size == question.gpus
-        assert layout.replicate * layout.shard % layout.expert == 0 == question.model.n_expert % layout.expert
+        assert layout.replicate * layout.shard % layout.expert == 0 == question.model.experts % layout.expert
         assert held.on_gpu <= room(question.machine.memory_bytes)
         assert held == bytes_per_rank(question.model, layout, one.options), "as the dry run counts"
         if question.model.style == "gpt":

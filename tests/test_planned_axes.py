@@ -15,8 +15,8 @@ from manyhands.predict.report import as_text, train_flags
 from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
 H100 = machine_named("h100")
-LONG = PlannedModel("long", 32000, 32768, 8, 16, 2048, 4, 8192, "llama")
-MOE = PlannedModel("moe", 32000, 2048, 8, 16, 2048, 4, 4096, "llama", n_expert=8, top_k=2)
+LONG = PlannedModel(32000, 32768, 8, 16, 2048, n_kv_head=4, n_hidden=8192, style="llama", name="long")
+MOE = dataclasses.replace(LONG, block_size=2048, n_hidden=4096, experts=8, apart=True, name="moe")
 
 
 def candidate(name, model, gpus, batch=64, machine=H100, micro_batch=1, checkpointing="none", **kwargs):
@@ -87,7 +87,7 @@ def test_long_sequences_try_context_ranks_within_a_node_and_short_ones_do_not():
 
 
 def test_a_token_costs_its_own_experts_and_the_padding_that_mfu_leaves_out():
-    dense = dataclasses.replace(MOE, n_expert=1, top_k=1)
+    dense = dataclasses.replace(MOE, experts=1, top_k=1)
     expert, router = 3 * 2048 * 4096, 8 * 2048
     assert MOE.layer_flops() - dense.layer_flops() == 2 * (expert + router)
     assert MOE.computed_flops() == MOE.layer_flops()
@@ -162,8 +162,8 @@ def with_experts(name, **sizes):
     "model",
     [
         preset_model("shakespeare-moe"),
-        with_experts("gpt-1b", n_expert=4, top_k=1),
-        with_experts("llama3.2-1b", n_expert=4, top_k=2),
+        with_experts("gpt-1b", experts=4, top_k=1),
+        with_experts("llama3.2-1b", experts=4, top_k=2),
     ],
     ids=lambda model: model.name,
 )
@@ -174,7 +174,7 @@ def test_the_commands_of_a_model_with_experts_run_as_they_were_planned(model):
     assert len(kinds) == 8, "experts on data ranks, with each axis"
     for one in kinds.values():
         options = read_options(train_flags(question, one))
-        assert options.model.experts == model.n_expert
+        assert options.model.experts == model.experts
         layout = resolve_layout(options, model_config(options, 65), 8)
         assert dataclasses.replace(layout, micro_batches=one.layout.micro_batches) == one.layout
         assert layout == one.layout or options.train.micro_batch is None, "or train.py's own choice is as good"

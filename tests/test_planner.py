@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from manyhands.config.layout import resolve_layout
-from manyhands.config.options import PRESETS, ModelOptions
+from manyhands.config.options import PRESETS
 from manyhands.gpt.model import GPTConfig
 from manyhands.predict.layouts import SCHEDULES, Question, families
 from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, listed_peak, machine_from_file, machine_named
@@ -16,15 +16,13 @@ from manyhands.predict.pipeline_schedules import bubble_formula, held_at_once, i
 from manyhands.predict.planner import plan, weakest_assumption
 from manyhands.predict.step_time import Assumptions, planned_work, step_time
 
-ODD = PlannedModel("odd", vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42)  # splits where it must
-TINY = PlannedModel("tiny", vocab_size=65, block_size=8, n_layer=4, n_head=2, n_embd=16)
+ODD = PlannedModel(vocab_size=65, block_size=12, n_layer=5, n_head=6, n_embd=42)  # splits where it must
+TINY = PlannedModel(vocab_size=65, block_size=8, n_layer=4, n_head=2, n_embd=16)
 H100 = machine_named("h100")
 
 
 def config_of(model):
-    names = [f.name for f in dataclasses.fields(ModelOptions) if hasattr(model, f.name)]  # all but a corpus's
-    experts = {"experts": model.n_expert, "shared_experts": model.n_shared}
-    return GPTConfig(**{name: getattr(model, name) for name in names} | experts)
+    return GPTConfig(**{f.name: getattr(model, f.name) for f in dataclasses.fields(GPTConfig)})
 
 
 def candidates(model, gpus, batch=24, machine=H100, **kwargs):
@@ -100,7 +98,7 @@ def test_a_ring_sends_its_factor_and_crosses_nodes_once_per_node():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_is_that_of_the_schedules_formula(schedule):
-    model = PlannedModel("wide", 1024, 2048, 16, 16, 2048)
+    model = PlannedModel(1024, 2048, 16, 16, 2048)
     found = (c for c in candidates(model, 4, 32) if str(c) == "pipeline 4")
     candidate = next(c for c in found if c.options.parallel.schedule == schedule)
     work = planned_work(model, candidate.layout, candidate.options)

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, Field, PositiveInt, create_model, model_val
 
 from manyhands.data.schema import Count, Partly, Schema, Sha256, Signed, open_regular
 from manyhands.data.tokenizer import Tokens
-from manyhands.gpt.model import OF_A_LLAMA, GPTConfig
+from manyhands.gpt.config import OF_A_LLAMA, GPTConfig
 from manyhands.launch.program import Refused, explained
 
 MANIFEST = "manifest.json"

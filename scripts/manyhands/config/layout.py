@@ -13,13 +13,10 @@ import re
 from dataclasses import dataclass, fields
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
 
 from manyhands.config.options import OptionError, Options, ParallelOptions
 from manyhands.config.strategies import STRATEGIES
-
-if TYPE_CHECKING:
-    from manyhands.gpt.model import GPTConfig  # it imports torch, which planning does not need
+from manyhands.gpt.config import GPTConfig
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 TWO_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -280,7 +277,7 @@ def _context(options, config, degrees):
 
 def _experts(options, config, degrees):
     """A sentence for each thing that a mixture of experts does not go together with."""
-    parallel, experts = options.parallel, getattr(config, "experts", options.model.experts)  # a PlannedModel has none
+    parallel, experts = options.parallel, config.experts
     asked, spread = f"model.experts={experts}", f"parallel.expert={parallel.expert}"
     if parallel.expert > 1:
         if experts % parallel.expert or experts == 1:
@@ -315,7 +312,7 @@ def uneven_heads(config, tensor: int) -> str:
     Ranks have equally many heads of queries, and whole heads of keys and values, or several of them the same one.
     """
     heads = config.n_head
-    of_keys = config.n_kv_head or heads
+    of_keys = config.kv_heads
     *most, last = (t for t in range(1, heads + 1) if heads % t == 0 == min(of_keys % t, t % of_keys))
     if tensor in (*most, last):
         return ""
@@ -329,7 +326,7 @@ def _sizes(parallel, config, degrees, stages_per_rank):
     tensor, stages = degrees["tensor"], degrees["pipeline"] * stages_per_rank
     if uneven := uneven_heads(config, tensor):
         yield uneven
-    if (hidden := config.n_hidden or 4 * config.n_embd) % tensor:
+    if (hidden := config.hidden) % tensor:
         yield f"model.n_hidden={hidden} does not split over {tensor} tensor ranks; use a divisor of {hidden}"
     tokens = -(-config.vocab_size // tensor)  # of each tensor rank; the last ones get what is left
     if tokens * (tensor - 1) >= config.vocab_size:

@@ -25,11 +25,10 @@ from manyhands.config.bounds import Count, Positive, Rate, Seconds, Seed, Share
 from manyhands.config.model_folder import LONGEST, sizes_in
 from manyhands.config.strategies import STRATEGIES, strategies_help
 from manyhands.course.folders import named
+from manyhands.gpt.config import GPTConfig
 from manyhands.launch.program import Refused, explained
 
 if TYPE_CHECKING:
-    from manyhands.gpt.model import GPTConfig
-
     Strategy = str
 else:
     Strategy = Literal[tuple(STRATEGIES)]  # flags accept what is registered
@@ -316,8 +315,6 @@ def validate(options: Options) -> None:
     """Refuse values that make no sense on any number of ranks. Raise OptionError."""
     if fault := next(_faults(options), None):
         raise OptionError(fault)
-    from manyhands.gpt.model import GPTConfig  # late: it brings torch, and who plans a run needs none
-
     try:
         GPTConfig(**{**dataclasses.asdict(options.model), "vocab_size": options.model.vocab_size or 1})
     except ValueError as error:
@@ -353,8 +350,6 @@ def model_config(options: Options, vocab_size: int, separator: int | None = None
 
     `separator`: the token that begins each of its documents, if it has several.
     """
-    from manyhands.gpt.model import GPTConfig  # late: see `validate`
-
     wanted = options.model.vocab_size
     if wanted is not None and wanted < vocab_size:
         why = f"model.vocab_size={wanted} is less than the corpus's {vocab_size} tokens"

@@ -71,8 +71,8 @@ def _numbers(model):
     input (D) and its probabilities (E), and each expert's output for the gradient of its weight. Shared experts have
     the router's input.
     """
-    N, D, M, routed = model.n_layer, model.n_embd, model.n_hidden, model.routed
-    passed = routed + model.n_shared
+    N, D, M, routed = model.n_layer, model.n_embd, model.hidden, model.routed
+    passed = routed + model.shared_experts
     statistics, gelu = 2 if model.norm_weights != 1 else 1, (3 if model.style == "llama" else 1) * M
     clipped = 1 if model.clip_qkv is None else 2
     return {
@@ -86,7 +86,7 @@ def _numbers(model):
         "final norm": D + statistics,
         "head": D,
         "loss": model.vocab_size,
-    } | ({"routing": N * (D + model.n_expert + routed * D)} if model.n_expert > 1 else {})
+    } | ({"routing": N * (D + model.experts + routed * D)} if model.experts > 1 else {})
 
 
 def published_bytes(config, sequences: int) -> int:
@@ -189,9 +189,9 @@ def _inputs(model, layout, options, program):
     Of attention queries, keys, values and its output. With `flash` False also attention's scores: Korthikanti et al.
     2022, table 2. Tensor ranks that share the positions keep a share of everything.
     """
-    D, M, t, routed = model.n_embd, model.n_hidden * model.routed, layout.tensor, model.routed
+    D, M, t, routed = model.n_embd, model.hidden * model.routed, layout.tensor, model.routed
     share, low = t if program.sequence_parallel else 1, 1 if program.fp8 else 2
-    llama, experts = model.style == "llama", model.n_expert > 1
+    llama, experts = model.style == "llama", model.experts > 1
     a_layer = {
         "norms": (4 if llama else 6) * D / share,  # a gpt's dropout has two masks of a byte
         "qkv": 2 * D / share,
@@ -233,9 +233,9 @@ def _kept(config, layout, options, program, terms, a_layer):
     kept = tokens * config.n_embd * stream_bytes(options) / (layout.tensor if options.parallel.sequence_parallel else 1)
     if kind == "selective":  # and what the products and attention gave
         D, wide, routed = config.n_embd, config.attention_width, config.routed
-        up = config.n_hidden * (2 if config.style == "llama" else 1)
+        up = config.hidden * (2 if config.style == "llama" else 1)
         split = 2 * wide + 2 * config.kv_width + up * routed  # over tensor ranks
         # whole on each: with experts also what came to them, so that no token is sent again
-        whole = D + routed * D * (2 if config.n_expert > 1 else 1)
+        whole = D + routed * D * (2 if config.experts > 1 else 1)
         kept += tokens * (split / layout.tensor + whole) * PRECISION_BYTES[options.train.precision]
     return kept, a_layer

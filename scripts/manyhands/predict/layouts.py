@@ -92,7 +92,7 @@ class Question:
     program: Program = TRAIN_PY  # that trains
 
     def __post_init__(self):
-        object.__setattr__(self, "model", replace(self.model, stacked=self.is_trained and self.model.style == "llama"))
+        object.__setattr__(self, "model", replace(self.model, apart=not self.is_trained and self.model.style == "llama"))
         for fault in self._faults():
             raise ValueError(fault)
 
@@ -122,11 +122,8 @@ class Question:
         """Return the options a command line starts from: the model's preset, or nano with the model's sizes."""
         name = self.model.name
         options = from_preset(name if name in PRESETS else "nano")
-        own = {"dropout", "vocab_size", "top_k"} | ({"n_kv_head", "n_hidden"} if self.model.style == "gpt" else set())
-        names = [f.name for f in fields(ModelOptions) if f.name not in own and hasattr(self.model, f.name)]
-        sizes = {name: getattr(self.model, name) for name in names}
-        if trains_experts(self):
-            sizes |= {"experts": self.model.n_expert, "top_k": self.model.top_k, "shared_experts": self.model.n_shared}
+        own = {"dropout", "vocab_size"} | (set() if trains_experts(self) else {"experts", "top_k", "shared_experts"})
+        sizes = {f.name: getattr(self.model, f.name) for f in fields(ModelOptions) if f.name not in own}
         vocabulary = options.model.vocab_size if name in PRESETS else self.model.vocab_size
         train = replace(
             options.train, precision="bf16", compile=None, chunk_loss=self.is_trained and options.train.chunk_loss
@@ -232,7 +229,7 @@ def families(
 
 def trains_experts(question: Question) -> bool:
     """Return whether train.py is to train a mixture of experts."""
-    return question.is_trained and question.model.n_expert > 1
+    return question.is_trained and question.model.experts > 1
 
 
 def divisors(n: int) -> list[int]:
@@ -261,7 +258,7 @@ def _experts(question, how, tensor, group):
     spread = ("replicas", "fsdp") if question.is_trained else ("replicas", "zero1", "fsdp")
     if how.hybrid or STRATEGIES[how.strategy].dp_mode not in spread or "expert" not in question.program.axes:
         return [1]
-    experts = question.model.n_expert // tensor  # of a tensor rank
+    experts = question.model.experts // tensor  # of a tensor rank
     degrees = [degree for degree in divisors(experts) if group % degree == 0] or [1]
     return [n for n in degrees if n == 1 or n == degrees[-1] or n * tensor >= question.per_node]
 
@@ -307,7 +304,7 @@ def _most_layers(question, pipeline):
 
 def _uneven_heads(question, tensor):
     """Return why heads do not split over the tensor ranks, or ""; the trainer says it by itself."""
-    heads, groups = question.model.n_head, question.model.n_kv_head
+    heads, groups = question.model.n_head, question.model.kv_heads
     kinds = [] if question.is_trained else [("key-value heads", groups)] * (groups != heads) + [("heads", heads)]
     return next(
         (f"{count} {kind} do not split over {tensor} tensor ranks; use a divisor of {count}"

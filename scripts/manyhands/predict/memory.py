@@ -207,7 +207,7 @@ class Share:
     def weights(self) -> list[Weight]:
         """In the order of `parameters()`."""
         model, found = self.model, []
-        layer = model.layer_weights(model.n_expert // self.expert)
+        layer = model.layer_weights(model.experts // self.expert)
         for layers, first, last in self.stages:
             found += model.front_weights(last) * first + layer * layers + model.back_weights(first) * last
         return [weight.of_tensor_rank(self.tensor) for weight in found]
@@ -323,7 +323,7 @@ def fsdp_units(
     model: PlannedModel, tensor: int, expert: int, layers: int, is_first: bool, is_last: bool, wrapping: str
 ) -> list[Unit]:
     """The units of a stage as `parallel.fsdp` wraps it; the last one is the root, which may have nothing left."""
-    layer = model.layer_weights(model.n_expert // expert)
+    layer = model.layer_weights(model.experts // expert)
     around = model.front_weights(is_last) * is_first + model.back_weights(is_first) * is_last
     kind, count = parsed(wrapping)
     if kind == "size":

@@ -1,18 +1,18 @@
 """The sizes of a model that is planned and not built: the course's GPT, or one of Llama's kind. Needs no torch.
 
     model = preset_model("llama3.2-1b")                      # a preset of the trainer
-    model = PlannedModel("mine", vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
+    model = PlannedModel(vocab_size=32100, block_size=2048, n_layer=32, n_head=32, n_embd=4096)
     model.num_params(), model.flops_per_token()
 
 `style="llama"` means RMSNorm, no biases, rotary positions, SwiGLU, grouped queries (Touvron et al. 2023; Grattafiori et
-al. 2024); `train.py` trains it. With `n_expert` above 1 a router sends each token to
-`top_k` of `experts` MLPs of the same size (Shazeer et al. 2017, arXiv:1701.06538); `n_shared` more are one MLP for all.
+al. 2024). With `experts` above 1 a router sends each token to `top_k` of as many MLPs of the same size (Shazeer et al.
+2017, arXiv:1701.06538); `shared_experts` more are one MLP for all.
 
 Shapes: V tokens in the vocabulary, T positions, D width, H heads, K key-value heads, M hidden, N layers, E experts.
 """
 
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 
 from manyhands.config.options import PRESETS, from_preset
+from manyhands.gpt.config import GPTConfig
 
 SHAKESPEARE_VOCAB_SIZE = 65  # what a preset without a vocabulary gets from the corpus
 
@@ -47,71 +48,39 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlannedModel:
-    """Sizes, under the names that GPTConfig has for them. Raises ValueError for what makes no model."""
+class PlannedModel(GPTConfig):
+    """The trainer's sizes, and what only others' models have. Raises ValueError for what makes no model."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    name: str
-    vocab_size: int  # V
-    block_size: int  # T
-    n_layer: int  # N
-    n_head: int  # H
-    n_embd: int  # D
-    n_kv_head: int | None = None  # K; none: as many as heads
-    n_hidden: int | None = None  # M; none: 4 D
-    style: str = "gpt"  # or llama
-    tie: bool = False
-    qkv_bias: bool = False
-    dropout: float = 0.0
-    n_expert: int = 1  # E MLPs per layer
-    top_k: int = 1  # the number of experts that each token passes through
-    n_shared: int = 0  # of a gpt: one MLP for every token, as wide as this number of experts
+    name: str = "a GPT"
     # what an expert's buffer holds over its mean share, filled up with padding; none: as much as comes, and no padding
     capacity: float | None = None
-    head_dim: int | None = None  # of a llama, where heads together are not as wide as the model; none: D / H
-    norm: str = "rms"  # of a llama; or layer, without weights
-    clip_qkv: float | None = None  # of a llama
-    # of a llama's experts: one weight has all of a layer, as in `train.py`, and as a gpt's always are
-    stacked: bool = False
+    # of a llama's experts: each has weights of its own, as others store them; in `train.py` one weight has all of them
+    apart: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "n_kv_head", self.n_head if self.n_kv_head is None else self.n_kv_head)
-        object.__setattr__(self, "n_hidden", 4 * self.n_embd if self.n_hidden is None else self.n_hidden)
-        for fault in self._faults():
-            raise ValueError(fault)
+        super().__post_init__()
+        capacity, most = self.capacity, self.experts / self.chosen
+        if capacity is not None and self.experts == 1:
+            raise ValueError(f"capacity factor {capacity:g} without experts; use 2 experts or more, or leave it out")
+        if capacity is not None and not 1 <= capacity <= most:
+            why = f"use 1, which holds a balanced share, to {most:g}, which holds all tokens on one of {self.experts}"
+            raise ValueError(f"capacity factor {capacity:g}: {why} experts")
 
-    def _faults(self):
-        H, K, E, capacity = self.n_head, self.n_kv_head, self.n_expert, self.capacity
-        for name, value in vars(self).items():
-            least = 0 if name == "n_shared" else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                yield f"{name}={value} is too small; use at least {least}"
-        if self.style not in ("gpt", "llama"):
-            yield f"style={self.style!r} is unknown; use gpt or llama"
-        if self.n_embd % H and self.style == "gpt":
-            yield f"n_embd={self.n_embd} does not split over {H} heads; use a multiple of {H}"
-        if H % K:
-            yield f"{H} heads do not split over {K} key-value heads; use a divisor of {H}"
-        if self.style == "gpt" and (K != H or self.n_hidden != 4 * self.n_embd):
-            shape = f"as many key-value heads as heads ({H}, not {K}) and is 4 x {self.n_embd} wide in its MLP"
-            yield f"a gpt has {shape} (not {self.n_hidden}); use style=llama"
-        if self.top_k > E:
-            yield f"top_k={self.top_k} of {E} expert(s); use more experts, or at most {E}"
-        if capacity is not None and E == 1:
-            yield f"capacity factor {capacity:g} without experts; use 2 experts or more, or leave it out"
-        if capacity is not None and not 1 <= capacity <= E / self.top_k:
-            most = f"{E / self.top_k:g}, which holds all tokens on one of {E} experts"
-            yield f"capacity factor {capacity:g}: use 1, which holds a balanced share, to {most}"
+    @property
+    def chosen(self) -> int:
+        """The MLPs that each token passes through."""
+        return self.top_k if self.experts > 1 else 1
 
     @property
     def kv_width(self) -> int:
         """Numbers of a token's key, over all key-value heads."""
-        return self.attention_width // self.n_head * self.n_kv_head
+        return self.head_size * self.kv_heads
 
     @property
     def attention_width(self) -> int:
         """Numbers of a token's query, over all heads: D, unless `head_dim` says another width."""
-        return self.n_embd if self.head_dim is None else self.head_dim * self.n_head
+        return self.head_size * self.n_head
 
     @property
     def norm_weights(self) -> int:
@@ -121,12 +90,12 @@ class PlannedModel:
     @property
     def routed(self) -> int | float:
         """Copies of a token that a layer's MLPs compute with, padding included: 1 without experts."""
-        return self.top_k * (self.capacity or 1)
+        return self.chosen * (self.capacity or 1)
 
     @property
     def stacks_experts(self) -> bool:
         """True if one weight has all experts of a layer, as in `train.py`: tensor ranks share out whole experts."""
-        return self.n_expert > 1 and (self.style == "gpt" or self.stacked)
+        return self.experts > 1 and not self.apart
 
     def layer_weights(self, experts: int | None = None) -> list[Weight]:
         """Return one layer's weights, in the order of `GPT.parameters()`, with this number of experts (None: all)."""
@@ -137,27 +106,27 @@ class PlannedModel:
         else:
             linears = [("qkv", (3 * D, D), 0), ("out", (D, D), 1), ("out", (D,), None)]
             linears[1:1] = [("qkv", (3 * D,), 0)] if self.qkv_bias else []
-        heads = {"k": self.n_kv_head, "v": self.n_kv_head}
+        heads = {"k": self.kv_heads, "v": self.kv_heads}
         attention = [Weight(f"attention.{name}", *rest, True, heads=heads.get(name)) for name, *rest in linears]
-        experts = self.n_expert if experts is None else experts
+        experts = self.experts if experts is None else experts
         mlps = self.mlp_weights()
-        if self.n_expert > 1:  # one below the other, as `gpt.experts` stores them
+        if self.experts > 1:  # one below the other, as `gpt.experts` stores them
             names = ("mlp", "mlp") if self.stacks_experts else ("router", "mlp.experts")
             rows = [Weight(names[1], (experts * w.shape[0], w.shape[1]), 0, True, True) for w in mlps]
-            mlps = [Weight(names[0], (self.n_expert, D), None, True), *rows]
-        shared = _gpt_mlp(D, self.n_shared * self.n_hidden) if self.n_shared else []
+            mlps = [Weight(names[0], (self.experts, D), None, True), *rows]
+        shared = _gpt_mlp(D, self.shared_experts * self.hidden) if self.shared_experts else []
         mlps += [Weight(f"mlp.shared.{name}", shape, split, True) for name, shape, split in shared]
         return [*norms[0], *attention, *norms[1], *mlps]
 
     def mlp_weights(self) -> list[Weight]:
         """Return the weights of one MLP, or of one expert."""
-        D, M = self.n_embd, self.n_hidden
+        D, M = self.n_embd, self.hidden
         linears = _gpt_mlp(D, M)
         if self.style == "llama":
             linears = [("gate", (M, D), 0), ("up", (M, D), 0), ("down", (D, M), 1)]
         if self.stacks_experts:  # without biases; of a llama the rows of the gate are in `up`
             linears = [("up", (M * (2 if self.style == "llama" else 1), D), 0), ("down", (M, D), 0)]
-        return [Weight(f"mlp.{name}", shape, split, True, self.n_expert > 1) for name, shape, split in linears]
+        return [Weight(f"mlp.{name}", shape, split, True, self.experts > 1) for name, shape, split in linears]
 
     def front_weights(self, is_last: bool = True) -> list[Weight]:
         """Before the layers. A tied embedding is the head's weight, too, where the stage `is_last`."""
@@ -178,7 +147,7 @@ class PlannedModel:
 
     def active_params(self) -> int:
         """The parameters that one token passes through: all but the experts that it is not sent to."""
-        idle = self.n_layer * (self.n_expert - self.top_k) * sum(w.numel for w in self.mlp_weights())
+        idle = self.n_layer * (self.experts - self.chosen) * sum(w.numel for w in self.mlp_weights())
         return self.num_params() - idle
 
     @cache  # noqa: B019
@@ -188,18 +157,18 @@ class PlannedModel:
 
         As in `flops_per_token`: the causal mask saves nothing. Of experts those that a token passes through.
         """
-        products = sum(w.numel for w in self.layer_weights(self.top_k) if len(w.shape) == 2)
+        products = sum(w.numel for w in self.layer_weights(self.chosen) if len(w.shape) == 2)
         return 2 * products + self.attention_flops()
 
     def expert_flops(self) -> float:
         """The forward FLOPs of a layer's experts per token, padding included; 0 without experts."""
-        if self.n_expert == 1:
+        if self.experts == 1:
             return 0.0
         return 2 * self.routed * sum(w.numel for w in self.mlp_weights() if len(w.shape) == 2)
 
     def computed_flops(self) -> float:
         """`layer_flops` and the padding: what a GPU really computes of a layer per token, forward."""
-        return self.layer_flops() + self.expert_flops() * (1 - self.top_k / self.routed)
+        return self.layer_flops() + self.expert_flops() * (1 - self.chosen / self.routed)
 
     def attention_flops(self) -> int:
         """The FLOPs of attention besides its linear layers: scores, and their product with V."""
@@ -220,7 +189,7 @@ def _gpt_mlp(D: int, M: int) -> list[tuple]:
     return [("up", (M, D), 0), ("up", (M,), 0), ("down", (D, M), 1), ("down", (D,), None)]
 
 
-def flops_per_token(config: object) -> int:
+def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations per trained token of a model: its matrix products, forward and backward, exactly.
 
     MFU, model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B), is this x tokens/s / a device's peak.
@@ -235,21 +204,9 @@ def flops_per_token(config: object) -> int:
     return model_of(config).flops_per_token()
 
 
-@cache
-def model_of(config: object) -> PlannedModel:
+def model_of(config: GPTConfig) -> PlannedModel:
     """The PlannedModel of a GPTConfig; a PlannedModel as it is."""
-    if isinstance(config, PlannedModel):
-        return config
-    names = [f.name for f in fields(PlannedModel) if f.name != "top_k" and hasattr(config, f.name)]
-    return PlannedModel("a GPT", **{name: getattr(config, name) for name in names}, **_mixture(config))
-
-
-def _mixture(options):
-    """The fields of a PlannedModel for the experts of a GPTConfig or ModelOptions."""
-    if options.experts == 1:
-        return {}
-    sizes = {"n_expert": options.experts, "top_k": options.top_k, "n_shared": options.shared_experts}
-    return sizes | {"stacked": options.style == "llama"}
+    return config if isinstance(config, PlannedModel) else PlannedModel(**vars(config))
 
 
 @cache
@@ -258,9 +215,10 @@ def share_of(model: PlannedModel, context: int, tensor: int = 1) -> PlannedModel
 
     And with as many heads of keys as `tensor` ranks compute together: each has one, where there are fewer.
     """
-    if context == 1 and tensor <= model.n_kv_head:
+    if context == 1 and tensor <= model.kv_heads:
         return model
-    return replace(model, block_size=model.block_size // context, n_kv_head=max(model.n_kv_head, tensor))
+    sizes = {"block_size": model.block_size // context, "n_kv_head": max(model.kv_heads, tensor)}
+    return replace(model, **sizes, max_positions=None)
 
 
 _rows = tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))["model"]
@@ -276,4 +234,4 @@ def preset_model(name: str) -> PlannedModel:
         raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(MODELS)}")
     sizes = from_preset(name).model
     vocab_size = sizes.vocab_size or SHAKESPEARE_VOCAB_SIZE
-    return replace(model_of(replace(sizes, vocab_size=vocab_size)), name=name)
+    return PlannedModel(**vars(sizes) | {"vocab_size": vocab_size}, name=name)

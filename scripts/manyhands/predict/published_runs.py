@@ -79,9 +79,9 @@ class PublishedRun(BaseModel):
         """The model that was trained."""
         if self.preset:
             model = preset_model(self.preset)
-            return replace(model, block_size=self.positions) if self.positions else model
+            return replace(model, block_size=self.positions, max_positions=None) if self.positions else model
         sizes = (self.vocab_size, self.positions or 2048, self.n_layer, self.n_head, self.n_embd)
-        return PlannedModel(self.name, *sizes, tie=True, qkv_bias=True)
+        return PlannedModel(*sizes, name=self.name, tie=True, qkv_bias=True)
 
     @property
     def machine(self) -> Machine:

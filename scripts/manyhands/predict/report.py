@@ -48,8 +48,8 @@ def _question(question):
     model, machine = question.model, question.machine
     tokens = question.global_batch * model.block_size
     active = ""
-    if model.n_expert > 1:
-        active = f" ({model.active_params():,} active: {model.top_k} of {model.n_expert} experts)"
+    if model.experts > 1:
+        active = f" ({model.active_params():,} active: {model.chosen} of {model.experts} experts)"
     gpus, nodes = question.gpus, max(1, question.gpus // machine.gpus_per_node)
     return [
         f"{model.name}: {model.num_params():,} parameters{active}, {model.n_layer} layers of width {model.n_embd} with"
@@ -154,7 +154,7 @@ def _best(answer):
         lines.append(f"not checked: {best.held.on_host / GB:.1f} GB per GPU, and as fast an Adam, in the host's memory")
     if question.machine.name not in ("a100-40", "a100-80", "h100"):
         lines.append(f"not checked: no published run on {question.machine.name} was predicted")
-    if question.model.n_expert > 1:
+    if question.model.experts > 1:
         lines.append(f"assumed of the experts: {_routing(question, best)}")
     if why := not_trained(question, best):
         lines.append(why)

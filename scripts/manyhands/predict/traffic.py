@@ -104,7 +104,7 @@ def tokens_at_once(model: PlannedModel, layout, options) -> int:
 
 def spreads_experts(model: PlannedModel, layout) -> bool:
     """Return whether ranks share the experts out, so that one of them may get more tokens than the others."""
-    return layout.expert > 1 or (model.n_expert > 1 and layout.tensor > 1)
+    return layout.expert > 1 or (model.experts > 1 and layout.tensor > 1)
 
 
 def _tensor(model, layout, options, layers, program):
@@ -160,7 +160,7 @@ def _experts(model, layout, options, layers, program):
     yield Message("experts", "all_to_all", calls, calls * payload, layout.expert, layout.tensor, "", behind)
     if model.stacks_experts:
         calls = layers * forwards(layout, options) * layout.micro_batches
-        payload = calls * model.n_expert // layout.tensor * ID_BYTES
+        payload = calls * model.experts // layout.tensor * ID_BYTES
         yield Message("experts", "all_to_all", calls, payload, layout.expert, layout.tensor)
 
 
