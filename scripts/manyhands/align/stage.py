@@ -261,7 +261,7 @@ class Imitation(Stage):
         self.held_out = [F.pad(part_NT, (0, 0, 0, lacking)) for part_NT in padded(held_out)]
 
     def accuracy(self):
-        """As in every stage; of a file's conversations (None, [(the user's last message, answer)]), for a few."""
+        """Return the same as other stages; for a file (None, [(last message of the user, answer)]) of a few."""
         if self.wanted.data.file is None:
             return super().accuracy()
         room, shown, prompts = self.run.config.block_size, self.run.options.log.sample, {}

@@ -88,7 +88,7 @@ class Corpus:
         return self.tokenizer.decode(ids)
 
     def epochs(self, sequences, block_size):
-        """Return how often as many tokens are read as there are to train on, by so many sequences."""
+        """Return how often `sequences` of `block_size` tokens go through the text that is trained on."""
         return sequences * block_size / max(1, len(self.train_ids))
 
     def metadata(self):
