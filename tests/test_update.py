@@ -98,8 +98,11 @@ def test_a_fix_arrives_and_an_edit_and_a_new_cell_and_an_output_stay(course, min
     (missed,) = [line for line in said if line.startswith("did not arrive")]
     assert f"03_data_parallel: cell {of_both + 1}, which you changed" in missed
     assert any(line.startswith(f"03_data_parallel: cell {of_fixed + 1}: ") for line in said)
+    assert update(tmp_path / "new", mine) == [missed], "it is said again"
     kept = next((mine / "outputs" / "kept").iterdir())
     assert "my own line" in (kept / "03_data_parallel.ipynb").read_text()
+    handouts.reset(lesson_of(mine))
+    assert update(tmp_path / "new", mine) == []
 
 
 def test_a_fix_arrives_beside_a_cell_for_some_ranks(course, mine, tmp_path):
@@ -145,6 +148,8 @@ def test_a_changed_check_arrives_and_a_changed_file_of_the_learner_stays_and_is_
     missed = [line for line in said if line.startswith("did not arrive")]
     assert missed == [f"did not arrive: {job}, which you changed; yours stays"]
     assert any("make shared" in line for line in said)
+    assert update(packed, mine) == missed, "it is said again"
+    (mine / job).write_text((handouts.copy(tmp_path / "folder", course) / job).read_text())
     assert update(packed, mine) == []
 
 

@@ -11,6 +11,7 @@ touched, and lessons are kept in outputs/kept before they are written.
 
 import argparse
 import difflib
+import json
 import re
 import sys
 import tempfile
@@ -91,7 +92,10 @@ def _update_files(new, root, base, wanted):
         if (root / name).is_file() and digest(root / name) == base[name]:
             (root / name).unlink()
             done["removed"].append(name)
-    write_whole(root / MANIFEST, (new / MANIFEST).read_bytes())
+    # what did not arrive keeps its old entry: the next update says so again, and finds it if it was put back
+    told = wanted | {name: base[name] for name in kept if name in base}
+    left = {name: right for name, right in told.items() if name in base or name not in kept}
+    write_whole(root / MANIFEST, json.dumps(left, indent=0) + "\n")
     said = [f"{what}: {', '.join(sorted(names))}" for what, names in done.items() if names]
     said += [f"did not arrive: {name}, which you changed; yours stays" for name in sorted(kept)]
     package = any(name.startswith("scripts/manyhands/") for names in done.values() for name in names)
@@ -112,8 +116,14 @@ def _update_lesson(new, mine):
         _new_originals(new, mine.root)
         return [f"added: lesson {new.name}"]
     before, after = read(base.notebook).cells, read(new.notebook)
+    note = mine.root / ORIGINALS / f"{new.name}.missed.json"  # what did not arrive: [a line, the cell that it is about]
     if [essence(cell) for cell in before] == [essence(cell) for cell in after.cells]:
-        return []
+        here = (
+            {repr(essence(cell)) for cell in read(mine.notebook).cells}
+            if note.exists() and mine.notebook.exists()
+            else {}
+        )
+        return [line for line, fix in json.loads(note.read_text("utf-8")) if fix not in here] if here else []
     if not (mine.notebook.exists() or mine.script.exists()):
         cure = f"`make reset LESSON={new.number}`, then `make update` again, brings it back"
         return [f"did not arrive: lesson {new.name}, which you removed or renamed; {cure}"]
@@ -126,7 +136,9 @@ def _update_lesson(new, mine):
     write_whole(mine.notebook, as_notebook(notebook))
     _new_originals(new, mine.root)
     said = [f"{new.name}: {cell}" for cell in arrived]
-    said += [f"did not arrive: {new.name}: {cell}" for cell in missed]
+    told = [(f"did not arrive: {new.name}: {cell}", repr(fix)) for cell, fix in missed]
+    write_whole(note, json.dumps(told))
+    said += [line for line, _ in told]
     return said + [f"{new.name}: as it was before, in {kept.relative_to(mine.root)}"]
 
 
@@ -138,7 +150,7 @@ def _new_originals(new, root):
 
 
 def merge(base, mine, theirs):
-    """Merge cells. Returns (the attendee's cells with the fixes, lines of what arrived, lines of what did not)."""
+    """Merge cells. Returns (the cells with the fixes, lines of what arrived, [(line, fix)] of what did not)."""
     (ours, our_new), (fixed, their_new) = _paired(base, mine), _paired(base, theirs)
     merged, arrived, missed = [], [], []
     for i in range(len(base) + 1):
@@ -162,7 +174,7 @@ def merge(base, mine, theirs):
             merged.append(ours[i])
         if fix not in (was, own):
             where = f"cell {len(merged)}, which you changed" if own is not None else "a cell that you removed"
-            missed.append(f"{where}: {_title(base[i])}")
+            missed.append((f"{where}: {_title(base[i])}", fix))
 
 
 def _title(cell):
