@@ -44,8 +44,8 @@
 #
 # *Say:* every step of the data pipeline gives the same result on any number of ranks, or nobody can repeat the run.
 #
-# *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each process); comparing
-# losses per token of two tokenizers; reading a scaling law outside its range.
+# *Three usual mistakes:* Python's `hash()` for something that ranks compare (it differs in each run and on each node);
+# comparing losses per token of two tokenizers; reading a scaling law outside its range.
 #
 # *When late:* give solutions A and D, and keep builds B, C and E, the grid and the zoo.
 #
@@ -209,7 +209,7 @@ def shingle_hashes(text, k=3):
     """The numbers [S] of a text's shingles: k words in a row, in lower case."""
     words = re.findall(r"\w+", text.lower())
     found = {" ".join(words[i : i + k]) for i in range(max(1, len(words) - k + 1))}
-    # not Python's hash(text): it is salted in each process, so four ranks would have four answers
+    # not Python's hash(text): its salt is new at each start of Python, so ranks of two nodes would have two answers
     return np.array(sorted(zlib.crc32(shingle.encode()) % PRIME for shingle in found))
 
 
