@@ -88,9 +88,10 @@ def test_a_killed_stand_in_ends_its_rank_and_a_killed_server_its_ranks_and_the_n
     stands = [one for one in Family(mark, MARK).members() if one.cmdline()[3:4] == ["ask"]]
     stands = [one for one in stands if "ipyparallel.engine" in one.cmdline()]
     assert len(stands) == 2
+    child = kernel.run("%%ranks 1\nchild = os.fork()\nif child == 0: time.sleep(600); os._exit(0)\nprint(child)").text
     for one in stands:
         one.kill()
-    wait_until(lambda: not rank.is_running())
+    wait_until(lambda: not rank.is_running() and not psutil.pid_exists(int(child.split(" | ")[1])))
     kernel.start(n_ranks=2)
     kernel.run(JOIN)
     assert server_of(kernel) == server

@@ -112,7 +112,9 @@ def serve(listener):
     while True:
         for key, _ in ready.select():
             if key.fileobj is sys.stdin:
-                os._exit(0)  # the forks hear of it: see `become`
+                for pid in asked:
+                    _kill(pid)
+                os._exit(0)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
                 try:
@@ -135,13 +137,22 @@ def serve(listener):
                 wakes.recv(4096)
                 while asked and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     connection = asked.pop(ended[0])
+                    with contextlib.suppress(ProcessLookupError):  # what it has forked
+                        os.killpg(ended[0], signal.SIGKILL)
                     if connection.fileno() in ready.get_map():
                         ready.unregister(connection)
                     _answer(connection, ended[1])
                     connection.close()
             elif key.data in asked:  # its small program was killed
                 ready.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)
+                _kill(key.data)
+
+
+def _kill(fork):
+    """Kill a fork that was not waited for, with its group of processes, if it has one already."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(fork, signal.SIGKILL)
 
 
 def _request(connection):
