@@ -217,7 +217,7 @@ def test_the_weakest_assumption_is_the_one_that_costs_most(shared):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_kv_head": 4, "style": "llama"}, "6 heads do not split over 4 key-value heads"),
+        ({"n_kv_head": 4, "style": "llama"}, "n_head=6 does not split over n_kv_head=4"),
         ({"n_layer": 0}, "n_layer=0 is too small"),
         ({"style": "moe"}, "style='moe' is unknown"),
         ({"capacity": 1.0}, "capacity factor 1 without experts"),

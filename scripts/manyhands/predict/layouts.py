@@ -92,7 +92,8 @@ class Question:
     program: Program = TRAIN_PY  # that trains
 
     def __post_init__(self):
-        object.__setattr__(self, "model", replace(self.model, apart=not self.is_trained and self.model.style == "llama"))
+        apart = self.model.style == "llama" and not self.is_trained
+        object.__setattr__(self, "model", replace(self.model, apart=apart))
         for fault in self._faults():
             raise ValueError(fault)
 
