@@ -87,7 +87,8 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.memory_timeline import MemoryTimeline
 
 if sequences % 4:

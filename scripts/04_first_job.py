@@ -300,7 +300,8 @@ checks.my_sequences(my_sequences, ranks)
 import torch
 import torch.distributed as dist
 from manyhands.data.corpus import get_batch
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=len(corpus.vocab), n_layer=2, n_head=2, n_embd=32)).double().to(device)
@@ -573,7 +574,8 @@ import torch
 import torch.distributed as dist
 from manyhands import show
 from manyhands.data.corpus import get_batch
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 

@@ -75,7 +75,8 @@ import torch.nn.functional as F
 from manyhands import ____, Metrics, card, compare, fingerprint, join, leave, refuse, say, show
 from manyhands.checks import same_science as checks
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import recorded_runs
 from manyhands.lessons import same_science as lesson
 from torch.nn.parallel import DistributedDataParallel as DDP

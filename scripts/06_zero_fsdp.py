@@ -1018,7 +1018,8 @@ for title, sync, keep in (
 
 # %%
 # %%ranks
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.parallel.fsdp import parameters_by_unit
 
 
@@ -1457,7 +1458,8 @@ say_once(f"{seen.payload_bytes():,} bytes communicated, predicted {communicated:
 
 # %%
 # %%ranks
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from torch.distributed.fsdp import fully_shard
 
 with torch.device("meta"):

@@ -96,7 +96,8 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import recorded_runs
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 

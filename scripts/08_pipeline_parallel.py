@@ -94,7 +94,8 @@ s, p = rank, world_size  # this rank's stage, of p
 # %%ranks
 from manyhands.config.layout import layers_of_stages
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.parallel.pipeline import Stage
 
 layers, m = layers or max(4, p), micro_batches or max(8, p)

@@ -1234,7 +1234,7 @@ if rank == 0:
 # %% tags=["nbval-check-output"]
 # %%ranks
 from manyhands.gpt.llama import rotated, rotation
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 
 llama = GPTConfig(vocab_size=len(corpus.vocab), n_embd=H * K, n_head=H, style="llama")
 

@@ -510,7 +510,7 @@ guess_batches = ____  # your turn: type a number
 # %%ranks
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.parallel.strategy import full_model, parallelize
 
 config = GPTConfig(vocab_size=len(corpus.vocab), n_layer=layers, n_head=4)
@@ -799,7 +799,7 @@ say(f"I hold {rank + 1}; the sum over my tensor group is {sums['tensor']}, over 
 # %%ranks
 from dataclasses import replace
 
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.parallel.optimizer import build_optimizer
 from manyhands.parallel.strategy import parallelize

@@ -92,7 +92,8 @@ import math
 import warnings
 
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import recorded_runs
 from manyhands.launch.run_folder import run_folder
 from manyhands.measure.tensor_bytes import local_part
@@ -575,7 +576,8 @@ import torch.distributed as dist
 from manyhands import join, leave, say
 from manyhands.course.catch_up import bring
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.optimizer import ensure_state
 from torch.distributed.device_mesh import DeviceMesh

@@ -97,7 +97,8 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 # %%ranks
 from manyhands.data.corpus import get_batch, load_corpus
 from manyhands.data.documents import content_hash, copies_among, minhash
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import recorded_runs
 from manyhands.lessons import llm_pretraining as lesson
 

@@ -102,7 +102,8 @@ rank, world_size, device = ranks.rank, ranks.world_size, ranks.device
 from manyhands.align.chat import answered, speech_messages, speeches
 from manyhands.align.stage import texts
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import recorded_runs
 from manyhands.lessons import llm_alignment as lesson
 

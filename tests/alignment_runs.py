@@ -8,7 +8,8 @@ from manyhands.align.chat import END, with_markers
 from manyhands.align.stage import widened
 from manyhands.data.corpus import Corpus
 from manyhands.data.tokenizer import CharTokenizer
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.train.preemption import PreemptionHandler
 
 SPEECH = "ROMEO:\nSpeak, you are the fair lock.\n\nBIG JULIET:\nI am, jovial.\n\n"

@@ -9,7 +9,8 @@ from dataclasses import asdict
 import httpx
 import torch
 from manyhands.align.chat import with_markers
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve.engine import generate
 from manyhands.serve.http import Server, address_of, listen, make_app

@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, ParallelOptions, TrainOptions
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.experts import move_biases
-from manyhands.gpt.model import GPT, GPTConfig, experts_of
+from manyhands.gpt.model import GPT, experts_of
 
 CONFIG = GPTConfig(vocab_size=65, block_size=16, n_layer=4, n_head=4, n_embd=32)
 LLAMA = replace(

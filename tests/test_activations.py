@@ -6,7 +6,8 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import model_config, read_options
-from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT, checkpoint_activations
 from manyhands.measure.tensor_bytes import count_saved
 from manyhands.parallel.strategy import parallelize
 from manyhands.predict.activation_memory import (

@@ -21,7 +21,7 @@ from manyhands.checkpoint import manifest
 from manyhands.checkpoint.checkpoints import Checkpoints, whole_tensors
 from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.course import folders
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from rank_pool import run_on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_server import LETTERS, TOKEN, VOCAB, Live, ask, make_model, metadata_of, quiet, written
 from manyhands.config.options import ModelOptions
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.serve import schema
 from manyhands.serve.client import Client
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from live_server import make_model
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.sampling import Sampling, draw, probabilities
 from manyhands.serve.decoder import Int8Linear, quantize, weight_bytes
 from manyhands.serve.engine import generate

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from manyhands.config.layout import LayoutError, resolve_layout
 from manyhands.config.options import model_config, read_options
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.experts import Experts, move_biases
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.experts import spread_weights
 from manyhands.parallel.optimizer import build_optimizer

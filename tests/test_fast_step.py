@@ -4,7 +4,8 @@ import pytest
 import torch
 from manyhands.config.options import read_options
 from manyhands.gpt.chunked_loss import chunked_loss
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch.ranks import Ranks
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.train import start

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure import wire
 from manyhands.parallel.ddp import FlatReplicas
 from rank_pool import run_on_ranks

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure import timing
 from manyhands.predict.machines import dense_peak, listed_peak
 from manyhands.predict.models import flops_per_token

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from live_server import make_model
 from manyhands.gpt import llama
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.llama import RMSNorm, rotated, rotation
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve import decoder
 from manyhands.serve.decoder import quantize, weight_bytes

@@ -16,7 +16,8 @@ from manyhands.align.dpo import dpo_losses, margins
 from manyhands.align.grpo import group_advantages, grpo_terms
 from manyhands.checkpoint.export import shipped_model, tokenizer_of
 from manyhands.data.corpus import Corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.lessons.llm_alignment import draw_answers_seen
 
 LESSON = "13_llm_alignment"

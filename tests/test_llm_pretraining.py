@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from isoflop import GRID, RECIPE, run_grid
 from manyhands.data.corpus import Corpus
 from manyhands.data.tokenizer import byte_encoder
-from manyhands.gpt.model import GPT, GPTConfig, within_documents
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT, within_documents
 from manyhands.launch import recorded_runs
 from manyhands.lessons import llm_pretraining
 from manyhands.measure import wire

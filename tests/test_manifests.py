@@ -20,8 +20,9 @@ from manyhands.data.documents import find_files, raw_documents
 from manyhands.data.preparation import PrepareConfig, prepare_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.token_files import verify_tokens
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.lora import add_lora
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

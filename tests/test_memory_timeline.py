@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from manyhands.gpt.model import GPT, GPTConfig, checkpoint_activations
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT, checkpoint_activations
 from manyhands.measure.memory_timeline import KINDS, MemoryTimeline, Sample
 from manyhands.measure.tensor_bytes import count_saved
 from manyhands.plots.memory_stack import memory_stacks

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 
 SMALL = GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=2, n_embd=12)
 

@@ -35,8 +35,9 @@ from manyhands.course.folders import write_whole
 from manyhands.data.corpus import Corpus, get_batch, open_text
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder, train_bpe
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.lora import add_lora
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch import settings
 from manyhands.measure.tensor_bytes import local_part
 from manyhands.parallel.fsdp import without_numbers

@@ -50,7 +50,8 @@ for turn in range(2):
 """
 # a training step under a MemoryTimeline, beside what the allocator says
 MEMORY = """
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.memory_timeline import MemoryTimeline
 ranks = join(name="memory", quiet=True)
 device = torch.get_device_module(ranks.device)
@@ -71,7 +72,8 @@ leave()
 # losses and gradients of attention within documents: by the whole mask, and by FlexAttention's blocks
 DOCUMENTS = """
 from functools import partial
-from manyhands.gpt.model import GPT, GPTConfig, create_block_mask, document_blocks
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT, create_block_mask, document_blocks
 ranks = join(name="documents", quiet=True)
 ids_BT, seen = torch.randint(64, (4, 301), generator=torch.Generator().manual_seed(1)).to(ranks.device), []
 for by_blocks in (False, True):

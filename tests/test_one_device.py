@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from definitions import taken_from
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.measure.tensor_bytes import count_saved
 from manyhands.predict import activation_memory

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from manyhands.config.options import OptimizerOptions, Options, TrainOptions
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.parallel.optimizer import LossScale, build_optimizer, learning_rate
 from manyhands.parallel.strategy import Strategy
 

@@ -22,7 +22,8 @@ from manyhands.config.options import (
 )
 from manyhands.data.corpus import open_text
 from manyhands.data.preparation import PrepareConfig, prepare_text
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from one_process import assert_equal, one_process, options_of, steps_of
 from test_strategies import compiled_steps
 

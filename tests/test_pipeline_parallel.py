@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from definitions import taken_from
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure import wire
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 from manyhands.predict.pipeline_schedules import bubble_formula, orders_of, simulate

@@ -7,7 +7,7 @@ import pytest
 import torch
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import PRESETS
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.predict.layouts import SCHEDULES, Question, families
 from manyhands.predict.machines import LINK_SHARE, MACHINES, Group, listed_peak, machine_from_file, machine_named
 from manyhands.predict.memory import bytes_per_rank

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.predict.activation_memory import published_bytes, slide_values
 from manyhands.predict.machines import listed_peak

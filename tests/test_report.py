@@ -16,7 +16,7 @@ import torch.distributed as dist
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.data.corpus import Corpus
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.measure import wire
 from manyhands.predict.models import flops_per_token
 from manyhands.train import report

@@ -18,7 +18,8 @@ from manyhands.checkpoint.checkpoints import Checkpoints, whole_tensors
 from manyhands.checkpoint.export import load_model
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config import options
-from manyhands.gpt.model import GPT, GPTConfig, experts_of
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT, experts_of
 from manyhands.launch.program import Refused
 from manyhands.train.dry_run import model_from_flags
 from rank_pool import run_on_ranks

@@ -28,7 +28,7 @@ from live_server import (
     written,
 )
 from manyhands.data.tokenizer import SEPARATOR, train_bpe
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve.client import Client
 from manyhands.serve.engine import generate

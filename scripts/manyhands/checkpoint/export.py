@@ -39,8 +39,9 @@ from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import ASSETS, write_whole
 from manyhands.data.schema import visible
 from manyhands.data.tokenizer import CharTokenizer, Tokenizer, tokenizer_from, tokenizer_of_folder
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.lora import A, B, folded
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch.flags import Flags
 from manyhands.launch.program import Refused, explained, reason
 

@@ -20,7 +20,7 @@ from manyhands.checkpoint.manifest import CheckpointError
 from manyhands.config.model_folder import sizes_in
 from manyhands.course.folders import write_whole
 from manyhands.data.tokenizer import ForeignTokenizer, tokenizer_from, tokenizer_of_folder
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.launch.program import explained
 
 SHARD_BYTES = 5 * 10**9

@@ -27,7 +27,7 @@ from manyhands.checks.drawn import (
 )
 from manyhands.checks.expect import expect_number, expect_tensor, expect_unchanged, number
 from manyhands.checks.witness import shown
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 
 WIDTH = 4  # of a block, and of its rows
 

@@ -27,7 +27,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from manyhands.gpt.chunked_loss import chunk_share, chunked_loss
-from manyhands.gpt.config import GPTConfig as GPTConfig
 from manyhands.gpt.experts import Experts, multiplied_in
 from manyhands.gpt.llama import SwiGLU, norm_of, rotated, rotation
 from manyhands.gpt.sampling import drawing, extended

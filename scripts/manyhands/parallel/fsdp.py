@@ -34,7 +34,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from manyhands.config import wrapping as wrapping_rule
 from manyhands.config.options import Options
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.parallel.ddp import NoParallel
 from manyhands.parallel.experts import spread_weights
 from manyhands.parallel.strategy import own_precision

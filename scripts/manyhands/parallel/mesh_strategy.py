@@ -21,8 +21,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout, logits_at_once, records_graph, starts_in_shares
 from manyhands.config.options import Options
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.experts import move_biases
-from manyhands.gpt.model import GPTConfig, checkpoint_activations, document_blocks
+from manyhands.gpt.model import checkpoint_activations, document_blocks
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.context import share_of_context
 from manyhands.parallel.cuda_graphs import Recorded

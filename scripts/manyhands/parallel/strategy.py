@@ -23,8 +23,9 @@ from torch import nn
 from manyhands.config.layout import Layout
 from manyhands.config.options import Options
 from manyhands.config.strategies import STRATEGIES
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.experts import Experts
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch.ranks import Ranks
 from manyhands.parallel.optimizer import ensure_state
 

@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from manyhands.checkpoint.export import weights_of, write_export
 from manyhands.config.command_line import parsed
 from manyhands.course.folders import SCRIPTS
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve.client import Client
 from manyhands.serve.decoder import run

@@ -71,7 +71,8 @@ def plain(compiled=False, *, steps, line_steps):
     import torch
 
     from manyhands.data.corpus import load_corpus
-    from manyhands.gpt.model import GPT, GPTConfig
+    from manyhands.gpt.config import GPTConfig
+    from manyhands.gpt.model import GPT
 
     corpus = load_corpus()
     torch.manual_seed(1337)

@@ -21,7 +21,7 @@ from manyhands.checkpoint.to_folder import refuse_config
 from manyhands.config.layout import Layout, resolve_layout
 from manyhands.config.options import Options, model_config, read_options, to_dict
 from manyhands.data.shakespeare import DataError, at_hand
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.launch.allocation import Allocation, RanksError
 from manyhands.launch.devices import gpus_here
 from manyhands.launch.launchers import LaunchError, resolve

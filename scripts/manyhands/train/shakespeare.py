@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from manyhands.data.corpus import get_batch, load_corpus
-from manyhands.gpt.model import GPT, GPTConfig
+from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch.join import refuse
 from manyhands.launch.metrics import Metrics
 from manyhands.launch.ranks import Ranks

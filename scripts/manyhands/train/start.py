@@ -19,7 +19,7 @@ from manyhands.config.model_folder import sizes_in
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
 from manyhands.data.tokenizer import tokenizer_of_folder
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment

@@ -4,7 +4,7 @@ from math import ceil
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.plots.looks import BYTES, INK, LIMIT, PAPER, QUIET, card, new_figure, tint, write
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.memory import RECIPES, bytes_per_rank
