@@ -1,6 +1,7 @@
 """Context parallelism: its ring and the trainer's runs on it are one process's."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands.gpt.model import within_documents
 from manyhands.measure import wire
+from manyhands.parallel import context
 from manyhands.parallel.context import ring_attention, zig_zag
 from one_process import BATCH, CONFIG, LLAMA, assert_equal, build, one_process, options_of, steps_of
+from torch.autograd.graph import saved_tensors_hooks
 
 B, H, T, K, SEPARATOR = 2, 3, 32, 5, 7
 
@@ -31,14 +34,21 @@ def ring(ranks, masked, low):
     document_BT = (ids_BT == SEPARATOR).cumsum(1)
     here = at[ranks.rank]
     mine = [x[:, :, here].detach().clone().requires_grad_() for x in (q, k, v)]
-    with wire.watch() as forward:
-        out = ring_attention(*mine, group, [document_BT[:, at_s] for at_s in at] if masked else None)
-    with wire.watch() as backward:
-        out.backward(d_out[:, :, here])
+    kept, products, plain = set(), set(), context.wide_product
+
+    def noted(x, y):
+        products.add((x.dtype, y.dtype, (found := plain(x, y)).dtype))
+        return found
+
+    with mock.patch.object(context, "wide_product", noted):
+        with wire.watch() as forward, saved_tensors_hooks(lambda x: kept.add(x.dtype) or x, lambda x: x):
+            out = ring_attention(*mine, group, [document_BT[:, at_s] for at_s in at] if masked else None)
+        with wire.watch() as backward:
+            out.backward(d_out[:, :, here])
     pairs = [(out, wanted), *((x.grad, y.grad) for x, y in zip(mine, whole, strict=True))]
     apart = max((x.double() - y[:, :, here]).abs().max().item() for x, y in pairs)
     sent = (forward.sent_bytes, forward.messages), (backward.sent_bytes, backward.messages)
-    return apart, sent, {x.dtype for x, _ in pairs}
+    return apart, sent, ({x.dtype for x, _ in pairs}, products, kept)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -52,9 +62,10 @@ def test_the_ring_is_plain_attention_for_n_minus_1_messages_of_keys_and_n_of_gra
 
 
 def test_in_low_precision_keys_travel_low_and_their_gradients_in_float32(pool):
-    numbers = 2 * B * H * (T // 2) * K
-    for apart, ((forward, _), (backward, _)), dtypes in pool.run(2, ring, False, True):
-        assert apart < 0.05 and dtypes == {torch.bfloat16}
+    numbers, low, wide = 2 * B * H * (T // 2) * K, torch.bfloat16, torch.float32
+    for apart, ((forward, _), (backward, _)), (dtypes, products, kept) in pool.run(2, ring, False, True):
+        assert apart < 0.05 and dtypes == {low}
+        assert products == {(low, low, wide)} and kept == {low, wide}, "wide: the log of each query's sum"
         assert (forward, backward) == (2 * numbers, (2 + 2 * 4) * numbers)
 
 

@@ -15,6 +15,8 @@ others padding.
 import torch
 import torch.nn.functional as F
 
+from manyhands.gpt.products import wide_product
+
 
 def chunked_loss(x_BD, weight_VD, bias_V, targets_B, tokens, rows, share=None):
     """Return the mean cross-entropy in nats, computed from `rows` positions at a time.
@@ -53,7 +55,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss += part
             if learns:
                 dx[chunk] = dlogits @ weight
-                dweight += dlogits.T @ x[chunk]
+                dweight += wide_product(dlogits.T, x[chunk])
                 if dbias is not None:
                     dbias += dlogits.sum(0, dtype=dbias.dtype)
         if learns:

@@ -13,8 +13,9 @@ more message brings them home. Lesson 09 builds all of it.
 In zig-zag order a rank has two of 2 n equal pieces of a sequence, one from the front and its mirror image from the
 back. Of another rank's block it then needs exactly half of the query-key pairs, so that all have as much to do.
 
-Scores are plain matrix products in float32 at least, whatever the model computes in. Those of one block are whole for a
-moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold them.
+Factors are as wide as the model computes, scores and sums have float32 at least (see `gpt.products`). Scores of one
+block are whole for a moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold
+them.
 
 Shapes: B sequences, h heads of this rank, g of them with keys and values, T positions, s = T / n of this rank, K
 numbers per head, n ranks. Inside the ring queries are [B, g, h / g, s, K]: those of a group see the same keys.
@@ -28,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from manyhands.gpt.products import wide_product
 
 
 def zig_zag(T: int, n: int, rank: int) -> torch.Tensor:
@@ -70,17 +73,17 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q, k, v, group, documents):
         n, me = group.size(), group.rank()
         with torch.autocast(q.device.type, enabled=False):
-            q_wide, kv = _scaled(q), torch.stack([k, v])
+            kv, wide = torch.stack([k, v]), torch.promote_types(q.dtype, torch.float32)
             # nothing seen yet: the largest is finite, so that no difference is inf - inf
-            largest = torch.full_like(q_wide[..., :1], torch.finfo(q_wide.dtype).min)
-            total, weighted = torch.zeros_like(largest), torch.zeros_like(q_wide)
+            largest = torch.full_like(q[..., :1], torch.finfo(wide).min, dtype=wide)
+            total, weighted = torch.zeros_like(largest), torch.zeros_like(q, dtype=wide)
             for step in range(n):
                 owner = (me - step) % n
                 arrive = _pass_on(kv, group) if step < n - 1 else None
                 rows, columns = _meeting(me, owner, q.shape[-2])
                 state = [x[..., rows, :] for x in (largest, total, weighted)]
-                keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
-                scores = _scores(q_wide[..., rows, :], keys, rows, columns, me, owner, documents)
+                keys, values = (x[..., columns, :] for x in kv)
+                scores = _scores(q[..., rows, :], keys, rows, columns, me, owner, documents)
                 _absorb(state, scores, values)
                 if arrive:
                     kv = arrive()
@@ -97,37 +100,34 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, log_sums = ctx.saved_tensors
         group, n, me = ctx.group, ctx.group.size(), ctx.group.rank()
         with torch.autocast(q.device.type, enabled=False):
-            q_wide, kv = _scaled(q), torch.stack([k, v])
-            d_out = d_out.to(q_wide.dtype)
-            delta = (d_out * out).sum(-1, keepdim=True)  # per query, and already over all keys
-            d_q, d_kv = torch.zeros_like(q_wide), torch.zeros_like(kv, dtype=q_wide.dtype)
+            kv, wide = torch.stack([k, v]), log_sums.dtype
+            delta = (d_out.to(wide) * out).sum(-1, keepdim=True)  # per query, and already over all keys
+            d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
             gradients_arrive = None
             for step in range(n):
                 owner = (me - step) % n
                 arrive = _pass_on(kv, group) if step < n - 1 else None
                 rows, columns = _meeting(me, owner, q.shape[-2])
-                queries, given = q_wide[..., rows, :], d_out[..., rows, :]
-                keys, values = (x[..., columns, :].to(q_wide.dtype) for x in kv)
+                queries, given = q[..., rows, :], d_out[..., rows, :]
+                keys, values = (x[..., columns, :] for x in kv)
                 scores = _scores(queries, keys, rows, columns, me, owner, ctx.documents)
                 p = scores.sub_(log_sums[..., rows, :]).exp_()
                 d_scores = _times(given, values.mT).sub_(delta[..., rows, :]).mul_(p)
+                d_scores, p = d_scores.to(q.dtype), p.to(q.dtype)
                 d_q[..., rows, :] += _times(d_scores, keys)
                 if gradients_arrive:
                     d_kv = gradients_arrive()
-                d_kv[0][..., columns, :] += d_scores.flatten(2, 3).mT @ queries.flatten(2, 3)
-                d_kv[1][..., columns, :] += p.flatten(2, 3).mT @ given.flatten(2, 3)
+                d_kv[0][..., columns, :] += wide_product(d_scores.flatten(2, 3).mT, queries.flatten(2, 3))
+                d_kv[1][..., columns, :] += wide_product(p.flatten(2, 3).mT, given.flatten(2, 3))
                 if n > 1:  # pass the keys on; after the last step, back to their owner
                     gradients_arrive = _pass_on(d_kv, group)
                 if arrive:
                     kv = arrive()
             if gradients_arrive:
                 d_kv = gradients_arrive()
-            d_q /= math.sqrt(q.shape[-1])
+            for gradient in (d_q, d_kv[0]):
+                gradient *= q.shape[-1] ** -0.5
         return d_q.to(q.dtype), *d_kv.to(q.dtype), None, None
-
-
-def _scaled(q):
-    return q.to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
 
 
 def _meeting(me, owner, s):
@@ -141,12 +141,12 @@ def _meeting(me, owner, s):
 
 def _times(x, y):
     """x [B, g, h / g, rows, any] times y [B, g, any, columns]: the heads of a group see the same keys."""
-    return (x.flatten(2, 3) @ y).unflatten(2, (x.shape[2], -1))
+    return wide_product(x.flatten(2, 3), y).unflatten(2, (x.shape[2], -1))
 
 
 def _scores(q, k, rows, columns, me, owner, documents):
     """Return scores [B, g, h / g, rows, columns], -inf for keys in the future or in another document."""
-    scores = _times(q, k.mT)
+    scores = _times(q, k.mT).mul_(q.shape[-1] ** -0.5)
     if owner == me:  # both ascend
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(future, -math.inf)
@@ -163,7 +163,7 @@ def _absorb(state, scores, values):
     shrink, p = (largest - new).exp(), scores.sub_(new).exp_()
     largest.copy_(new)
     total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-    weighted.mul_(shrink).add_(_times(p, values))
+    weighted.mul_(shrink).add_(_times(p.to(values.dtype), values))
 
 
 def _pass_on(x, group):

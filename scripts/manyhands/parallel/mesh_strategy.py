@@ -123,10 +123,12 @@ class MeshStrategy(Strategy):
             apply_tensor_parallel(model, self.mesh["tensor"], parallel.sequence_parallel, parallel.loss_parallel)
         checkpoint_activations(model, parallel.activation_checkpointing)
         if self.options.train.compile:
-            from torch._inductor import config as inductor  # late: it takes its time
+            from torch._dynamo import config as dynamo  # late: they take their time
+            from torch._inductor import config as inductor
 
             # it would start a compiler for each core of the node, in each rank
             inductor.compile_threads = min(inductor.compile_threads, torch.get_num_threads())
+            dynamo.optimize_ddp = False  # it would cut blocks in two, for an overlap that they have
             # one graph serves all blocks: that of a whole GPT of 8 layers took 4 times as long to build, and no step
             # was faster by it. FSDP's hooks stand around each block, and would cut a longer one
             for block in model.blocks:

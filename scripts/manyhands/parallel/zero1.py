@@ -20,7 +20,7 @@ class Zero1(MeshStrategy):
         with warnings.catch_warnings():  # its package compiles old functional optimizers when it is imported
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import ZeroRedundancyOptimizer
-        return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **settings)
+        return ZeroRedundancyOptimizer(groups, kind, parameters_as_bucket_view=True, **settings)
 
     def optimizer_state(self, optimizer):
         return super().optimizer_state(optimizer.optim)  # the one inside, which has this rank's state
