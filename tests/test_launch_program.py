@@ -78,6 +78,9 @@ def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(no
         command = command_for(PROGRAM, environ, nproc=3, starter="torchrun")
         assert " ".join(command).startswith(start)
         assert {"--nnodes=2", "--nproc-per-node=3", f"--rdzv-endpoint={place}"} < set(command)
+        more = {"TORCHRUN_FLAGS": "--numa-binding=node", "HOST_SUFFIX": "i"}
+        command = command_for(PROGRAM, environ | more, nproc=3, starter="torchrun")
+        assert {"--numa-binding=node", f"--rdzv-endpoint={place.replace(':', 'i:')}"} < set(command)
 
 
 def program_in(folder, name, text="#!/bin/sh\n"):
@@ -408,6 +411,24 @@ def test_a_torchrun_that_waits_for_other_nodes_says_so():
         waits.kill()
         waits.communicate()
     assert "waits for the run's other nodes (--nnodes=2 --rdzv-endpoint=127.0.0.1:0); do they start" in said
+
+
+@pytest.mark.parametrize(
+    ("here", "suffix", "flags"),
+    [
+        ("10.0.0.2", "", ["--local-addr=10.0.0.2"]),
+        ("10.0.0.1", "i", ["--local-addr=10.0.0.1", "--rdzv-conf=is_host=1"]),
+        ("10.0.0.2", "i", ["--local-addr=10.0.0.2", "--rdzv-conf=is_host=0"]),
+        ("127.0.0.1", "", []),
+    ],
+)
+def test_a_node_names_itself_by_the_address_from_which_it_reaches_the_first_one(monkeypatch, here, suffix, flags):
+    monkeypatch.setattr(commands.socket, "gethostbyname", {f"node1{suffix}": "10.0.0.1"}.__getitem__)
+    monkeypatch.setattr(commands, "_address_towards", lambda host, port: here)
+    meet = ["torchrun", "--rdzv-backend=c10d", f"--rdzv-endpoint=node1{suffix}:29400"]
+    assert commands.own_address(meet, suffix) == flags
+    assert commands.own_address([*meet, "--local-addr=10.1.1.1"], suffix) == []
+    assert commands.own_address(["torchrun", "--standalone"], suffix) == []
 
 
 @pytest.mark.parametrize(("nodes", "said"), [(1, ""), (2, "mine.py: --stepz is unknown\n")])

@@ -69,10 +69,10 @@ def command_for(
     nproc = nproc or ranks_on_a_node(where, environ)
     if starter == "torchrun":
         if nodes == 1:
-            return [*torchrun_here(nproc, *_torchrun_flags()), *program]
-        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags()]
+            return [*torchrun_here(nproc, *_torchrun_flags(environ)), *program]
+        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags(environ)]
         meet = [f"--nnodes={nodes}", RENDEZVOUS, f"--rdzv-id={where.job}"]
-        meet.append(f"--rdzv-endpoint={where.hosts[0]}:{_port(where)}")
+        meet.append(f"--rdzv-endpoint={where.hosts[0]}{environ.get('HOST_SUFFIX', '')}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
     if starter == "srun":
         if not slurm:
@@ -82,14 +82,15 @@ def command_for(
     return [*mpiexec_over(where, nproc, environ), sys.executable, *program]
 
 
-def _torchrun_flags():
-    """Return flags that make torchrun forward a request to stop; torch 2.9 has none of them."""
+def _torchrun_flags(environ):
+    """Return flags that make torchrun forward a request to stop (torch 2.9 has none of them), and a site's own."""
     from torch.distributed.run import get_args_parser  # imported late because it imports torch
 
     known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
     wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
-    return [f"{flag}={value}" for flag, value in wanted.items() if flag in known]
+    own = words_of(environ, "TORCHRUN_FLAGS")
+    return [*(f"{flag}={value}" for flag, value in wanted.items() if flag in known), *own]
 
 
 def _one_per_node(where, environ):
@@ -260,6 +261,7 @@ def quiet_torchrun() -> int:
     # they repeat failures that the traceback shows
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    sys.argv[1:1] = own_address(sys.argv, os.environ.get("HOST_SUFFIX", ""))
     try:
         with told(_waiting_for_nodes):
             torchrun()
@@ -277,6 +279,31 @@ def quiet_torchrun() -> int:
     if sentence:
         print(f"launch.py: {sentence}", file=sys.stderr)
     return status
+
+
+def own_address(flags: Sequence[str], suffix: str = "") -> list[str]:
+    """Return the flags of a torchrun over nodes that name this node by the address from which it reaches the first one.
+
+    Else torchrun takes the address of the node's name, which may belong to another network. `suffix`: what the site
+    adds to a node's name for that network, so that the first node does not know itself by it (pytorch#73656).
+    """
+    place = next((flag.partition("=")[2] for flag in flags if flag.startswith("--rdzv-endpoint=")), "")
+    if RENDEZVOUS not in flags or not place or any(flag.startswith("--local-addr") for flag in flags):
+        return []
+    host, _, port = place.rpartition(":")
+    try:
+        first = socket.gethostbyname(host)
+        own = _address_towards(first, int(port))
+    except OSError:
+        return []  # torchrun says what is wrong with the name
+    is_first = [f"--rdzv-conf=is_host={int(own == first)}"] if suffix else []
+    return [*([] if own.startswith("127.") else [f"--local-addr={own}"]), *is_first]
+
+
+def _address_towards(host, port):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, port or 1))
+        return probe.getsockname()[0]
 
 
 def _waiting_for_nodes():

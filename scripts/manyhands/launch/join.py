@@ -36,6 +36,10 @@ LAST_TENSOR_S = 0.1  # on a busy machine, a thread waits up to this long for a c
 LESSON_S = 300  # scaled by the patience: lesson 11 trains on one rank while others wait; the first GPU message is slow
 BY_HAND_S = 120  # scaled by the patience, for ranks whose launcher does not end them when one has ended
 NOTEBOOK_S = 86_400  # longer than the --timeout of any cell, even on a busy machine
+TF32 = (
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some containers set, makes this GPU multiply fp32 in TF32: what lessons"
+    " compare to 1e-4 may differ; unset it"
+)
 _again: dict[str, Any] = {}  # the arguments of the last join, until `leave`
 
 
@@ -168,6 +172,7 @@ def _enter(name, wanted, timeout_s, quiet, options):
     # A notebook's cell has its own time-out, names the silent ranks and frees the others: there the group waits
     # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
     patience = timedelta(seconds=NOTEBOOK_S if info.launcher == "notebook" else timeout_s)
+    torch.set_float32_matmul_precision("highest")  # lessons compare fp32; train.py chooses for itself
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. After a split a group
     # of gloo alone may hang (pytorch#145376), and a split after a second join in one process crashes (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}
@@ -175,6 +180,8 @@ def _enter(name, wanted, timeout_s, quiet, options):
     with told(lambda: "rank 0 waits for all ranks to connect; is each alive?" * speaks):
         dist.init_process_group(devices.BACKENDS[kind], **at, timeout=patience)
         dist.all_reduce(torch.ones(1, device=device))  # a library that cannot connect raises here
+    if rank == 0 and kind == "cuda" and os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
+        write(f"WARNING: {TF32}\n")
     if rank == 0 and not quiet:
         write(devices.describe(info.launcher, offers, plan) + "\n")
     return Ranks(

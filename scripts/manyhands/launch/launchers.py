@@ -103,7 +103,7 @@ def _of_step(told, environ):
     if not of_cray and ("PMI_RANK" in environ or "PMIX_RANK" in environ):
         return told | {"mpi": True}
     port = 20000 + (job * 37 + step) % 10000
-    address = "127.0.0.1" if len(hosts) == 1 else hosts[0]
+    address = "127.0.0.1" if len(hosts) == 1 else hosts[0] + environ.get("HOST_SUFFIX", "")
     return told | {"mpi": False, "master_addr": address, "master_port": port, "key": f"slurm-{job}-{step}"}
 
 
