@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu check bench doctor environment
+.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -168,6 +168,10 @@ test-full: environment hub  ## everything: full-length lessons, schedulers, brow
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none
 	@$(RUN) scripts/prepare_data.py
 	@MANYHANDS_DEVICE="$${MANYHANDS_DEVICE:-cuda}" $(RUN) -m pytest -n 0 -m gpu tests/test_on_gpus.py $(ARGS)
+
+gpu-hour gpu-quarter: environment  ## on GPUs: what nobody has run there yet, each result kept at once, a page, a branch to send
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) scripts/preflight.py --gpu-hour $(@:gpu-%=%) $(ARGS)
 
 check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.launch.machine "make check"

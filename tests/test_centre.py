@@ -108,6 +108,9 @@ def test_the_batch_job_starts_the_preflight_in_its_own_folder_wherever_jacamar_s
     stamp.stamp(site, account="Hands", folder=course / "jobs")
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SITE": site, "PREFIX": str(tmp_path)}
     environ |= {"PREFLIGHT_ARGS": "--lesson 03", "SLURM_SUBMIT_DIR": "/", "PBS_O_WORKDIR": "/"}
+    environ |= {"perlmutter": {"SLURM_JOB_ID": "7"}, "polaris": {"PBS_JOBID": "7"}}[
+        site
+    ]  # its device is for jobs alone
     script = "\n".join(["set -e", *JOBS["preflight"]["script"]])
     subprocess.run(["bash", "-c", script], cwd=course, env=environ | {"JOB": SITES[site]["JOB"]}, check=True)
     assert seen.read_text().splitlines()[-1] == f"{course} scripts/preflight.py --resume unfinished --lesson 03 cuda"

@@ -27,13 +27,15 @@ Whether a word of the task is held out is written in the word itself: a checksum
 alignment can learn from a word on which accuracy is measured, whatever it draws.
 """
 
+from __future__ import annotations
+
 import re
 import zlib
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from math import factorial, perm
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -41,8 +43,10 @@ from pydantic import Field
 from manyhands.data.chat_template import rendered
 from manyhands.data.schema import Partly, read_regular
 from manyhands.data.shakespeare import DataError
-from manyhands.data.tokenizer import Tokenizer
 from manyhands.launch.program import explained
+
+if TYPE_CHECKING:
+    from manyhands.data.tokenizer import Tokenizer  # it brings torch, which --help does without
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"

@@ -135,8 +135,8 @@ def default_name(metrics: dict) -> str:
 
 
 def _full_name(lesson):
-    """Return "06_zero_fsdp" for "06". Raise ValueError for an unknown lesson."""
-    return find_lessons(only=[lesson])[0].name
+    """Return "06_zero_fsdp" for "06", and "train" for the trainer. Raise ValueError for an unknown lesson."""
+    return lesson if lesson == "train" else find_lessons(only=[lesson])[0].name
 
 
 def _look_up(run, name):

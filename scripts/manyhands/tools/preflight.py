@@ -70,6 +70,8 @@ def parser(description=None):
     add("--submit", action="store_true", help=f"also submit a small job to the scheduler; {SUBMIT_S} s to its end")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/preflight")
     add("--attendees", type=positive, metavar="N", help="run nothing: print whether N attendees fit on this node, and")
+    hour = "on GPUs, what nobody has run there yet, each result kept in assets/recorded at once; quarter: 15 minutes"
+    add("--gpu-hour", nargs="?", const="hour", choices=("hour", "quarter"), help=hour)
     add("--nodes", type=positive, metavar="N", help="... with N nodes for all of them")
     add("--gpus-per-node", type=positive, metavar="N", help="... of N GPUs, how long their jobs take")
     return parser
@@ -81,6 +83,10 @@ def main(argv=None, description=None, root=ROOT) -> int:
     flags = parser(description)
     options = flags.parse_args(argv)
     output = (options.output or root / "outputs" / "preflight").resolve()
+    if options.gpu_hour:
+        from manyhands.tools import gpu_hour  # it brings torch
+
+        return gpu_hour.main(root, options.gpu_hour, options.device or "auto", again=options.resume == "always")
     if options.attendees:
         from manyhands.tools import classroom  # like `devices` it brings torch: not for --help
 

@@ -232,10 +232,15 @@ class Report:
         if measured:
             best = min(measured, key=lambda row: row["val_loss"])
             lines.append(f"  lowest val_loss {best['val_loss']:.4f} after step {best['step']}")
-        speeds = [row["tokens_per_s"] for row in self.rows if row["tokens_per_s"]][1:]  # without the warm-up
-        if speeds:
-            lines.append(f"  median {format_rate(statistics.median(speeds))} tokens/s")
+        if found := self.measured():
+            lines.append(f"  median {format_rate(found['tokens_per_s'])} tokens/s")
         return "\n".join([*lines, f"  every number: {self.folder / 'steps.jsonl'}"])
+
+    def measured(self):
+        """Return the median tokens per second, the last MFU and the most memory after the first interval, on rank 0."""
+        rows = [row for row in self.rows if row["tokens_per_s"]][1:]
+        found = {name: rows[-1][name] for name in ("mfu", "memory_gib") if rows and rows[-1][name] is not None}
+        return found | ({"tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows)} if rows else {})
 
     def _draw(self):
         from manyhands.train import curves

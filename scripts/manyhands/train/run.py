@@ -301,6 +301,7 @@ class Run:
         losses = {str(step): loss for step, loss in self.val_losses.items()}
         metrics.exact(val_losses=losses)
         metrics.close(val_losses=losses)
+        metrics.measured(**self.report.measured())
         try:
             metrics.write()
         except OSError as error:

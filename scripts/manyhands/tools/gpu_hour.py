@@ -1,0 +1,305 @@
+"""Run on GPUs what nobody has run there yet, the unknown first, and keep each result as soon as it is there.
+
+    make gpu-hour                                           # or gpu-quarter: what 15 minutes of one GPU can tell
+    qsub -v PREFLIGHT_ARGS=--gpu-hour jobs/preflight.pbs    # as a job
+
+A row is a run of train.py, whose speed, memory and last loss go into `train_speed.<gpu>x<n>.json`, or another command,
+whose end goes into `test_gpu.<gpu>x<n>.json`, both in assets/recorded. They are written after each row. A row that
+fails is kept with the reason, and the next one begins; a second start makes the rows that are missing. At the end there
+are a page and a branch to send.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from manyhands.course.folders import SCRIPTS, write_whole
+from manyhands.launch.metrics import commit
+from manyhands.launch.processes import sigterm_interrupts, supervise
+from manyhands.launch.recorded_runs import RECORDED, default_name
+from manyhands.launch.settings import environment, for_python
+from manyhands.tools import flights
+
+MEASURED = "--train.steps 40 --log.every 5 --log.eval-every 0 --log.eval-batches 1 --log.sample 0 --log.no-plots"
+WARM_UP_LINES = 2
+APART = 0.02  # of a loss in bf16 on several GPUs from the same batch's on one
+ENDS_S = 60  # after a rank was killed
+LLAMA = "--preset llama3.2-1b --train.global-batch 16 --train.compile --parallel.activation-checkpointing block"
+GPT2, GPT_1B = "--preset gpt2 --train.global-batch 64", "--preset gpt-1b --train.global-batch 32"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of train.py with `flags`, or else a `command`, on `gpus` ranks.
+
+    like: a row on one GPU with the same batch, whose last loss this one's must be. on: ranks of the run that goes on
+    from this one's checkpoint. kill: one of its ranks is killed, and all others must end.
+    """
+
+    what: str
+    flags: str = ""
+    command: str = ""
+    gpus: int = 1
+    limit_s: int = 240
+    like: str = ""
+    on: int = 0
+    kill: bool = False
+
+
+def lesson(number, gpus):
+    return Row(f"lesson {number}", command=f"launch.py --nproc {gpus} {number}", gpus=gpus)
+
+
+def one_gpu() -> list[Row]:
+    """Return what one GPU can tell, the unknown first."""
+    tests = "pytest -q -n 0 -m gpu tests/test_on_gpus.py -k 'not lesson'"
+    return [
+        *(lesson(number, 1) for number in ("10", "11", "12", "13", "14", "15")),
+        Row("tests of kernels, memory and the trainer", command=tests, limit_s=600),
+        Row("gpt2", GPT2 + " --train.compile"),
+        Row("gpt2, micro-batches of 8", GPT2 + " --train.compile --train.micro-batch 8"),
+        Row("gpt2, heads of 128", GPT2 + " --train.compile --model.n-head 6"),
+        Row("gpt2, all logits at once", GPT2 + " --train.compile --train.no-chunk-loss"),
+        Row("smollm2-135m", "--preset smollm2-135m --train.global-batch 32 --train.compile"),
+        *(Row(f"llama3.2-1b, micro-batch {m}", f"{LLAMA} --train.micro-batch {m}", limit_s=400) for m in (2, 4, 8)),
+        Row("experts", "--preset shakespeare-moe --train.precision bf16"),
+        Row("the server, beside a plain loop", command="bench.py --only serving", limit_s=300),
+        Row("notebooks", command="preflight.py --ranks 1 --short --notebooks --output outputs/gpu_hour/notebooks",
+            limit_s=1200),
+    ]  # fmt: skip
+
+
+def several_gpus(n) -> list[Row]:
+    """Return what only n GPUs can tell, n at least 2: joins, each strategy beside one GPU, a hang, a kill, a resume."""
+    joins = "pytest -q -n 0 -m gpu tests/test_on_gpus.py -k 'join or saves'"
+    hangs = "pytest -q -n 0 tests/test_ranks.py -k 'hang or interrupt or killed'"
+    rows = [Row("joins and checkpoints", command=joins, gpus=n, limit_s=300), lesson("02", n)]
+    kinds = {
+        "ddp": "", "ddp, buckets": " --parallel.all-reduce buckets --train.no-cuda-graphs",
+        "fsdp": " --parallel.strategy fsdp", "fsdp, grad_op": " --parallel.strategy fsdp --parallel.sharding grad_op",
+        "zero1": " --parallel.strategy zero1",
+    }  # fmt: skip
+    rows.append(Row("gpt2 on one GPU", GPT2 + " --train.compile"))
+    rows += [Row(f"gpt2, {kind}", GPT2 + " --train.compile" + flags, gpus=m, like="gpt2 on one GPU")
+             for kind, flags in kinds.items() for m in sorted({2, n})]  # fmt: skip
+    axes = {
+        "fsdp and tensor 2": " --parallel.strategy fsdp --parallel.tensor 2", "pipeline 2": " --parallel.pipeline 2",
+        "context 2": " --parallel.context 2", "tensor 2": " --parallel.tensor 2",
+    }  # fmt: skip
+    rows += [Row(f"gpt2, {axis}", GPT2 + flags, gpus=n, like="gpt2 on one GPU") for axis, flags in axes.items()]
+    moe = "--preset shakespeare-moe --train.precision bf16"
+    rows += [Row("experts on one GPU", moe), Row("experts over 2", moe + " --parallel.expert 2", gpus=n,
+                                                 like="experts on one GPU")]  # fmt: skip
+    rows += [Row(f"gpt-1b, {kind}", f"{GPT_1B} --train.compile --parallel.strategy {kind}", gpus=n, limit_s=400)
+             for kind in ("ddp", "fsdp", "fsdp --parallel.sharding hybrid")]  # fmt: skip
+    rows += [
+        Row("a rank is killed", GPT2, gpus=n, kill=True),
+        Row(f"a run on {n} goes on on {n // 2}", GPT2 + " --parallel.strategy fsdp", gpus=n, on=n // 2),
+        Row("hangs in a notebook", command=hangs, gpus=n, limit_s=400),
+        Row("notebooks", command=f"preflight.py --ranks {n} --short --notebooks --output outputs/gpu_hour/notebooks",
+            gpus=n, limit_s=1200),
+    ]  # fmt: skip
+    return rows + [lesson(number, n) for number in ("10", "11", "12", "13", "14", "15")]
+
+
+def small(n) -> list[Row]:
+    """Return a row of each kind, to try on CPUs."""
+    nano = "--preset nano"
+    return [
+        Row("nano on one", nano), Row("nano, fsdp", nano + " --parallel.strategy fsdp", gpus=n, like="nano on one"),
+        Row("a rank is killed", nano, gpus=n, kill=True),
+        Row(f"a run on {n} goes on on {n // 2}", nano + " --parallel.strategy fsdp", gpus=n, on=n // 2),
+        lesson("02", n),
+    ]  # fmt: skip
+
+
+class Hour:
+    """The rows of one machine, and their records in `folder`, written after each."""
+
+    def __init__(self, root: Path, rows: list[Row], folder: Path, kind: str, gpus: int):
+        self.root, self.rows, self.folder, self.kind = root, rows, folder, kind
+        self.output = root / "outputs" / "gpu_hour"
+        self.about = conditions(kind, gpus)
+        name = default_name({"conditions": self.about, "world_size": gpus})
+        self.paths = {"train": folder / f"train_speed.{name}.json", "test": folder / f"test_gpu.{name}.json"}
+        self.found = {kind: self._earlier(path) for kind, path in self.paths.items()}
+
+    def _earlier(self, path):
+        """The rows that another start of the same versions has left."""
+        before = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return before["rows"] if before.get("versions") == self.about["versions"] else []
+
+    def missing(self, again=False) -> list[Row]:
+        """Return the rows without a result; `again`: the failed ones, too."""
+        rows = [one for found in self.found.values() for one in found]
+        done = {(one["what"], one["gpus"]) for one in rows if not (again and one["why"])}
+        return [row for row in self.rows if (row.what, row.gpus) not in done]
+
+    def run(self, again=False) -> int:
+        """Make the rows that are missing, write each one, and return the number of all rows that failed."""
+        for row in self.missing(again):
+            print(f"{row.what}, on {row.gpus} ...", flush=True)
+            began = time.monotonic()
+            result = {"what": row.what, "gpus": row.gpus, "flags": row.flags or row.command, "why": ""}
+            try:
+                result |= self._train(row) if row.flags else self._command(row)
+            except RuntimeError as error:
+                result["why"] = str(error)
+            result["seconds"] = round(time.monotonic() - began, 1)
+            kept = self.found["train" if row.flags else "test"]
+            kept[:] = [one for one in kept if (one["what"], one["gpus"]) != (row.what, row.gpus)] + [result]
+            self.write()
+            print(f"  {result['why'] or 'well'}, {result['seconds']:.0f} s", flush=True)
+        return sum(bool(one["why"]) for rows in self.found.values() for one in rows)
+
+    def write(self):
+        """Write both records and the page."""
+        for kind, path in self.paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.found[kind]:
+                write_whole(path, json.dumps(self.about | {"rows": self.found[kind]}, indent=1) + "\n")
+        write_whole(self.output / "page.md", self.page())
+
+    def page(self) -> str:
+        """Return what was found, as Markdown: what failed, speeds, and what is missing."""
+        rows = [one for found in self.found.values() for one in found]
+        failed = [f"- **{one['what']}**, on {one['gpus']}: {one['why']}" for one in rows if one["why"]]
+        speeds = [
+            f"| {one['what']} | {one['gpus']} | {statistics.median(one['tokens_per_s']):,.0f} | "
+            f"{100 * (one['mfu'] or 0):.1f} % | {one['memory_gib']:.1f} | {one['loss']:.4f} |"
+            for one in rows if "tokens_per_s" in one
+        ]  # fmt: skip
+        missing = ", ".join(f"{row.what} on {row.gpus}" for row in self.missing()) or "nothing"
+        table = ["| row | ranks | tokens/s | MFU | GiB | loss |", "|---|---|---|---|---|---|", *speeds]
+        lines = [f"# {self.about['hardware']}", "", f"torch {self.about['versions']['torch']}, {self.about['commit']}",
+                 "", f"## Failed: {len(failed)} of {len(rows)}", "", *failed, "", "## Speed", "", *table, "",
+                 f"Not run: {missing}."]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def _start(self, row, command, log, limit_s):
+        environ = for_python(environment(MANYHANDS_OUTPUTS=str(log.parent), MANYHANDS_DEVICE=self.kind), SCRIPTS)
+        ended = supervise(command, log=log, timeout_s=limit_s, environ=environ, cwd=self.root)
+        if ended.status != 0:
+            said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()] or ["nothing"]
+            how = f"did not end within {limit_s} s" if ended.timed_out else f"ended with status {ended.status}"
+            raise RuntimeError(f"{how}: {said[-1][:200]}")
+
+    def _folder(self, row):
+        return self.output / "runs" / f"{''.join(c if c.isalnum() else '_' for c in row.what)}_{row.gpus}"
+
+    def _command(self, row):
+        program, *rest = shlex.split(row.command)
+        if program == "launch.py":  # the last word is a lesson's number
+            rest[-1] = str(next(SCRIPTS.glob(f"{rest[-1]}_*.py")))
+        start = ["-m", program] if program == "pytest" else [str(SCRIPTS / program)]
+        self._start(row, [sys.executable, *start, *rest], self._folder(row) / "log.txt", row.limit_s)
+        return {}
+
+    def _train(self, row):
+        folder = self._folder(row)
+        flags = [*shlex.split(f"{MEASURED} {row.flags}"), f"--train.device={self.kind}"]
+        if row.on:
+            flags += ["--checkpoint.folder", str(folder / "checkpoints"), "--train.steps", "20"]
+        if row.kill:
+            return self._killed(row, flags, folder)
+        self._start(row, self._launch(row.gpus, flags), folder / "log.txt", row.limit_s)
+        if row.on:
+            self._start(row, self._launch(row.on, [*flags, "--train.steps", "40"]), folder / "log.txt", row.limit_s)
+        steps = (folder / "train" / "latest" / "steps.jsonl").read_text("utf-8").splitlines()
+        lines = [json.loads(line) for line in steps]
+        found = {name: lines[-1][name] for name in ("loss", "mfu", "memory_gib")}
+        found["tokens_per_s"] = [round(line["tokens_per_s"]) for line in lines[WARM_UP_LINES:]]
+        like = {one["what"]: one for one in self.found["train"] if "loss" in one}.get(row.like)
+        if like and abs(like["loss"] - found["loss"]) > APART:
+            raise RuntimeError(f"its last loss is {found['loss']:.4f}, and {like['loss']:.4f} in {row.like!r}")
+        return found
+
+    def _launch(self, ranks, flags):
+        return [sys.executable, str(SCRIPTS / "launch.py"), f"--nproc={ranks}", "--", *flags]
+
+    def _killed(self, row, flags, folder):
+        """Kill a rank once it trains; all must end with an error, and leave nothing."""
+        steps, ended = folder / "train" / "latest" / "steps.jsonl", []
+        command = self._launch(row.gpus, [*flags, "--train.steps", "100000"])
+
+        def run():
+            with contextlib.suppress(RuntimeError):
+                self._start(row, command, folder / "log.txt", row.limit_s)
+                ended.append("no error")
+
+        steps.unlink(missing_ok=True)
+        thread = threading.Thread(target=run)
+        thread.start()
+        while thread.is_alive() and not steps.exists():
+            time.sleep(0.5)
+        ranks = [one for one in psutil.Process().children(recursive=True) if str(SCRIPTS / "train.py") in _words(one)]
+        ranks = [one for one in ranks if not one.children() and "launch" not in " ".join(_words(one))]
+        if not ranks:
+            thread.join()
+            raise RuntimeError(f"it never trained; see {folder / 'log.txt'}")
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+        thread.join(ENDS_S)
+        left = [one for one in ranks if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        if thread.is_alive() or left or ended:
+            for one in left:
+                one.kill()
+            raise RuntimeError(f"{len(left)} ranks were there {ENDS_S} s after one was killed" if left else "no error")
+        return {}
+
+
+def _words(process):
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def conditions(kind: str, gpus: int) -> dict:
+    """Return {"hardware", "versions", "commit", "date"} of this machine."""
+    import torch
+
+    from manyhands.launch.metrics import cpu_name
+
+    name = cpu_name() if kind == "cpu" else torch.get_device_module(kind).get_device_name(0)
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}
+    about = {"hardware": f"{gpus} x {name}", "versions": versions, "commit": commit()}
+    return about | {"date": time.strftime("%Y-%m-%d"), "command": f"train.py {MEASURED}, and the flags of a row"}
+
+
+def main(root: Path, length: str, device: str, again: bool = False) -> int:
+    """Run the hour or the quarter on this machine's GPUs, or the small list on CPUs. Return the exit status."""
+    from manyhands.launch.devices import gpus_here
+
+    kind, gpus = ("cpu", 4) if device == "cpu" else gpus_here()
+    if kind == "cpu" and device != "cpu":
+        print("gpu-hour: no GPU here; --device cpu tries a small list on CPUs", file=sys.stderr)
+        return 2
+    gpus = min(gpus, 4)
+    rows = small(gpus) if kind == "cpu" else one_gpu()
+    if kind != "cpu" and gpus > 1 and length == "hour":
+        rows = several_gpus(gpus)
+    if length == "quarter":
+        rows = [replace(row, limit_s=min(row.limit_s, 180)) for row in rows[:11]]
+    folder = root / "outputs" / "gpu_hour" / "recorded" if kind == "cpu" else RECORDED
+    hour = Hour(root, rows, folder, kind, gpus)
+    with sigterm_interrupts():
+        try:
+            failed = hour.run(again)
+        except KeyboardInterrupt:
+            print(f"gpu-hour: interrupted; {len(hour.missing())} rows are missing: start it again", file=sys.stderr)
+            return 130
+    print(f"{len(rows)} rows, {failed} failed; page: {hour.output / 'page.md'}")
+    if kind != "cpu":
+        kept = [path for path in hour.paths.values() if path.exists()]
+        branch = f"gpu-hour-{time.strftime('%Y%m%d-%H%M%S')}"
+        print(f"to have them in the course: {flights.propose(kept, root, branch, hour.output / 'recorded.patch')}")
+    return int(failed > 0)

@@ -1,0 +1,96 @@
+"""The first hour on GPUs, tried on CPU ranks: its records, what fails, what a second start makes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from manyhands.course.folders import ROOT, SCRIPTS
+from manyhands.tools import gpu_hour
+from manyhands.tools.gpu_hour import Hour, Row
+
+WRONG = Row("wrong flags", "--preset nano --train.stepz 3")
+BROKEN = Row("a broken test", command="pytest -q -n 0 tests/no_such_test.py")
+HOUR = """
+import sys
+from pathlib import Path
+from manyhands.tools.gpu_hour import Hour, Row
+rows = [Row("wrong flags", "--preset nano --train.stepz 3"), Row("a broken test", command="pytest -q no_such_test.py"),
+        Row("nano", "--preset nano"), Row("long", "--preset nano --train.steps 100000", gpus=2)]
+Hour(Path(sys.argv[1]), rows, Path(sys.argv[1]) / "recorded", "cpu", 2).run()
+"""
+
+
+def hour(folder, rows):
+    return Hour(folder, rows, folder / "recorded", "cpu", 2)
+
+
+def kept(folder):
+    return [
+        one for path in sorted((folder / "recorded").glob("*.json")) for one in json.loads(path.read_text())["rows"]
+    ]
+
+
+@pytest.mark.ranks
+def test_what_ran_before_a_kill_is_kept_and_a_second_start_makes_the_rest_alone(tmp_path, monkeypatch):
+    environ = os.environ | {"PYTHONPATH": str(SCRIPTS)}
+    first = subprocess.Popen([sys.executable, "-c", HOUR, str(tmp_path)], env=environ, start_new_session=True)
+    steps = tmp_path / "outputs/gpu_hour/runs/long_2/train/latest/steps.jsonl"
+    while first.poll() is None and not steps.exists():
+        time.sleep(0.2)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert first.returncode == -signal.SIGKILL
+    rows = {one["what"]: one for one in kept(tmp_path)}
+    assert rows.keys() == {"wrong flags", "a broken test", "nano"}
+    assert "unrecognized" in rows["wrong flags"]["why"] or "stepz" in rows["wrong flags"]["why"]
+    assert rows["a broken test"]["why"].startswith("ended with status 4: ")
+    assert rows["nano"]["why"] == "" and rows["nano"]["loss"] < 4 and len(rows["nano"]["tokens_per_s"]) == 7
+    again = hour(tmp_path, [WRONG, BROKEN, Row("nano", "--preset nano")])
+    assert again.missing() == [] and again.missing(again=True) == [WRONG, BROKEN]
+    more = hour(
+        tmp_path, [*again.rows, Row("nano, fsdp", "--preset nano --parallel.strategy fsdp", gpus=2, like="nano")]
+    )
+    assert [row.what for row in more.missing()] == ["nano, fsdp"]
+    assert "Not run: nano, fsdp on 2." in more.page() and "## Failed: 2 of 3" in more.page()
+    assert more.run() == 2
+    assert [one["why"] for one in kept(tmp_path) if one["what"] == "nano, fsdp"] == [""]
+
+
+@pytest.mark.ranks
+def test_a_killed_rank_ends_all_others_and_a_run_goes_on_on_fewer(tmp_path):
+    rows = [Row("killed", "--preset nano", gpus=2, kill=True), Row("on", "--preset nano", gpus=2, on=1)]
+    assert hour(tmp_path, rows).run() == 0, (kept(tmp_path),)
+    assert {one["what"] for one in kept(tmp_path)} == {"killed", "on"}
+
+
+def test_a_loss_that_is_not_that_of_one_gpu_fails_its_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(Hour, "_start", lambda *start: None)
+    mine = hour(tmp_path, [Row("one", "--preset nano"), Row("two", "--preset nano", gpus=2, like="one")])
+    for row, loss in zip(mine.rows, (2.0, 2.1), strict=True):
+        steps = mine._folder(row) / "train/latest/steps.jsonl"
+        steps.parent.mkdir(parents=True)
+        steps.write_text(f'{{"loss": {loss}, "mfu": 0.4, "memory_gib": 1.0, "tokens_per_s": 10.0}}\n' * 3)
+    assert mine.run() == 1
+    assert "| one | 1 | 10 | 40.0 % | 1.0 | 2.0000 |" in mine.page()
+    assert "**two**, on 2: its last loss is 2.1000, and 2.0000 in 'one'" in mine.page()
+
+
+@pytest.mark.parametrize("rows", [gpu_hour.one_gpu(), gpu_hour.several_gpus(4), gpu_hour.several_gpus(2)])
+def test_the_rows_of_an_hour_are_runs_that_exist(rows):
+    from manyhands.config.options import read_options
+
+    assert len({(row.what, row.gpus) for row in rows}) == len(rows)
+    assert {row.like for row in rows if row.like} <= {row.what for row in rows if row.gpus == 1}
+    for row in rows:
+        if row.flags:
+            read_options(f"{gpu_hour.MEASURED} {row.flags}".split())
+        else:
+            program, *words = row.command.split()
+            files = [word for word in words if word.endswith(".py")] + [program] * program.endswith(".py")
+            assert all((ROOT / file).exists() or (SCRIPTS / file).exists() for file in files), files
+            assert program != "launch.py" or list(SCRIPTS.glob(f"{words[-1]}_*.py"))
+    assert sum(row.limit_s for row in rows) < 3 * 3600
