@@ -17,7 +17,7 @@ import torch
 from manyhands.align.options import LoraOptions
 from manyhands.checkpoint import export, manifest, to_folder
 from manyhands.checkpoint.checkpoints import Checkpoints
-from manyhands.checkpoint.export import load_model
+from manyhands.checkpoint.export import load_model, tokenizer_of
 from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest
 from manyhands.config.layout import resolve_layout
@@ -34,7 +34,7 @@ from manyhands.config.options import (
 from manyhands.course.folders import write_whole
 from manyhands.data.corpus import Corpus, get_batch, open_text
 from manyhands.data.shakespeare import DataError
-from manyhands.data.tokenizer import tokenizer_of_folder, train_bpe
+from manyhands.data.tokenizer import FOREIGN, tokenizer_from, tokenizer_of_folder, train_bpe
 from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT
@@ -517,6 +517,7 @@ def train(folder, text, tmp_path, *words, nproc=1, steps=2):
 def test_a_run_goes_on_from_a_folder_and_later_from_its_checkpoint_without_it(llama, tmp_path):
     text = prepared(llama, tmp_path)
     (llama / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (llama / "chat_template.jinja").write_text(LATER)
     began = train(llama, text, tmp_path, "--parallel.strategy", "fsdp", nproc=2)
     assert began.returncode == 0, began.stderr
     about = read_manifest(tmp_path / "kept" / "step-00000002").metadata
@@ -530,7 +531,10 @@ def test_a_run_goes_on_from_a_folder_and_later_from_its_checkpoint_without_it(ll
     resumed = train(llama, text, tmp_path, steps=4)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from" in resumed.stdout
-    assert read_manifest(tmp_path / "kept" / "step-00000004").metadata["base"] == about["base"]
+    later = read_manifest(tmp_path / "kept" / "step-00000004").metadata
+    assert later["base"] == about["base"]
+    assert later["corpus"]["vocabulary"] == about["corpus"]["vocabulary"]
+    assert tokenizer_of(later).template == LATER, "which the text did not say"
 
 
 def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, made, tmp_path):
@@ -566,6 +570,25 @@ def test_other_sizes_and_another_tokenizer_are_refused(words, message, llama):
     options, corpus = read_options(["--from", str(llama), *words]), Corpus.from_text("test", TEXT[0])
     with pytest.raises(OptionError, match=message):
         model_folder(options, model_config(options, len(corpus.vocab)), corpus)
+
+
+LATER = "{% for m in messages %}{{ m.content + '<|document|>' }}{% endfor %}"
+
+
+def older(folder):
+    """What was kept of the folder's tokenizer before it had templates."""
+    return {"format": FOREIGN, "tokenizer": json.loads((folder / "tokenizer.json").read_text()), "separator": 0}
+
+
+def test_a_text_that_the_same_tokenizer_has_cut_is_taken_whatever_template_the_folder_has(llama):
+    (llama / "chat_template.jinja").write_text(LATER)
+    assert tokenizer_of_folder(llama).ends, "which the older text does not say"
+    options, content = read_options(["--from", str(llama)]), older(llama)
+    corpus = replace(Corpus.from_text("test", TEXT[0]), tokenizer=tokenizer_from(content))
+    assert model_folder(options, model_config(options, V), corpus).path == llama
+    for other in (content | {"separator": 1}, content | {"tokenizer": train_bpe(TEXT, V - 1).content}):
+        with pytest.raises(OptionError, match="cut by another tokenizer"):
+            model_folder(options, model_config(options, V), replace(corpus, tokenizer=tokenizer_from(other)))
 
 
 # --- out
@@ -644,6 +667,16 @@ def test_its_tokenizer_encodes_as_ours_and_comes_in_as_ours(case, tmp_path):
             theirs("ß")
     corpus = load_model(source)[1]["corpus"]
     assert ours.content == (export.tokenizer_of({"corpus": corpus}).content)
+
+
+def test_an_older_checkpoint_with_another_tokenizer_goes_out_and_its_separator_ends_a_text(llama, tmp_path):
+    source, target = saved_by_a_run(tmp_path, OUT, {"vocabulary": older(llama)}), tmp_path / "out"
+    assert export.main([str(source), str(target)]) == 0
+    assert json.loads((target / "generation_config.json").read_text()) == {"bos_token_id": 0, "eos_token_id": 0}
+    again = tokenizer_of_folder(target)
+    assert (again.separator, again.ends, again.encode("to be").tolist()) == (
+        0, [0], tokenizer_of_folder(llama).encode("to be").tolist()
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ["Llama", "Llama, tied", "Olmo", "GPT2, tied", "Mixtral"])

@@ -196,7 +196,7 @@ class ForeignTokenizer:
         self.special = {str(t.content): i for i, t in self.inner.get_added_tokens_decoder().items() if t.special}
         by_id = {i: token for token, i in self.inner.get_vocab().items()}
         self.vocab = [by_id.get(i, f"<unused {i}>") for i in range(max(by_id, default=-1) + 1)]
-        self.separator, self.content = about.separator, content
+        self.separator, self.content = about.separator, about.model_dump()
         self.template, self.named, self.ends = about.template, about.named, about.ends
 
     def encode(self, text, special=False):
@@ -290,6 +290,13 @@ def tokenizer_from(content: dict) -> Tokenizer:
     if isinstance(content, dict) and content.get("format") == FOREIGN:
         return ForeignTokenizer(content)
     return BpeTokenizer(content)
+
+
+def cut_alike(one: Tokenizer, other: Tokenizer) -> bool:
+    """Return whether two tokenizers make the same ids of a text, however they write conversations."""
+    of_chats = ("template", "named", "ends")
+    one, other = ({name: v for name, v in t.content.items() if name not in of_chats} for t in (one, other))
+    return one == other
 
 
 def tokenizer_of_folder(folder: Path | str) -> Tokenizer:

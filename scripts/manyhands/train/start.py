@@ -18,7 +18,7 @@ from manyhands.config.layout import compiles
 from manyhands.config.model_folder import sizes_in
 from manyhands.config.options import LogOptions, OptionError, to_dict
 from manyhands.data.corpus import load_corpus, open_text
-from manyhands.data.tokenizer import tokenizer_of_folder
+from manyhands.data.tokenizer import cut_alike, tokenizer_from, tokenizer_of_folder
 from manyhands.gpt.config import GPTConfig
 from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
@@ -63,7 +63,7 @@ def model_folder(options, config, corpus):
         why = f"model.block_size={config.block_size} is more than the model in {options.source} reads"
         raise OptionError(f"{why}, {longest}; use at most that")
     folder = ModelFolder(options.source, config)
-    if corpus and tokenizer_of_folder(options.source).content != corpus.tokenizer.content:
+    if corpus and not cut_alike(tokenizer_of_folder(options.source), corpus.tokenizer):
         cure = f"cut it anew: scripts/prepare_data.py FILES --to data/mine --tokenizer {options.source}"
         raise OptionError(f"the text is cut by another tokenizer than that of {options.source}; {cure}")
     return folder
@@ -195,6 +195,7 @@ def resume(run):
             raise CheckpointError(f"{run.checkpoint_folder} holds no complete checkpoint to resume from")
         if run.source is not None:
             fill(run, run.source)
+            _take_tokenizer(run, tokenizer_of_folder(run.source.path))
         return
     if wanted == "never":
         raise CheckpointError(
@@ -216,6 +217,8 @@ def resume(run):
     run.step = run.saved = metadata["step"]
     run.eval_pending = metadata.get("val_loss") is None
     run.origin = metadata.get("base")
+    if (vocabulary := metadata["corpus"].get("vocabulary", {})).get("template"):
+        _take_tokenizer(run, tokenizer_from(vocabulary))
     if metadata.get("tokens") is not None:
         run.report.resumed = (run.step, metadata["tokens"])
     several = "s" * (metadata["world_size"] != 1)
@@ -226,6 +229,11 @@ def resume(run):
         run.report.note(
             f"step {run.step} is already past train.steps={run.options.train.steps}: nothing is left to train"
         )
+
+
+def _take_tokenizer(run, tokenizer):
+    """Let checkpoints keep the chat template of the model that `run` goes on from, which its text may not know."""
+    run.corpus = dataclasses.replace(run.corpus, tokenizer=tokenizer)
 
 
 def _refuse_foreign(run, path):
