@@ -5,6 +5,7 @@
     python scripts/plan.py --preset gpt-7b --machine h100 --gpus 64 --plot plan.png      # and a picture
     python scripts/plan.py --layers 48 --width 6144 --heads 48 --vocab 51200 --positions 2048 \\
         --machine a100-80 --gpus 128 --global-batch 1024 --json                          # your own sizes, for a program
+    python scripts/plan.py --from SmolLM2-135M --gpus 8 --global-batch 64        # a folder as transformers writes it
     python scripts/plan.py --preset llama3-70b --machine mine.toml --gpus 512 --global-batch 1024 --all
     python scripts/plan.py --preset llama3-405b --gpus 16384 --global-batch 2048              # as Megatron-LM would do
     python scripts/plan.py --preset deepseek-v3 --gpus 2048 --global-batch 15360 --fp8        # experts, 8 bits
@@ -66,8 +67,9 @@ MACHINE_FLAGS = {
 
 def read(argv):
     parser = Flags(prog="plan.py", description=__doc__)
-    model = parser.add_argument_group("the model: a preset, or sizes")
+    model = parser.add_argument_group("the model: a preset, a folder, or sizes")
     model.add_argument("--preset", help=", ".join(MODELS))
+    model.add_argument("--from", dest="source", metavar="FOLDER", help="a model as transformers writes it")
     for flag in (*SIZES, *MORE_SIZES):
         model.add_argument(f"--{flag.replace('_', '-')}", type=int)
     model.add_argument(
@@ -128,20 +130,35 @@ def question_of(args):
         if machine.best_fp8_flops is None:
             raise ValueError(f"machine {machine.name} has no best_fp8_flops; leave --fp8 out")
         program = replace(program, fp8=True)
-    return Question(model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context, program)
+    return Question(
+        model, machine, args.gpus, batch, not args.no_offload, args.schedule, args.context, program, args.source
+    )
 
 
 def _model(args):
+    flag, place = ("--preset", args.preset) if args.source is None else ("--from", args.source)
+    if place is not None:
+        others = [*SIZES, *MORE_SIZES, "style", "tie"]
+        others += ["preset", "experts", "top_k", "capacity_factor"] * (flag == "--from")
+        values = {name: getattr(args, name) for name in others}
+        if given := [name for name, value in values.items() if value not in (None, "gpt") and value is not False]:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{flag} {place} has sizes of its own; leave {names} out")
+        return preset_model(place) if flag == "--preset" else _in_folder(place)
     given = {flag: getattr(args, flag) for flag in (*SIZES, *MORE_SIZES) if getattr(args, flag) is not None}
-    if args.preset is not None:
-        if given or args.tie or args.style != "gpt":
-            names = ", ".join(f"--{flag.replace('_', '-')}" for flag in given) or "--style or --tie"
-            raise ValueError(f"--preset {args.preset} has sizes of its own; leave {names} out")
-        return preset_model(args.preset)
     if missing := [f"--{flag}" for flag in SIZES if flag not in given]:
         raise ValueError(f"no model: name --preset, or {', '.join(missing)}")
     sizes = {(SIZES | MORE_SIZES)[flag]: value for flag, value in given.items()}
     return PlannedModel(name="your model", style=args.style, tie=args.tie, **sizes)
+
+
+def _in_folder(folder):
+    """The model in a folder of transformers', with the positions that train.py trains. Raises ValueError."""
+    from manyhands.config.model_folder import LONGEST, sizes_in
+
+    sizes = sizes_in(named(folder))
+    sizes["block_size"] = min(sizes["block_size"], LONGEST)
+    return PlannedModel(name=f"the model in {folder}", **sizes)
 
 
 def _with_experts(model, args):

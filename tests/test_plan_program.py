@@ -179,6 +179,40 @@ def test_a_llama_gets_a_command_that_trains_it(run):
     assert status == 0 and "train.py has no command for this" in out and "scripts/train.py" not in out
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral", "GPT2"])
+def test_a_folder_is_planned_by_its_sizes_and_the_printed_command_trains_it(kind, run, tmp_path, capsys, monkeypatch):
+    import transformers
+    from manyhands.train import dry_run
+
+    folder = tmp_path / "gpt2"  # no preset of that name is meant
+    sizes = dict(vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4)
+    sizes |= {"max_position_embeddings": 4096}
+    sizes = dict(vocab_size=300, n_embd=48, n_layer=4, n_head=4) if kind == "GPT2" else sizes
+    config = getattr(transformers, f"{kind}Config")(**sizes, num_key_value_heads=2)
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config)
+    model.save_pretrained(folder)
+    status, out, err = run(f"--from {shlex.quote(str(folder))} --gpus 8 --global-batch 64")
+    assert status == 0, err
+    assert f"the model in {folder}: {model.num_parameters():,} parameters" in out
+    line = re.search(r"python scripts/train.py (--from .* --dry-run)", out)[1]
+    words = shlex.split(line)
+    assert words[:2] == ["--from", str(folder)] and not any("--model." in word for word in words)
+    monkeypatch.setattr(dry_run, "at_hand", lambda: False)
+    assert dry_run.dry_run(read_options(words)) == 0
+    said = capsys.readouterr().out
+    assert (
+        "it fits: " in said
+        and "global_batch = 64" in said
+        and f"block_size = {min(config.max_position_embeddings, 2048)}" in said
+    )
+    told = json.loads(run(f"--from {shlex.quote(str(folder))} --gpus 8 --global-batch 64 --json")[1])
+    assert told["plans"][0]["train_flags"][:2] == ["--from", str(folder)]
+    flags = "--preset gpt2 --layers 3 --tie --experts 4"
+    status, out, err = run(f"--from {shlex.quote(str(folder))} --gpus 8 {flags}")
+    assert (status, out) == (2, "")
+    assert f"--from {folder} has sizes of its own; leave --layers, --tie, --preset, --experts out" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -190,6 +224,7 @@ def test_a_llama_gets_a_command_that_trains_it(run):
         ("--preset gpt-7b --context 3", "context=3 does not split 8 GPUs; use a divisor of 8"),
         (f"--preset gpt2 --global-batch {'9' * 30}", "is more than any run has; use at most 1,000,000,000"),
         ("--preset llama3-70b", "comes without a batch; name --global-batch"),
+        ("--from nowhere --gpus 8", "nowhere has no config.json; name a folder as transformers writes it"),
         ("--layers 4 --width 128", "no model: name --preset, or --vocab, --positions, --heads"),
     ],
 )
@@ -199,16 +234,20 @@ def test_a_question_that_makes_no_sense_has_status_2_and_one_line(run, flags, wo
     assert words in err
 
 
-def test_it_runs_without_torch(root):
+@pytest.mark.parametrize("model", ["--preset gpt2", "--from {folder} --global-batch 8"])
+def test_it_runs_without_torch(model, root, tmp_path):
     """Importing torch takes seconds, and a login node may have none."""
+    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = model.format(folder=tmp_path).split()
     code = (
         "import runpy, sys; sys.modules['torch'] = None;"  # whoever imports it now fails
-        "sys.argv = ['plan.py', '--preset', 'gpt2', '--gpus', '8'];"
+        f"sys.argv = ['plan.py', *{words}, '--gpus', '8'];"
         "runpy.run_path('scripts/plan.py', run_name='__main__')"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    assert "1. replicas 8" in ran.stdout
+    assert "1. " in ran.stdout and "run it" in ran.stdout
 
 
 def test_four_thousand_gpus_stay_a_matter_of_a_few_thousand_layouts():

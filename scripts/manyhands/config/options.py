@@ -215,7 +215,7 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
         options = from_file(config, None if preset is None else from_preset(preset))
     source = named_value(argv, "--from")
     if source is not None:
-        options = _from_model(source, options, config is None, named_value(argv, "--checkpoint.folder"))
+        options = from_model(source, options, config is None, named_value(argv, "--checkpoint.folder"))
     about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
     options = parsed(Options, argv, prog, about, options)
     if source is not None and options.optimizer.warmup is None:  # 3 %, of the steps that the flags say
@@ -251,10 +251,10 @@ def from_file(path: str | Path, options: Options | None = None) -> Options:
     return merged(from_preset(preset) if options is None else options, content, path)
 
 
-def _from_model(source, options, tender, checkpoints):
-    """`options` with the sizes of a folder's model; those of the newest checkpoint, where the run goes on from one.
+def from_model(source: str | Path, options: Options, tender: bool = True, checkpoints: str | None = None) -> Options:
+    """Return `options` with the sizes of a folder's model; those of the newest checkpoint, where a run goes on from it.
 
-    `tender`: with a learning rate that does not destroy a trained model.
+    `tender`: with a learning rate that does not destroy a trained model. Raise Refused.
     """
     manifests = sorted(Path(checkpoints or "", "").glob("step-*[0-9]/manifest.json")) if checkpoints else []
     if manifests:

@@ -90,6 +90,7 @@ class Question:
     # ranks that share a sequence; none: powers of two, for sequences of LONG positions and more
     context: int | None = None
     program: Program = TRAIN_PY  # that trains
+    source: str | None = None  # the folder of transformers' that has the model
 
     def __post_init__(self):
         apart = self.model.style == "llama" and not self.is_trained

@@ -13,7 +13,7 @@ import re
 import shlex
 from math import ceil
 
-from manyhands.config.options import PRESETS, from_preset
+from manyhands.config.options import PRESETS, from_model, from_preset
 from manyhands.predict.layouts import NOT_PLANNED, SCHEDULES, Candidate, Question
 from manyhands.predict.machines import Sent
 from manyhands.predict.memory import RESERVE, room
@@ -265,6 +265,8 @@ def train_flags(question: Question, candidate: Candidate) -> list[str] | None:
         return None
     preset = question.model.name if question.model.name in PRESETS else "nano"
     base, flags, options = from_preset(preset), ["--preset", preset], candidate.options
+    if question.source is not None:
+        base, flags = from_model(question.source, base), ["--from", question.source]
     if leaves_micro_batch(question, candidate):
         options = dataclasses.replace(options, train=dataclasses.replace(options.train, micro_batch=None))
     for group in ("model", "train", "parallel"):
