@@ -7,6 +7,7 @@
     python scripts/align.py sft --from outputs/train/latest --lora.rank 4   # thin matrices learn, the rest is frozen
     python scripts/align.py grpo --from SFT --grpo.reward in_order          # a reward that can be hacked
     python scripts/align.py sft --from SmolLM2-135M-Instruct --data.file talks.jsonl    # conversations of your own
+    python scripts/align.py sft --from SmolLM2-135M-Instruct --ranks 4 --dry-run        # what it takes, with LoRA too
 
 `--from` names what train.py, or a stage before, has left: a run's folder, a folder of checkpoints, or an exported file.
 The first stage appends the chat template's four markers to the model's tokens. Or it names a folder as transformers

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from manyhands.checkpoint.manifest import read_manifest
 from manyhands.config.options import OptionError
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder
+from manyhands.gpt.lora import add_lora
 from test_chat_templates import CHATML, folder_with, messages
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -143,17 +145,18 @@ def test_a_folder_learns_from_its_own_answers_to_the_task(method, folder, tmp_pa
 def test_what_comes_from_elsewhere_is_taught_gently_at_first_and_when_it_goes_on(folder, tmp_path):
     def rates(*words):
         options = read_options(["sft", *map(str, words)])
-        return options.optimizer.lr, options.train.micro_batch
+        return options.optimizer.lr, options.train.micro_batch, options.optimizer.warmup
 
-    assert rates("--from", folder) == (2e-5, 1) and rates("--from", "elsewhere") == (3e-3, None)
-    assert rates("--from", folder, "--optimizer.lr", "0.1") == (0.1, 1)
+    assert rates("--from", folder) == (2e-5, 1, 3) and rates("--from", "elsewhere") == (3e-3, None, None)
+    assert rates("--from", folder, "--train.steps", "1000", "--optimizer.lr", "0.1") == (0.1, 1, 30)
+    assert rates("--from", folder, "--optimizer.warmup", "7") == (2e-5, 1, 7)
     (tmp_path / "kept" / "step-00000002").mkdir(parents=True)
     manifest = tmp_path / "kept" / "step-00000002" / "manifest.json"
     manifest.write_text(json.dumps({"metadata": {"base": None}}))
     assert not from_elsewhere(tmp_path / "kept")
     manifest.write_text(json.dumps({"metadata": {"base": {"name": "model"}}}))
-    assert rates("--from", "gone", "--checkpoint.folder", tmp_path / "kept") == (2e-5, 1)
-    assert rates("--from", tmp_path / "kept") == (2e-5, 1), "the next stage"
+    assert rates("--from", "gone", "--checkpoint.folder", tmp_path / "kept") == (2e-5, 1, 3)
+    assert rates("--from", tmp_path / "kept") == (2e-5, 1, 3), "the next stage"
 
 
 def test_conversations_that_do_not_fit_are_counted_and_a_line_that_the_template_refuses_is_named(folder, talks):
@@ -184,6 +187,33 @@ def test_conversations_that_do_not_fit_are_counted_and_a_line_that_the_template_
 def test_a_file_that_cannot_be_is_refused(words, sentence):
     with pytest.raises(OptionError, match=sentence):
         read_options([*words, "--from", "nowhere"])
+
+
+def numbers(text):
+    """Bytes "between two steps" and "at its peak" of a line."""
+    return [float(number) * 2**20 for number in re.findall(r"([\d.]+) MiB (?:between|at)", text)]
+
+
+@pytest.mark.ranks
+def test_a_dry_run_says_what_it_takes_with_lora_and_without(folder, talks, tmp_path):
+    words = ["--from", folder, "--data.file", talks, "--ranks", "2", "--parallel.strategy", "fsdp", "--dry-run"]
+    model = load_model(folder)[0]
+    whole, thin = (done(align(tmp_path, "sft", *words, *more)) for more in ([], ["--lora.rank", "8"]))
+    assert f"{model.num_params():,} parameters" in whole and "2 ranks, strategy fsdp" in whole
+    with_lora = re.search("with LoRA alone .align.py, --lora.rank 8. a rank keeps (.*)", whole)[1]
+    without = re.search("without LoRA a rank keeps (.*)", thin)[1]
+    assert numbers(without)[0] == pytest.approx(16 * model.num_params() / 2, rel=0.1)
+    adapters = add_lora(model, 8, 8.0)
+    learn = sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    all_of = sum(p.numel() for p in adapters.parameters())
+    assert numbers(with_lora)[0] == pytest.approx((4 * all_of + 12 * learn) / 2, rel=0.1)
+    for text, line in ((whole, without), (thin, with_lora)):  # each stands in the other's table, too
+        between = float(re.search(r"total +([\d.]+) MiB", text)[1]) * 2**20
+        assert between == pytest.approx(numbers(line)[0])
+    assert "it fits: " in thin and not (tmp_path / "outputs").exists()
+    plays = ["--from", SCRIPTS.parent / "assets" / "models" / "plays.safetensors", "--dry-run", "--gpu-gib", "0.001"]
+    said = done(align(tmp_path, "dpo", *plays))
+    assert "IT DOES NOT FIT" in said and "with LoRA alone" in said and "the reference takes" in said
 
 
 @pytest.mark.ranks

@@ -1,5 +1,7 @@
 """Bytes per rank by formula: against what real ranks hold under each strategy, and against known numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from manyhands.config.layout import resolve_layout
@@ -7,7 +9,7 @@ from manyhands.config.options import model_config, read_options
 from manyhands.gpt.model import GPT
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.measure.tensor_bytes import Bytes, tensor_bytes
-from manyhands.predict.memory import Share, bytes_per_rank, checkpoint_bytes
+from manyhands.predict.memory import Share, bytes_per_rank, checkpoint_bytes, with_lora
 from manyhands.predict.models import model_of
 
 # odd numbers: nothing splits evenly but what must
@@ -30,14 +32,14 @@ def held(flags, world_size):
 # ------------------------------------------------------------------ what real ranks hold
 
 
-def measure(ranks, flags):
+def measure(ranks, flags, start=None):
     """{kind: bytes} that this rank holds after a step; copies and unsharded parameters are those of a step's peak."""
     from manyhands.data.corpus import get_batch
     from manyhands.parallel.optimizer import build_optimizer
-    from manyhands.parallel.strategy import parallelize
+    from manyhands.parallel.strategy import full_model, parallelize
 
     config, layout, options = read(flags, ranks.world_size)
-    parallel = parallelize(config, layout, options, ranks)
+    parallel = parallelize(config, layout, options, ranks, start or full_model)
     optimizer = build_optimizer(parallel, options)
     ids = torch.arange(500) % 65
     share = get_batch(ids, 0, 4, config.block_size, parallel.data_rank, parallel.data_size, 1)
@@ -140,6 +142,30 @@ def test_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool, world_si
     for i, flags in enumerate(all_flags):
         expected = held(flags, world_size)
         for kind in measured[0][i]:
+            fullest = max(ranks[i][kind] for ranks in measured)
+            assert getattr(expected, kind) == fullest, f"{kind} of {flags.removeprefix(SMALL)}"
+
+
+def measure_lora(ranks, all_flags):
+    from manyhands.align.options import LoraOptions
+    from manyhands.align.stage import start_from
+
+    def start(config, options):
+        return start_from(GPT(replace(config, vocab_size=65 - NEW)), LoraOptions(rank=3))(config, options)
+
+    return [measure(ranks, flags, start) for flags in all_flags]
+
+
+NEW = 4  # tokens that the base model does not know, whose rows learn
+
+
+def test_with_adapters_the_fullest_rank_holds_what_the_formula_says_to_the_byte(pool):
+    all_flags = [f"{sizes} --parallel.strategy {name}" for sizes in (SMALL, LLAMA) for name in ("ddp", "zero1", "fsdp")]
+    all_flags.append(f"{SMALL} --parallel.strategy fsdp --model.tie --model.qkv-bias")
+    measured = pool.run(2, measure_lora, all_flags, timeout_s=120)
+    for i, flags in enumerate(all_flags):
+        expected = with_lora(held(flags, 2), *read(flags, 2), rank=3, rows=True)
+        for kind in ("parameters", "gradients", "optimizer"):
             fullest = max(ranks[i][kind] for ranks in measured)
             assert getattr(expected, kind) == fullest, f"{kind} of {flags.removeprefix(SMALL)}"
 

@@ -554,7 +554,9 @@ def test_a_trained_model_gets_a_small_learning_rate_and_a_short_warm_up(llama, m
 def test_a_dry_run_says_what_a_fine_tuned_model_takes(llama, monkeypatch):
     monkeypatch.setattr(dry_run, "at_hand", lambda: False)
     said = "takes 16 bytes a parameter in all, in fp32 and under autocast"
-    assert said in dry_run.describe(read_options(["--from", str(llama)]), 1)
+    of_folder = dry_run.describe(read_options(["--from", str(llama)]), 1)
+    assert said in of_folder and "with LoRA alone (align.py, --lora.rank 8) a rank keeps " in of_folder
+    assert "LoRA" not in dry_run.describe(read_options(["--from", str(llama), "--parallel.tensor", "2"]), 2)
     assert said not in dry_run.describe(read_options(["--from", str(llama), "--optimizer.name", "sgd"]), 1)
 
 

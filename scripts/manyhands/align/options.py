@@ -20,7 +20,7 @@ from manyhands.align.chat import LetterTask
 from manyhands.config import options as trainer
 from manyhands.config.bounds import Rate, Share
 from manyhands.config.command_line import named_value, parsed
-from manyhands.config.options import UNSET, OptionError, from_file, validate
+from manyhands.config.options import UNSET, OptionError, from_file, short_warmup, validate
 from manyhands.config.strategies import STRATEGIES
 
 MOST = 10**6  # words, questions, answers: more take days to draw
@@ -83,6 +83,9 @@ class AlignOptions:
     source: Annotated[Path, tyro.conf.arg(name="from")]
     step: str = "best"  # which checkpoint of --from: best (validation loss), newest, or a number
     config: Path | None = None  # a TOML file of options
+    dry_run: bool = False  # say what it would take, and end
+    ranks: trainer.Positive | None = None  # with --dry-run: as if on this number of ranks
+    gpu_gib: float | None = None  # with --dry-run: does it fit into so much per rank? none: into what is here
     data: DataOptions = field(default_factory=DataOptions)
     dpo: DpoOptions = field(default_factory=DpoOptions)
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
@@ -140,6 +143,8 @@ def read_options(argv, prog="align.py", description=None):
     if (file := named_value(argv, "--config")) is not None:
         options = from_file(file, options)
     wanted = parsed(AlignOptions, argv, prog, description, options)
+    if large:
+        wanted = dataclasses.replace(wanted, optimizer=short_warmup(wanted))
     refuse_senseless(wanted)
     return wanted
 
@@ -180,6 +185,7 @@ def trainer_options(wanted, config):
     sizes = {f.name: getattr(config, f.name) for f in dataclasses.fields(trainer.ModelOptions)}
     groups = {name: getattr(wanted, name) for name in ("train", "optimizer", "parallel", "checkpoint", "log")}
     about = f"align {wanted.method}"
-    options = trainer.Options(about, wanted.config, model=trainer.ModelOptions(**sizes), **groups)
+    call = {name: getattr(wanted, name) for name in ("dry_run", "ranks", "gpu_gib")}
+    options = trainer.Options(about, config=wanted.config, model=trainer.ModelOptions(**sizes), **call, **groups)
     validate(options)
     return options

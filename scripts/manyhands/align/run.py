@@ -5,24 +5,29 @@ What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); all
 
 import dataclasses
 import math
+import sys
 
 from manyhands.align.chat import chat_of, with_markers
 from manyhands.align.dpo import Preference
 from manyhands.align.grpo import Reinforcement
 from manyhands.align.options import trainer_options
 from manyhands.align.stage import Imitation, corpus_of_conversations, start_from
-from manyhands.checkpoint.export import load_model, tokenizer_of
+from manyhands.checkpoint.export import load_model, opened, tokenizer_of
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.model_folder import LONGEST
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
+from manyhands.gpt.model import GPTConfig
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import Refused
 from manyhands.launch.ranks import Agreement
+from manyhands.predict.memory import bytes_per_rank, with_lora
+from manyhands.train import dry_run
 from manyhands.train.preemption import PreemptionHandler
+from manyhands.train.report import about_run
 from manyhands.train.run import Diverged, Run, carry_out
 from manyhands.train.start import of_all_ranks, refuse_compile, refuse_size
 
@@ -116,21 +121,50 @@ def _begin(wanted, tell):
     return load_model(wanted.source, wanted.step, tell)
 
 
-def _corpus(wanted, corpus, tokenizer, longest, tell):
-    """The Corpus of a run whose model reads `longest` tokens with `tokenizer`. Raise Refused."""
-    chars = tokenizer.kind == "char"
-    tokenizer = CharTokenizer(with_markers(tokenizer.vocab)) if chars else tokenizer
+def learner(wanted, config, metadata):
+    """Return (GPTConfig of the model that learns, its tokenizer) from what --from holds. Raise OptionError."""
+    tokenizer = tokenizer_of(metadata)
+    tokenizer = CharTokenizer(with_markers(tokenizer.vocab)) if tokenizer.kind == "char" else tokenizer
     try:
         chat_of(tokenizer)
     except ValueError as error:
         raise OptionError(f"from={wanted.source}: {error}") from None
-    if wanted.data.file is not None:
-        return corpus_of_conversations(wanted.data.file, tokenizer, longest + 1, tell)
-    return dataclasses.replace(corpus, tokenizer=tokenizer)  # its train_ids and val_ids are not of these
+    # of a longer model's context no more is trained on, and a GPT's positions are weights
+    size = config.block_size if config.style == "gpt" else min(config.block_size, LONGEST)
+    vocabulary = max(config.vocab_size, len(tokenizer.vocab))
+    if wanted.lora.rank > config.n_embd:
+        raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
+    return dataclasses.replace(config, vocab_size=vocabulary, block_size=size), tokenizer
+
+
+def describe(wanted, world_size, per_node=None):
+    """Return what a run would take on `world_size` ranks, with and without LoRA. Raise Refused."""
+    *_, metadata = opened(wanted.source, wanted.step, lambda text: print(text, file=sys.stderr))
+    base = GPTConfig(**metadata["config"])
+    config, _ = learner(wanted, base, metadata)
+    options, per_node = trainer_options(wanted, config), per_node or dry_run.usual_per_node(world_size)
+    layout = resolve_layout(options, config, world_size, per_node)
+    room, whose = dry_run.room_of(wanted.gpu_gib, min(per_node, world_size))
+    whole, rows = bytes_per_rank(config, layout, options), config.vocab_size > base.vocab_size
+    held, other = whole, dry_run.with_lora_line(whole, config, layout, options, rows)
+    if wanted.lora.rank:
+        held = with_lora(whole, config, layout, options, wanted.lora.rank, rows)
+        other = [f"without LoRA a rank keeps {dry_run.kept(whole)}"]
+    frozen = wanted.method == "dpo" or (wanted.method == "grpo" and wanted.grpo.kl)
+    lines = [
+        *(f"{name}: {fact}" for name, fact in about_run(options, config, layout).items()),
+        *dry_run.held_lines(held, options, layout, config.dropout > 0),
+        *[f"the reference takes {dry_run.gib(4 * config.num_params() / world_size)} more"] * bool(frozen),
+        dry_run.fits(held.on_gpu, room, whose),
+        *other,
+    ]
+    return "\n".join(lines)
 
 
 def align(wanted):
     """Run `wanted` on all ranks that were started. Returns this process's exit status. All ranks must call it."""
+    if wanted.dry_run:
+        return dry_run.dry_run(wanted, "align.py", describe)
     train = wanted.train
     ranks = join(name="align", device=train.device, timeout_s=train.timeout_s, options=of_all_ranks(wanted))
     with PreemptionHandler(ranks) as preemption:
@@ -140,21 +174,17 @@ def align(wanted):
         try:
             agreement = Agreement(ranks, None, Refused)
             base, metadata = agreement.all(lambda: _begin(wanted, tell))
-            tokenizer = tokenizer_of(metadata)
-            size = base.config.block_size
-            # of a longer model's context no more is trained on, and a GPT's positions are weights
-            size = size if base.config.style == "gpt" else min(size, LONGEST)
-            corpus = agreement.all(lambda: _corpus(wanted, course, tokenizer, size, tell))
+            config, tokenizer = learner(wanted, base.config, metadata)
+            corpus = dataclasses.replace(course, tokenizer=tokenizer) if course else None  # its ids are not of these
+            if file is not None:
+                longest = config.block_size + 1
+                corpus = agreement.all(lambda: corpus_of_conversations(file, tokenizer, longest, tell))
             if len(set(agreement.gather(corpus.sha256))) > 1:
                 raise OptionError(f"data.file={file} is not the same on all nodes; put it where they all see it")
-            vocabulary = max(base.config.vocab_size, len(corpus.vocab))
-            config = dataclasses.replace(base.config, vocab_size=vocabulary, block_size=size)
             options = trainer_options(wanted, config)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             refuse_size(config, ranks)
             refuse_compile(options, ranks)
-            if wanted.lora.rank > config.n_embd:
-                raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
             run = Alignment(wanted, base, config, layout, corpus, ranks, preemption, metadata.get("base"))
         except Refused as error:
             refuse(str(error))

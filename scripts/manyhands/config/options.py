@@ -218,9 +218,8 @@ def read_options(argv: Sequence[str], prog: str = "train.py", description: str |
         options = from_model(source, options, config is None, named_value(argv, "--checkpoint.folder"))
     about = f"{description or ''}\nWhat the ranks share under each --parallel.strategy:\n\n{strategies_help()}"
     options = parsed(Options, argv, prog, about, options)
-    if source is not None and options.optimizer.warmup is None:  # 3 %, of the steps that the flags say
-        warmup = options.train.steps * 3 // 100
-        options = dataclasses.replace(options, optimizer=dataclasses.replace(options.optimizer, warmup=warmup))
+    if source is not None:
+        options = dataclasses.replace(options, optimizer=short_warmup(options))
     validate(options)
     for group in ("data", "checkpoint"):  # ~ as a shell reads it, which does not look behind "--data.folder="
         own = getattr(options, group)
@@ -268,6 +267,12 @@ def from_model(source: str | Path, options: Options, tender: bool = True, checkp
     # experts of transformers have no biases to choose by
     gentle = {"lr": 2e-5} | ({"balance_speed": 0.0} if options.model.experts > 1 else {})
     return merged(options, {"optimizer": gentle}, "--from") if tender else options
+
+
+def short_warmup(options: Any) -> OptimizerOptions:
+    """Return the optimizer's options of a run that begins from a trained model: a warm-up of 3 %, if none is named."""
+    steps, optimizer = options.train.steps, options.optimizer
+    return dataclasses.replace(optimizer, warmup=steps * 3 // 100) if optimizer.warmup is None else optimizer
 
 
 def _named(path, option):

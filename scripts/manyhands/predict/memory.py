@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, cached_property
 from math import ceil, prod
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from manyhands.config.layout import resolve_layout
@@ -100,6 +101,31 @@ def bytes_per_rank(config, layout, options, program: Program = TRAIN_PY) -> Rank
         *_within_a_step(model, layout, options, program),
         options.parallel.offload,
     )
+
+
+def with_lora(held: RankBytes, config, layout, options, rank: int, rows: bool = False) -> RankBytes:
+    """Return `held` with all weights frozen and adapters of `rank` that learn, as `gpt.lora` puts them.
+
+    `rows`: embedding and head learn, too, for tokens that are new. Autocast's copies of the adapters are left out.
+    """
+    model, storage = model_of(config), storage_of(layout, options)
+    linears = [weight.shape for weight in model.layer_weights() if weight.linear and len(weight.shape) == 2]
+    thin = [Weight("", shape) for o, i in linears for shape in ((rank, i), (o, rank))] * model.n_layer
+    ends = [w for w in (*model.front_weights(), *model.back_weights()) if rows and w.module in ("tokens", "head")]
+
+    def state(weights):
+        units = [Unit(1, weights, weights)]
+        share = SimpleNamespace(
+            weights=weights, numel=sum(w.numel for w in weights), twice=[], units=lambda by: [units]
+        )
+        return STATES[storage.dp_mode](share, layout, storage)
+
+    learns = state(thin + ends)
+    summed = min(held.accumulated_gradients, sum(w.numel for w in thin + ends) * storage.reduced)
+    return replace(
+        held, parameters=held.parameters + state(thin).parameters, gradients=learns.gradients,
+        optimizer=learns.optimizer, accumulated_gradients=summed,
+    )  # fmt: skip
 
 
 def room(memory_bytes: float) -> float:
@@ -254,15 +280,15 @@ def _whole(share, layout, storage):
 
     Autocast keeps a copy of what its linear layers multiply with and add, from the forward until the backward has used
     it; embeddings and norms it leaves as they are. With zero1, ZeroRedundancyOptimizer spreads the optimizer's state
-    over the replicas: whole tensors, the largest first, each to the rank that has the least so far.
+    over the replicas: whole tensors, matrices before vectors, the largest first, each to the least loaded rank.
     """
     size, low = storage.size, storage.low
     count = share.numel
     owned = count - sum(weight.numel for weight in share.twice)
     if storage.dp_mode == "zero1":
         loads = [0] * layout.replicate  # a heap
-        for numel in sorted((weight.numel for weight in share.weights), reverse=True):
-            heapq.heapreplace(loads, loads[0] + numel)
+        for weight in sorted(share.weights, key=lambda one: (len(one.shape) == 1, -one.numel)):
+            heapq.heapreplace(loads, loads[0] + weight.numel)
         owned = max(loads)
     linear = sum(weight.numel for weight in share.weights if weight.linear)
     return State(count * size, count * size, storage.moments * owned, linear * low if low < size else 0)

@@ -37,19 +37,20 @@ USUAL_PER_NODE = 8  # ranks per node: a node rarely has more GPUs
 NOT_IN_THE_FILE = ("config", "dry_run", "ranks", "gpu_gib")  # options of this call, not of the run
 
 
-def dry_run(options):
+def dry_run(options, prog="train.py", described=None):
     """Print the run of `options` on `options.ranks` ranks (none: those that were started); return the exit status.
 
     A run that would be refused is refused here with the same sentence. On several ranks, the first one prints.
+    `described`: what makes the text, such as `describe` (none: that).
     """
     try:
         place = resolve()
         world_size = options.ranks or place.world_size or 1
         if place.rank == 0:
             per_node = None if options.ranks else place.local_world_size
-            write(f"{describe(options, world_size, per_node)}\n")
+            write(f"{(described or describe)(options, world_size, per_node)}\n")
     except (LaunchError, Refused, DataError, RanksError) as error:
-        end(f"train.py: {error}", 2)
+        end(f"{prog}: {error}", 2)
     return 0
 
 
@@ -63,7 +64,7 @@ def describe(options, world_size, per_node=None):
         needed = options.model.vocab_size is None or options.data.folder
         corpus = corpus_of(options) if needed or at_hand() else None
     config = model_config(options, len(corpus.vocab) if corpus else 0, corpus and corpus.separator)
-    per_node = per_node or _usual_per_node(world_size)
+    per_node = per_node or usual_per_node(world_size)
     room, whose = room_of(options.gpu_gib, min(per_node, world_size))
     layout = resolve_layout(options, config, world_size, per_node)
     if may_not_fit(options, config, layout):
@@ -88,6 +89,7 @@ def describe(options, world_size, per_node=None):
             if options.source and options.optimizer.name == "adamw" and options.train.precision != "fp64"
             else []
         ),
+        *(with_lora_line(held, config, layout, options) if options.source else []),
         *export_refusal(config, options),
         "",
         "save this as run.toml, and start it with",
@@ -111,6 +113,20 @@ def export_refusal(config, options):
     return []
 
 
+def kept(held):
+    """Return what a rank keeps, as a phrase."""
+    return f"{gib(held.between_steps)} between two steps and {gib(held.on_gpu)} at its peak"
+
+
+def with_lora_line(held, config, layout, options, rows=False):
+    """Return what adapters would make of `held`, the bytes of a run without: a line, or none where none can stand."""
+    if config.experts > 1 or layout.tensor * layout.pipeline * layout.context > 1:
+        return []
+    rank = min(8, config.n_embd)
+    thin = memory.with_lora(held, config, layout, options, rank, rows)
+    return [f"with LoRA alone (align.py, --lora.rank {rank}) a rank keeps {kept(thin)}"]
+
+
 def held_lines(held, options, layout, dropout):
     """Return what the fullest rank holds, a line per kind, between two steps and within one."""
     sequences, checkpointing = sequences_at_once(layout, options), options.parallel.activation_checkpointing
@@ -132,7 +148,8 @@ def held_lines(held, options, layout, dropout):
     return ["a rank keeps between two steps (the fullest rank):", *between, total, "and within a step", *within, peak]
 
 
-def _usual_per_node(world_size):
+def usual_per_node(world_size):
+    """Return the ranks of a node, where nobody says them: as on the nodes here, or the usual number."""
     nodes = Allocation.find().num_nodes
     return max(1, world_size // nodes) if nodes > 1 else min(world_size, USUAL_PER_NODE)
 
