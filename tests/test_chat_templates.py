@@ -1,11 +1,17 @@
 """Chat templates of transformers' folders: the same ids as transformers has, what is learnt, what is refused."""
 
+import asyncio
 import json
 
 import pytest
+import torch
+from live_server import Live, ask, make_model, metadata_of, text_of
 from manyhands.align.chat import chat_of, conversations
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder
+from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.sampling import Sampling
+from manyhands.serve.engine import generate
 from manyhands.serve.vocabulary import TooLong, Vocabulary
 from test_model_folders import TEXT, change
 
@@ -230,6 +236,31 @@ def test_a_served_folder_reads_a_chat_by_its_template_and_leaves_out_the_oldest_
     assert dropped == 2 and short == chat_of(tokenizer).encode([talk[0], *talk[3:]], reply=True)[0]
     with pytest.raises(TooLong, match="do not fit into the model's context of 64"):
         words.encode_chat(messages("a" * 10**6))
+
+
+def test_a_server_completes_behind_the_bos_of_transformers_and_answers_a_chat_by_its_template(tmp_path):
+    import transformers
+
+    folder = folder_with(tmp_path / "model", CHATML)
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), tokenizer_of_folder(folder)
+    config = GPTConfig(len(tokenizer.vocab), 128, 2, 2, 16, style="llama")
+    model, corpus = make_model(config=config), {"name": "model", "vocabulary": tokenizer.content}
+    talk = messages("Who?", "I.", "Who else?", system="You are ROMEO.")
+
+    def expected(ids):
+        new = generate(model, torch.tensor([ids]), 9, Sampling(0))[0, len(ids) :].tolist()
+        return theirs.decode(new[: next((k for k, i in enumerate(new) if i in {0, 1, 3}), 9)])
+
+    how = {"max_tokens": 9, "temperature": 0}
+    with Live(model, metadata_of(config=config) | {"corpus": corpus}) as live:
+        status, body = asyncio.run(ask(live, "/v1/chat/completions", {"messages": talk, **how}))
+        ids = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+        assert status == 200 and text_of(body) == expected(ids)
+        assert json.loads(body)["usage"]["prompt_tokens"] == len(ids)
+        status, body = asyncio.run(ask(live, "/v1/completions", {"prompt": "to be", "echo": True, **how}))
+        ids = theirs("to be")["input_ids"]
+        assert ids[0] == 0 and json.loads(body)["usage"]["prompt_tokens"] == len(ids)
+        assert status == 200 and text_of(body) == "to be" + expected(ids)
 
 
 def test_another_tokenizers_ends_are_found_in_older_files_too(tmp_path):

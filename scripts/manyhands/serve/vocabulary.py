@@ -45,11 +45,14 @@ class Vocabulary:
         return len(self.vocab)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text. Raise ValueError for a character without a token, and TooLong before encoding."""
+        """Return the ids of a text, behind what the tokenizer puts before one.
+
+        Raise ValueError for a character without a token, and TooLong before encoding.
+        """
         self._refuse_longer(text)
         if not self.by_character:
             text = text.encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
-        return self.tokenizer.encode(text).tolist()
+        return [*self.tokenizer.begin, *self.tokenizer.encode(text).tolist()]
 
     def _refuse_longer(self, text):
         if len(text) > self.most_characters:
