@@ -428,6 +428,15 @@ def test_a_cell_that_prints_15_000_lines_keeps_the_ranks_and_says_what_it_leaves
     assert notebook.run("%%ranks\ndist.barrier(); say(kept)").text == "all ranks | 7\n"
 
 
+def test_a_rank_keeps_nothing_of_what_its_cells_have_printed(notebook):
+    """IPython would keep two objects of every print, in which the garbage collector then looks for garbage."""
+    prints = (
+        "%%ranks 1\nimport gc\nfor i in range(5000): print(i)\ngc.collect()\nprint('objects', len(gc.get_objects()))"
+    )
+    counts = [int(re.search(r"objects (\d+)", notebook.run(prints).text)[1]) for _ in range(2)]
+    assert counts[1] - counts[0] < 1000
+
+
 def test_what_needs_a_person_is_refused_where_there_is_none(notebook):
     for call, why in (
         ("breakpoint()", "breakpoint() needs somebody who watches, and nobody watches this run"),

@@ -587,6 +587,7 @@ def recording(shell, whole=False, cell=None):
     shell.display_trap.hook = display_value
     shell._showtraceback = recorder.fail
     shell.show_usage_error = lambda error: recorder.fail(type(error), error, [f"{type(error).__name__}: {error}"])
+    shell._tee = lambda channel: contextlib.nullcontext()  # IPython's would keep two objects of every print for good
     sys.stdout = sys.stderr = recorder
     try:
         yield recorder
@@ -599,7 +600,7 @@ def recording(shell, whole=False, cell=None):
         if recorder.deaf:
             _pass_over()
         shell.display_pub, shell.display_trap.hook, sys.stdout, sys.stderr = saved
-        del shell._showtraceback, shell.show_usage_error
+        del shell._showtraceback, shell.show_usage_error, shell._tee
 
 
 def show_figures_as_png(shell):
