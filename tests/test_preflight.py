@@ -355,6 +355,28 @@ def test_as_many_notebooks_run_at_once_as_cores_and_memory_allow(tmp_path, cores
 # ------------------------------------------------------------------ processes and errors
 
 
+TAKE_A_PORT = """
+import json, pathlib, socket, sys
+taken = pathlib.Path(__file__).with_name("taken")
+if "ipykernel_launcher" in sys.orig_argv and not taken.exists():
+    taken.touch()
+    ports = json.loads(pathlib.Path(sys.orig_argv[sys.orig_argv.index("-f") + 1]).read_text())
+    sys.other = socket.create_server((ports["ip"], ports["shell_port"]))
+"""
+
+
+@pytest.mark.usefixtures("real_python")
+def test_a_notebook_whose_kernel_lost_a_port_to_another_process_runs_again(tmp_path, monkeypatch):
+    """Jupyter chooses the ports; a kernel that starts on a busy machine binds them many seconds later."""
+    fake_course.write_lesson(tmp_path, "01_plain", "")
+    (tmp_path / "sitecustomize.py").write_text(TAKE_A_PORT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (lesson,) = find_lessons(tmp_path)
+    run = runs.Run(lesson, "notebook", None, tmp_path / "run")
+    outcome = run.carry_out(120)
+    assert (tmp_path / "taken").exists() and outcome.ended.status == 0, run.log.read_text()
+
+
 def alive(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # dead, but init has not looked yet

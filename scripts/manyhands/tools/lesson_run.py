@@ -147,21 +147,29 @@ class Run:
         """Run it to its end, its time-out, or until `stop` is set."""
         if why := self.missing():
             return Outcome(self, Ended(None, 0.0, 0), FirstError(why))
-        shutil.rmtree(self.folder, ignore_errors=True)
-        (self.folder / "ranks").mkdir(parents=True)
-        if self.way == "notebook":
-            write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
         patience = {"MANYHANDS_PATIENCE": f"{timeout_s / CELL_S:g}"} if timeout_s > TIMEOUT_S else {}
-        ended = supervise(
-            self.command(timeout_s), log=self.log, timeout_s=timeout_s, environ=patience | self.environ(),
-            cwd=self.lesson.root, program=str(self.source), stop=stop,
-        )  # fmt: skip
+        for _ in range(3):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            (self.folder / "ranks").mkdir(parents=True)
+            if self.way == "notebook":
+                write_kernelspec(self.folder / "jupyter" / "kernels" / KERNEL)
+            ended = supervise(
+                self.command(timeout_s), log=self.log, timeout_s=timeout_s, environ=patience | self.environ(),
+                cwd=self.lesson.root, program=str(self.source), stop=stop,
+            )  # fmt: skip
+            if not (self.way == "notebook" and ended.status and self.lost_port()):
+                break
         texts = rank_output(self.folder / "ranks", self.log)
         metrics = find_metrics(self.folder / "outputs", self.lesson.name)
         outcome = Outcome(self, ended, self.first_error(ended, timeout_s, metrics, texts), metrics)
         if not outcome.error:
             outcome.keep()
         return outcome
+
+    def lost_port(self) -> bool:
+        """Return whether another process took a port of the kernel, which Jupyter had chosen, before it came up."""
+        said = self.log.read_text(errors="replace")
+        return "Kernel died before replying" in said and "Address already in use" in said
 
     @property
     def kept(self) -> Path:
