@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 from course_copy import copy_course
 from manyhands.course import handouts, pairs
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, version
 from manyhands.course.lessons import ORIGINALS, Lesson, find_lessons
+from manyhands.course.update import update
+from manyhands.tools import doctor
 
 TEXT = {".py", ".md", ".ipynb", ".txt", ".yml", ".toml", ".pbs", ".slurm", ".svg", ".json"}
 LESSONS = find_lessons(ROOT)
@@ -169,3 +171,30 @@ def test_folder_and_zip_hold_the_same_files_and_everybody_may_read_them_whatever
     files = {f"many-hands/{path.relative_to(copied).as_posix()}" for path in found if path.is_file()}
     assert {info.filename for info in infos if not info.is_dir()} == files, "in one folder"
     assert [path.name for path in packed.parent.iterdir()] == ["many-hands.zip"]
+
+
+def test_a_copy_keeps_the_version_that_it_was_made_from_and_an_update_says_from_which_to_which(
+    centre, tmp_path, capsys
+):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    made = []
+    for number in ("1.0.0", "1.1.0"):
+        project = centre / "pyproject.toml"
+        project.write_text(re.sub('^version = ".*"', f'version = "{number}"', project.read_text(), flags=re.M))
+        subprocess.run(["git", *who, "commit", "-qam", number], cwd=centre, check=True)
+        copied = handouts.copy(tmp_path / number, centre)
+        assert re.fullmatch(
+            rf"{number} \([0-9a-f]+ with uncommitted changes\)", version(copied)
+        )  # the centre's own files
+        made.append(copied)
+    old, new = map(version, made)
+    assert update(made[1], made[0])[0] == f"from version {old} to {new}" and version(made[0]) == new
+    assert update(made[1], made[0]) == []
+
+
+def test_the_version_is_the_same_in_the_package_the_citation_and_the_changes_and_the_doctor_says_it_first():
+    (number,) = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    (released,) = re.findall(rf"^version: {number}\ndate-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert f"\n## {number} ({released})\n" in (ROOT / "CHANGELOG.md").read_text()
+    first, *_ = doctor.examine(doctor.CHECKS)
+    assert first["check"] == "course" and first["says"] == version(ROOT) and version(ROOT).startswith(number)

@@ -10,6 +10,7 @@ import time
 import fake_course
 import pytest
 from manyhands.course import handouts, lessons, pairs, update
+from manyhands.course.folders import ROOT, version
 from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.launch.allocation import RanksError
 from manyhands.notebook.start import start_ranks
@@ -210,6 +211,7 @@ def test_a_preflight_flies_the_lesson_and_names_its_copy(tmp_path):
     copied(tmp_path, "02_collectives", "02_collectives-Copy1")
     planned = preflight.plan(find_lessons(tmp_path, ["02"]), tmp_path / "runs")
     assert {run.source.stem for run in planned} == {"02_collectives"}
+    assert preflight.gather_metadata(ROOT)["version"] == version(ROOT)
     assert preflight.gather_metadata(tmp_path)["other files"].startswith("left alone: 02_collectives-Copy1")
 
 

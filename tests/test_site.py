@@ -17,7 +17,7 @@ import nbformat
 import pytest
 from course_copy import LEFT_OUT
 from lab import chromium
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, version
 from manyhands.course.lessons import find_lessons
 
 LESSONS = [lesson.name for lesson in find_lessons(ROOT)]
@@ -178,6 +178,7 @@ def test_a_centres_name_page_and_logo_are_on_each_page(site):
         page = (site / name).read_text("utf-8")
         assert 'Taught at <a href="https://example.org/school">Summer School &amp; Co</a>' in page
         assert re.search(r'<img[^>]* src="(\.\./)?_static/logo\.svg"', page)
+        assert f"CC BY 4.0; version {version(ROOT).split()[0]}" in page
 
 
 @pytest.fixture(scope="module")

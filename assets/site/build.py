@@ -24,6 +24,7 @@ from pathlib import Path
 
 import nbformat
 import pages
+from manyhands.course.folders import version
 from manyhands.course.lessons import Lesson, find_lessons, left_alone
 from manyhands.course.pairs import PairError, read
 
@@ -36,6 +37,7 @@ PAGES = {  # file of the course: page of the site; files of assets/site and the 
     "jobs/README.md": "jobs.md",
     "data/README.md": "corpus.md",
 }
+LICENSE = "the Many Hands authors; code MIT, text and figures CC BY 4.0"
 GENERATED = {  # pages that files of the course name in italics, since they are only in the site
     "Programs with clock times": "programs.md",
     "All predictions": "predictions.md",
@@ -285,6 +287,7 @@ def main():
         slides = output / "slides"
         lay_out(source, {deck.stem for deck in slides.glob("*.html")} if (slides / "reveal").exists() else ())
         words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees"), *event().flags]
+        words += ["-D", f"project_copyright={LICENSE}; version {version(ROOT)}"]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode
     if status == 0:
         print("\n".join([*left_alone(ROOT), f"{output / 'index.html'}"]))

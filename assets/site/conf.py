@@ -1,7 +1,6 @@
 """How Sphinx builds the site: from stored outputs, without the web. `build.py` lays the sources out and calls it."""
 
 project = "Many Hands"
-project_copyright = "the Many Hands authors; code MIT, text and figures CC BY 4.0"
 html_title = "Many Hands"
 extensions = ["myst_nb", "sphinx_design", "sphinx_copybutton"]
 exclude_patterns = ["_build"]

@@ -3,8 +3,10 @@
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ ROOT = _course()
 SCRIPTS = ROOT / "scripts"
 ASSETS = ROOT / "assets"
 DATA = ROOT / "data"
+VERSION = ".originals/version"  # of a copy, which has no git: the version that it was made from
 WRITER = ".writer"
 PATIENCE_S = 5  # a program that was just killed may take this long to release its folder
 
@@ -36,6 +39,29 @@ def named(path):
     if found.is_fifo():  # to open it would wait for another program
         raise ValueError(f"{path} cannot be used: it is a pipe; name a file")
     return found
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """Return the course's commit at `root`, "1a2b3c4 with uncommitted changes" if files differ, or None."""
+    git = ["git", "--no-optional-locks", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
+
+
+def version(root: Path = ROOT) -> str:
+    """Return the version of the course at `root`, with its commit if that is known: "1.0.0 (1a2b3c4)"."""
+    if (root / VERSION).is_file():
+        return (root / VERSION).read_text("utf-8").strip()
+    project = root / "pyproject.toml"
+    number = re.search(r'^version = "(.+)"', project.read_text("utf-8") if project.is_file() else "", re.MULTILINE)
+    state = commit(root)
+    return (number[1] if number else "unknown") + (f" ({state})" if state else "")
 
 
 def script_of(lesson, root=ROOT):

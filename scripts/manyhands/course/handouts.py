@@ -22,7 +22,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
-from manyhands.course.folders import make_private, write_whole
+from manyhands.course.folders import VERSION, make_private, version, write_whole
 from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
 from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
 
@@ -114,6 +114,7 @@ def copy(target, root):
             if f"scripts/{lesson.name}.py" in names:
                 _hand_out(Lesson(lesson.name, course))
         _write_manifest(course)
+        write_whole(course / VERSION, version(root) + "\n")
         _open_to_all(growing)
         if target.suffix == ".zip":
             shutil.make_archive(growing, "zip", growing)
@@ -256,7 +257,8 @@ def main(arguments=None):
         return for_lessons(_reset, options.names)
     try:
         done = "updated" if Path(options.names[0]).expanduser().exists() else "copied to"
-        print("\n".join([f"{done} {copy(options.names[0], course_here())}", *left_alone(course_here())]))
+        said = f"{done} {copy(options.names[0], course_here())}: version {version(course_here())}"
+        print("\n".join([said, *left_alone(course_here())]))
     except (PairError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

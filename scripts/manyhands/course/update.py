@@ -19,7 +19,7 @@ import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from manyhands.course.folders import write_whole
+from manyhands.course.folders import VERSION, version, write_whole
 from manyhands.course.handouts import MANIFEST, digest, keep, manifest
 from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
 from manyhands.course.pairs import PairError, as_notebook, as_script, essence, read, sync
@@ -44,6 +44,9 @@ def update(source, root):
             except PairError as error:  # a broken notebook
                 said.append(f"did not arrive: lesson {lesson.name}: {error}")
         said += _update_files(new, root, base, wanted)
+        if (before := version(root)) != (now := version(new)):
+            said.insert(0, f"from version {before} to {now}")
+            write_whole(root / VERSION, f"{now}\n")
     return said
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from manyhands.course.folders import ROOT, write_whole
+from manyhands.course.folders import ROOT, commit, write_whole
 from manyhands.launch.launchers import launcher_named
 from manyhands.launch.machine import cores_here
 from manyhands.launch.ranks import Ranks
@@ -184,19 +183,6 @@ def hardware(ranks: Ranks) -> str:
         found = f"{ranks.world_size} x {torch.get_device_module(ranks.device).get_device_name(ranks.device)}"
     nodes = -(-ranks.world_size // ranks.local_world_size)
     return found + (f" on {nodes} nodes" if nodes > 1 else "")
-
-
-def commit(root: Path = ROOT) -> str | None:
-    """Return the course's commit at `root`, "1a2b3c4 with uncommitted changes" if files differ, or None."""
-    git = ["git", "--no-optional-locks", "-C", str(root)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
-        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=5)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + (" with uncommitted changes" if changed.stdout.strip() else "")
 
 
 def command(ranks: Ranks) -> str:

@@ -21,7 +21,7 @@ import tempfile
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
-from manyhands.course.folders import ROOT
+from manyhands.course.folders import ROOT, version
 from manyhands.launch.flags import Flags
 
 GIB = 2**30
@@ -493,7 +493,7 @@ def data():
 
 
 CHECKS = {
-    "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi, "ranks": ranks,
-    "kernel": kernel, "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits, "disk": disk,
-    "network": network, "compiler": compiler, "scheduler": scheduler, "data": data,
+    "course": version, "python": python, "packages": packages, "paths": paths, "torch": torch, "MPI": mpi,
+    "ranks": ranks, "kernel": kernel, "JupyterLab": jupyterlab, "cores": cores, "memory": memory, "limits": limits,
+    "disk": disk, "network": network, "compiler": compiler, "scheduler": scheduler, "data": data,
 }  # fmt: skip

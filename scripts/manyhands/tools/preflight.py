@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from manyhands.course import pairs
-from manyhands.course.folders import ROOT, make_private, write_whole
+from manyhands.course.folders import ROOT, make_private, version, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons, left_alone
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher
@@ -379,10 +379,10 @@ def export_recorded(results, folder) -> list[Path]:
 
 
 def gather_metadata(root) -> dict[str, str]:
-    """When, where, devices, versions, commit: name -> text."""
+    """When, where, devices, versions: name -> text."""
     import torch
 
-    from manyhands.launch.metrics import commit, cpu_name
+    from manyhands.launch.metrics import cpu_name
 
     gpu = next((backend for backend in (torch.cuda, torch.xpu) if backend.is_available()), None)
     where = Allocation.find()
@@ -398,7 +398,7 @@ def gather_metadata(root) -> dict[str, str]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "packages": ", ".join(f"{name} {versions[name]}" for name in sorted(PACKAGES & versions.keys())),
         "MPI": " ".join(find_mpiexec() or ["none"]),
-        "commit": commit(root),
+        "version": version(root),
         "other files": "; ".join(left_alone(root)),
     }
     return {name: text for name, text in metadata.items() if text}
