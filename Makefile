@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help hub lock lab kernel shared jobs sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench doctor environment
+.PHONY: help hub lock lab kernel shared jobs lesson sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -70,6 +70,9 @@ shared:  ## PREFIX=/path: one environment, with data and kernel, for a whole cla
 jobs:  ## SITE=polaris ACCOUNT=... QUEUE=... RESERVATION=... WALLTIME=... NODES=2 GPUS=4 MEM=64G: write these into the job files
 	@PYTHONPATH="$(CURDIR)/scripts" "$(PYTHON)" -m manyhands.jobs.stamp stamp --site "$$SITE" --account "$$ACCOUNT" \
 	  --queue "$$QUEUE" --reservation "$$RESERVATION" --walltime "$$WALLTIME" --nodes "$$NODES" --gpus "$$GPUS" --mem "$$MEM"
+
+lesson: environment  ## NAME=17_mine TITLE="Our network": the skeleton of a lesson of your own, which runs at once
+	@$(RUN) -m manyhands.course.new_lesson "$$NAME" --title "$$TITLE"
 
 sync: environment  ## write the notebook or script that was saved last into the other (LESSON=03; none: all)
 	@$(RUN) -m manyhands.course.pairs sync $(LESSON)

@@ -18,7 +18,7 @@ RUNS = {
     "00": 2, "01": 4, "02": 3, "03": 6, "04": 3, "05": 4, "06": 4, "07": 2, "08": 2, "09": 2, "10": 3, "11": 2, "12": 2,
     "13": 3, "14": 2, "15": 10,
 }  # fmt: skip
-LESSONS = find_lessons(ROOT)
+LESSONS = find_lessons(ROOT, own=False)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)

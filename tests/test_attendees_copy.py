@@ -17,7 +17,7 @@ from manyhands.course.update import update
 from manyhands.tools import doctor
 
 TEXT = {".py", ".md", ".ipynb", ".txt", ".yml", ".toml", ".pbs", ".slurm", ".svg", ".json"}
-LESSONS = find_lessons(ROOT)
+LESSONS = find_lessons(ROOT, own=False)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from manyhands.course.folders import ASSETS, ROOT
+from manyhands.course.lessons import Lesson
 from manyhands.launch.run_folder import save_figure
 from manyhands.plots import looks
 from matplotlib import rc_context
 
 SOURCES = [
     path for path in sorted([*(ROOT / "scripts").rglob("*.py"), *(ROOT / "assets" / "src").glob("*.py")])
-    if path.name not in ("looks.py", "style.py") and "egg-info" not in str(path)  # style.py: the sheet of a web page
+    if path.name not in ("looks.py", "style.py") and "egg-info" not in str(path)
+    and not Lesson(path.stem, ROOT).own  # style.py: the sheet of a web page
 ]  # fmt: skip
 COLOUR_ARGUMENTS = {
     "c", "color", "colour", "fc", "ec", "facecolor", "edgecolor", "ecolor", "mfc", "mec", "markerfacecolor", "face",

@@ -10,7 +10,7 @@ from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.course.pairs import read
 from minutes import code_of_core, core_cells, estimate, main, of_the_learner, reached, sections, stated, unseen
 
-LESSONS = find_lessons()
+LESSONS = find_lessons(ROOT, own=False)
 # the minutes of the agenda
 BUDGETS = {
     "00": 30, "01": 40, "02": 45, "03": 55, "04": 30, "05": 45, "06": 50, "07": 45, "08": 50,

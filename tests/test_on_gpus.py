@@ -17,7 +17,7 @@ from manyhands.launch.metrics import compare
 from manyhands.tools.lesson_run import Run
 
 pytestmark = pytest.mark.timeout(1800)
-LESSONS = find_lessons()
+LESSONS = find_lessons(ROOT, own=False)
 RANKS = """
 import json, sys, torch, torch.distributed as dist
 sys.path.insert(0, "scripts")

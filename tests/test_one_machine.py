@@ -7,6 +7,7 @@ import pytest
 import torch
 from definitions import taken_from
 from manyhands.course.folders import ROOT
+from manyhands.course.lessons import Lesson
 from manyhands.measure.virtual_network import Link, VirtualNetwork
 from manyhands.predict.machines import Group, machine_named
 from manyhands.predict.published_runs import RUNS
@@ -97,6 +98,7 @@ FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("scripts/[01]*.py", "assets/handbook/*.md", "assets/glossary.md", "assets/src/*.py", "README.md")
     for path in ROOT.glob(pattern)
+    if not Lesson(path.stem, ROOT).own
 )
 
 

@@ -19,8 +19,9 @@ from course_copy import LEFT_OUT
 from lab import chromium
 from manyhands.course.folders import ROOT, version
 from manyhands.course.lessons import find_lessons
+from manyhands.course.new_lesson import write_skeleton
 
-LESSONS = [lesson.name for lesson in find_lessons(ROOT)]
+LESSONS = [lesson.name for lesson in find_lessons(ROOT, own=False)]
 WIDTHS = (1280, 390)  # of a laptop, of a phone
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -166,6 +167,7 @@ def site(tmp_path_factory):
     held = 'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n'
     (clone / "assets" / "site" / "event.toml").write_text(held)
     shutil.copy(ROOT / "assets" / "site" / "_static" / "favicon.svg", clone / "assets" / "site" / "logo.svg")
+    write_skeleton("77_mine", "Our network", clone)
     command = [sys.executable, clone / "assets" / "site" / "build.py", "--output", folder]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
@@ -179,6 +181,13 @@ def test_a_centres_name_page_and_logo_are_on_each_page(site):
         assert 'Taught at <a href="https://example.org/school">Summer School &amp; Co</a>' in page
         assert re.search(r'<img[^>]* src="(\.\./)?_static/logo\.svg"', page)
         assert f"CC BY 4.0; version {version(ROOT).split()[0]}" in page
+
+
+@pytest.mark.browser
+def test_a_centres_own_lesson_is_a_page_and_stands_in_the_table_of_lessons_in_a_track_of_its_own(site):
+    assert "Build A: the mean" in (site / "notebooks" / "77_mine.html").read_text("utf-8")
+    table = (site / "lessons.html").read_text("utf-8")
+    assert re.search(r'href="of_this_centre.html".*href="notebooks/77_mine.html"[^<]*<[^<]*>Our network<', table, re.S)
 
 
 @pytest.fixture(scope="module")

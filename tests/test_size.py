@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 from manyhands.course.folders import ROOT
-from manyhands.course.lessons import find_lessons
+from manyhands.course.lessons import Lesson, find_lessons
 from manyhands.course.pairs import read
 from minutes import code_of_core
 
@@ -69,7 +69,7 @@ def files() -> dict[str, int]:
     """{tracked file: lines} of all Python and of .ci."""
     found = {}
     for path in git("ls-files", "*.py", ".ci").split():
-        if (ROOT / path).exists():
+        if (ROOT / path).exists() and not Lesson(path[8:-3], ROOT).own:
             text = (ROOT / path).read_text("utf-8")
             found[path] = count_lines(text) if path.endswith(".py") else count_shell(text)
     return found
@@ -77,7 +77,9 @@ def files() -> dict[str, int]:
 
 def names_met() -> set[tuple[str, str]]:
     """Return the (module, name) that lessons import from the package."""
-    nodes = [node for path in ROOT.glob("scripts/[0-9]*.py") for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    nodes = [
+        node for one in find_lessons(ROOT, own=False) for node in ast.walk(ast.parse(one.script.read_text("utf-8")))
+    ]
     return {
         (node.module, alias.name)
         for node in nodes
@@ -92,7 +94,7 @@ def sizes() -> dict[str, int]:
         for kind in kinds_of(path):
             found[kind] += lines
     found["names that learners meet"] = len(names_met())
-    for lesson in find_lessons(ROOT):
+    for lesson in find_lessons(ROOT, own=False):
         _, folded, longest = code_of_core(read(lesson.script).cells)
         found[f"folded lines of {lesson.number}"], found[f"longest cell of {lesson.number}"] = folded, longest
     return found

@@ -12,7 +12,7 @@ from lab import chromium
 from manyhands.course.folders import ROOT
 from manyhands.course.lessons import find_lessons
 
-LESSONS = [lesson.name for lesson in find_lessons(ROOT)]
+LESSONS = [lesson.name for lesson in find_lessons(ROOT, own=False)]
 REVEAL = ROOT / "outputs" / "site" / "slides" / "reveal"  # where `make slides` puts it
 
 

@@ -20,7 +20,7 @@ from stand_in_device import GPU, StandIn, WrongDevice, on_gpu
 
 PROGRAM = str(ROOT / "tests" / "stand_in_device.py")
 EACH_SECTION = str(ROOT / "tests" / "each_section.py")
-LESSONS = find_lessons()
+LESSONS = find_lessons(ROOT, own=False)
 TRAIN = "--model.n-layer 2 --model.n-embd 16 --model.block-size 16 --train.steps 2 --train.global-batch 4 "
 TRAIN += "--log.eval-batches 1 --log.sample 4 --log.no-plots "
 STRATEGIES = {

@@ -34,17 +34,23 @@ class Want:
     where: str
     what: str
     lacks: Callable
+    own: bool  # whether a centre's own lesson has it, too
 
 
-def want(where, what):
+def want(where, what, own=False):
     """Put the decorated function into the table."""
-    return lambda lacks: WANTS.append(Want(where, what, lacks)) or lacks
+    return lambda lacks: WANTS.append(Want(where, what, lacks, own)) or lacks
+
+
+def wants_of(lesson):
+    """Return the rows that hold for a lesson: of a centre's own one, those of the skeleton alone."""
+    return [one for one in WANTS if one.own or not lesson.own]
 
 
 def complaints(lesson):
     """Return all that the lesson lacks, each with its place. One cause is said once."""
     told = {}
-    for one in WANTS:
+    for one in wants_of(lesson):
         where = one.where.replace("NN_topic", lesson.name).replace("topic", lesson.name[3:])
         try:
             for sentence in one.lacks(lesson) or []:
@@ -56,8 +62,8 @@ def complaints(lesson):
 
 def page():
     """The table as Markdown."""
-    rows = [f"| {one.where} | {one.what} |" for one in WANTS]
-    return "\n".join(["| where | what |", "|---|---|", *rows])
+    rows = [f"| {one.where} | {one.what} | {'yes' if one.own else ''} |" for one in WANTS]
+    return "\n".join(["| where | what | your own, too |", "|---|---|---|", *rows])
 
 
 def code_of(lesson):
@@ -79,7 +85,9 @@ def of_the_site(module):
 
 
 @want(
-    "`notebooks/NN_topic.ipynb`, `scripts/NN_topic.py`", "the same cells (`make sync`), and no cell for some ranks only"
+    "`notebooks/NN_topic.ipynb`, `scripts/NN_topic.py`",
+    "the same cells (`make sync`), and no cell for some ranks only",
+    own=True,
 )
 def the_pair(lesson):
     pairs.refuse_some_ranks(lesson)
@@ -98,7 +106,9 @@ def in_git(lesson):
         yield f"git add {' '.join(left)}"
 
 
-@want("first cell", "`**50 minutes**` of CORE, `90 with those marked MORE`, and `**you can**` with a list below")
+@want(
+    "first cell", "`**50 minutes**` of CORE, `90 with those marked MORE`, and `**you can**` with a list below", own=True
+)
 def the_head(lesson):
     text = pairs.read(lesson.script).cells[0].source + "\n"
     for pattern, shown in (
@@ -152,7 +162,9 @@ def nothing_unseen(lesson):
     return [] if lesson.number in NOT_YET else too_much_unseen(lesson)
 
 
-@want("cell tagged `parameters`", "`n_ranks`, and for each name a comment that is its help and states its range")
+@want(
+    "cell tagged `parameters`", "`n_ranks`, and for each name a comment that is its help and states its range", own=True
+)
 def the_parameters(lesson):
     known = {one.name: one for one in parameters_of(lesson.script)}
     if LAUNCHERS_OWN not in known:
@@ -211,7 +223,11 @@ def the_drawings(lesson):
         yield "the drawings are missing"
 
 
-@want("pictures", f"`![what it shows]` before a file of `assets/`, no `<img`; the sentence has over {ALT} characters")
+@want(
+    "pictures",
+    f"`![what it shows]` before a file of `assets/`, no `<img`; the sentence has over {ALT} characters",
+    own=True,
+)
 def the_pictures(lesson):
     text = lesson.script.read_text("utf-8")
     if "<img" in text:
@@ -243,14 +259,22 @@ def the_zoo(lesson):
 
 
 @want(
-    "last cell of CORE", "a call of `card(...)`, or a list under `## Recap`; slides end with it, and ask a prediction"
+    "last cell of CORE",
+    "a call of `card(...)`, or a list under `## Recap`; slides end with it, and ask a prediction",
+    own=True,
 )
 def the_slides(lesson):
     slides, cells = of_the_site("slides"), pairs.read(lesson.script).cells
     told = list(slides.sections(cells))
-    if not any(slide.kind == "question" for slide in slides.of_the_core(told)):
+    if not lesson.own and not any(slide.kind == "question" for slide in slides.of_the_core(told)):
         yield "no slide asks a prediction: a paragraph with **Predict in a section marked CORE"
     slides.card(cells, lesson.name)
+
+
+@want("last cells", "`metrics.write()`: `make preflight` compares what it wrote", own=True)
+def the_metrics(lesson):
+    if "metrics.write()" not in lesson.script.read_text("utf-8"):
+        yield "no cell has `metrics.write()`, so make preflight would find nothing to compare"
 
 
 @want("instructor's notes", "Markdown tagged `notes`, `<details><summary>For the instructor: ...</summary>`")
@@ -260,7 +284,7 @@ def the_notes(lesson):
 
 
 @want("ruff", "nothing to say of the script; an import that only a folded solution uses is F401: add the lesson to "
-      "`per-file-ignores` in `pyproject.toml`")  # fmt: skip
+      "`per-file-ignores` in `pyproject.toml`", own=True)  # fmt: skip
 def ruff(lesson):
     name = lesson.script.relative_to(lesson.root).as_posix()
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", name]
@@ -374,7 +398,8 @@ def report(lesson):
     """All that the lesson lacks, as lines. Raises PairError if there is any."""
     if found := complaints(lesson):
         raise pairs.PairError("\n".join([f"{lesson.name} lacks {len(found)}:", *(f"  {one}" for one in found)]))
-    return f"{lesson.name} has all {len(WANTS)} things that a lesson has"
+    kind = "a lesson of your own" if lesson.own else "a lesson"
+    return f"{lesson.name} has all {len(wants_of(lesson))} things that {kind} has"
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ PAGES = {  # file of the course: page of the site; files of assets/site and the 
     "data/README.md": "corpus.md",
 }
 LICENSE = "the Many Hands authors; code MIT, text and figures CC BY 4.0"
+OWN_TRACK = "Of this centre"
 GENERATED = {  # pages that files of the course name in italics, since they are only in the site
     "Programs with clock times": "programs.md",
     "All predictions": "predictions.md",
@@ -97,11 +98,24 @@ def event(path=HERE / "event.toml"):
 def rows():
     """Return the rows of README's table of lessons, in its order."""
     found = [Row(a, b, c, int(d), e) for a, b, c, d, e in ROW.findall((ROOT / "README.md").read_text("utf-8"))]
-    lessons = {lesson.name for lesson in find_lessons(ROOT) if lesson.notebook.exists()}
+    lessons = {lesson.name for lesson in find_lessons(ROOT, own=False) if lesson.notebook.exists()}
     if differ := {row.name for row in found} ^ lessons:
         others = "".join(f"; {sentence}" for sentence in left_alone(ROOT))
         raise SystemExit(f"README.md's table of lessons differs from notebooks/: {', '.join(sorted(differ))}{others}")
-    return found
+    return found + [own_row(lesson) for lesson in find_lessons(ROOT) if lesson.own]
+
+
+def own_row(lesson):
+    """Return the Row of a centre's own lesson, from its first cell: README's table does not have it."""
+    try:
+        text = read(lesson.notebook).cells[0].source
+    except PairError as error:
+        raise SystemExit(str(error)) from None
+    title, core = re.search(rf"^# {lesson.number} (.+)$", text, re.M), re.search(r"\*\*(\d+) minutes\*\*", text)
+    for found, wanted in ((title, f"`# {lesson.number} Title`"), (core, "`**50 minutes**`")):
+        if not found:
+            raise SystemExit(f"notebooks/{lesson.name}.ipynb: its first cell lacks {wanted}")
+    return Row(lesson.number, lesson.name, title[1], int(core[1]), OWN_TRACK)
 
 
 def stored(table):
@@ -274,6 +288,8 @@ def lay_out(target, decks=()):
     for path in [name for name in PAGES if name != "README.md"] + own + ["assets/glossary.md"]:
         text = with_links((ROOT / path).read_text("utf-8"), path)
         text = re.sub(r"@(\w+)@", lambda found: str(numbers[found[1]]), text)
+        if path.endswith("/index.md") and table[-1].track == OWN_TRACK:  # its page is in no list
+            text = text.replace("\nzoo\n", "\nof_this_centre\nzoo\n")
         (target / page_of(path)).write_text(text, "utf-8")
 
 

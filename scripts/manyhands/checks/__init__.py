@@ -97,7 +97,10 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
                 shown += f". The cells below use the lesson's own {' and '.join(names)}."
             if ranks is None or ranks.rank == 0:
                 say(f"{kind} {number} ({title}): {shown}")
-                board.note(body.__module__.rpartition(".")[2], number, title, verdict)
+                topic = body.__module__.rpartition(".")[2]
+                if topic == "__main__" and ranks is not None:  # a check that stands in the lesson itself
+                    topic = ranks.lesson.partition("_")[2]
+                board.note(topic, number, title, verdict)
             return Verdict(verdict)
 
         return check

@@ -15,6 +15,7 @@ from pathlib import Path
 from manyhands.course.folders import ROOT
 
 ORIGINALS = ".originals"  # in an attendee's copy, which has no git: the lessons as they were handed out
+OWN = re.compile(r'^# %% \[markdown\].* tags=\[[^\]]*"own"', re.M)  # a cell of a centre's own lesson
 PAIRED = "notebooks///ipynb,scripts///py:percent"  # what the header of a lesson's two forms tells jupytext
 
 # About 10 s of work on 2 cores; every name is one of the lesson's parameters.
@@ -63,6 +64,11 @@ class Lesson:
         return self.root / "notebooks" / f"{self.name}.ipynb"
 
     @property
+    def own(self):
+        """Return whether this is a centre's own lesson: its first cell is tagged `own`."""
+        return self.script.is_file() and bool(OWN.search(self.script.read_text("utf-8", errors="replace")))
+
+    @property
     def short(self):
         """Parameters of a short run."""
         return SHORT.get(self.name, {})
@@ -86,17 +92,18 @@ def course_here():
     return Path.cwd() if (Path.cwd() / "notebooks").is_dir() else ROOT
 
 
-def find_lessons(root=ROOT, only=()):
+def find_lessons(root=ROOT, only=(), own=True):
     """The lessons below `root` in order of their numbers; `only` names some ("03", "3" or "03_data_parallel").
 
-    Without `only` those that are there in one form at least; a lesson that is named may have lost both.
+    Without `only` those that are there in one form at least; a lesson that is named may have lost both. With `own`
+    False a centre's own ones are left out.
     Raises ValueError, naming the lessons that exist, if one of `only` does not exist.
     """
     taken, claims = _taken(Path(root))
     lessons = [Lesson(name, Path(root)) for name in sorted(taken.values())]
     there = [lesson for lesson in lessons if lesson.notebook.exists() or lesson.script.exists()]
     if not only:
-        return there
+        return [lesson for lesson in there if own or not lesson.own]
     known = {key: lesson for lesson in lessons for key in (lesson.name, lesson.number)}
     wanted = {name: known.get(name) or known.get(name.zfill(2)) for name in only}
     for name, lesson in wanted.items():
