@@ -25,7 +25,7 @@ LESSON ?=
 PROCESSES ?= 3
 AT_ONCE = -n $(PROCESSES)
 # what failed beside other tests runs once more, each after the other; whatever fails again, fails
-INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps -p "$(BIN)/python",$(RUN) -m pip install -q --no-deps)
+INSTALL = $(if $(wildcard $(BIN)/uv),"$(BIN)/uv" pip install -q --no-deps $(if $(PIP_NO_INDEX),--no-index) -p "$(BIN)/python",$(RUN) -m pip install -q --no-deps)
 TESTS = $(RUN) -m manyhands.launch.machine "make test" && $(RUN) scripts/prepare_data.py && \
 	$(RUN) -m manyhands.notebook.jupyter kernel && $(RUN) -m pytest --cache-clear -p no:nbval $(AT_ONCE)
 ALONE = echo "--- once more, alone:" && $(RUN) -m pytest --last-failed --last-failed-no-failures none --maxfail 3 -n 0
@@ -95,8 +95,8 @@ board: environment  ## FOLDER=/shared/folder: who is at which build, what fails 
 copy: environment  ## TO=/path (or /path.zip): the course for attendees, without outputs and notes
 	@$(RUN) -m manyhands.course.handouts copy "$$TO"
 
-bundle: environment  ## TO=/path/many-hands.tar: course, packages and corpus in one file, for a place without internet
-	@$(RUN) -m manyhands.course.bundle "$$TO"
+bundle: environment  ## TO=/path/many-hands.tar: course, packages, corpus in one file, for a place without internet (FULL=yes: the teacher's)
+	@$(RUN) -m manyhands.course.bundle "$$TO" $(if $(filter yes,$(FULL)),--full)
 
 notebooks: environment  ## run the notebooks and store their outputs (LESSON=03; none: all)
 	@$(RUN) scripts/prepare_data.py
@@ -104,7 +104,8 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 site: environment  ## the course as web pages, in outputs/site (no web is needed to read them)
-	@$(RUN) -c "import furo" 2>/dev/null || $(INSTALL) -r assets/site/requirements.txt
+	@$(RUN) -c "import furo" 2>/dev/null || UV_HTTP_RETRIES=0 $(INSTALL) -r assets/site/requirements.txt || { echo \
+	  "make site needs the packages of assets/site/requirements.txt: be online once, or unpack a make bundle FULL=yes" >&2; exit 2; }
 	@$(RUN) assets/site/build.py $(ARGS)
 
 slides: environment  ## a deck per lesson from its notebook, in outputs/site/slides (npm, for reveal.js, the first time)

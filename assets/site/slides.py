@@ -249,10 +249,18 @@ def get_reveal(folder):
     """Copy what the decks need of reveal.js into `folder` if it is not there yet; npm fetches it."""
     if all((folder / name.removeprefix("dist/")).exists() for name in FILES):
         return
-    again = "Install npm (Node.js) and be online for one `make slides`; later ones need neither."
+    again = "Install npm (Node.js) and be online for one `make slides`, or unpack a `make bundle FULL=yes`."
     with tempfile.TemporaryDirectory(prefix="manyhands-slides-") as place:
         try:
-            command = ["npm", "pack", "--silent", REVEAL.replace("-", "@"), "--pack-destination", place]
+            command = [
+                "npm",
+                "pack",
+                "--silent",
+                "--fetch-retries=0",
+                REVEAL.replace("-", "@"),
+                "--pack-destination",
+                place,
+            ]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=180)
         except FileNotFoundError:
             raise SystemExit(f"npm is missing, and the slides need {REVEAL} from it. {again}") from None

@@ -38,6 +38,7 @@ COURSE = (  # where there is no git, as in an unpacked zip: what the course cons
     "jobs/Dockerfile", "jobs/Dockerfile.dockerignore", "jobs/manyhands.def", "jobs/sweep.tsv", "jobs/sites/*.toml",
     *(f"jobs/{name}.{kind}" for kind in ("pbs", "slurm") for name in JOBS),
     "notebooks/[0-9][0-9]_*.ipynb", "scripts/*.py", "scripts/requirements.lock", "scripts/manyhands/**/*",
+    "tests/**/*", ".ci/*",
 )  # fmt: skip
 # what a centre adds and need not commit: its site, its logo and pages, its lessons
 OWN = ("jobs/sites/*.toml", "assets/", "notebooks/[0-9][0-9]_*.ipynb", "scripts/[0-9][0-9]_*.py")
@@ -208,8 +209,10 @@ def _open_to_all(folder):
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
 
 
-def files_of_the_course(root):
+def files_of_the_course(root, tests=False):
     """Names, relative to `root`, of what attendees get: what git knows there and OWN, else COURSE; and the corpus.
+
+    With `tests` also those that know the answers.
 
     What git ignores is left out, and so is what somebody laid beside them: own texts, prepared data, job files of their
     own, copies of lessons.
@@ -224,7 +227,7 @@ def files_of_the_course(root):
         names = [path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts]
     lessons = {lesson.name for lesson in find_lessons(root)}
     own = {name for name in names if re.match(r"(notebooks|scripts)/\d\d_", name) and Path(name).stem not in lessons}
-    names = {name for name in [*names, CORPUS] if name not in own and not name.startswith(NOT_HANDED_OUT)}
+    names = {name for name in [*names, CORPUS] if name not in own and (tests or not name.startswith(NOT_HANDED_OUT))}
     return sorted(name for name in names if (root / name).is_file())  # not what git knows and somebody has removed
 
 
