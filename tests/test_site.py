@@ -164,7 +164,7 @@ def site(tmp_path_factory):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("sphinx and furo are missing: run make site")
     folder, clone = (tmp_path_factory.mktemp("site") / name for name in ("html", "clone"))
     shutil.copytree(ROOT, clone, ignore=LEFT_OUT)
-    held = 'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n'
+    held = 'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n' + TWO_DAYS
     (clone / "assets" / "site" / "event.toml").write_text(held)
     shutil.copy(ROOT / "assets" / "site" / "_static" / "favicon.svg", clone / "assets" / "site" / "logo.svg")
     write_skeleton("77_mine", "Our network", clone)
@@ -178,7 +178,7 @@ def site(tmp_path_factory):
 def test_a_centres_name_page_and_logo_are_on_each_page(site):
     for name in ("index.html", "notebooks/03_data_parallel.html"):
         page = (site / name).read_text("utf-8")
-        assert 'Taught at <a href="https://example.org/school">Summer School &amp; Co</a>' in page
+        assert '<a href="https://example.org/school">Summer School &amp; Co</a>, 1 to 2 March 2027, Room 5' in page
         assert re.search(r'<img[^>]* src="(\.\./)?_static/logo\.svg"', page)
         assert f"CC BY 4.0; version {version(ROOT).split()[0]}" in page
 

@@ -17,19 +17,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import nbformat
 import pages
+from event import read_event
 from manyhands.course.folders import version
 from manyhands.course.lessons import Lesson, find_lessons, left_alone
 from manyhands.course.pairs import PairError, read
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+FOR_TEACHERS = (  # pages that `--for attendees` leaves out
+    "teach", "versions", "run_book", "first_hour", "predictions", "install", "hub", "listens", "contributing",
+    "new_lesson", "new_site", "changes", "corpus",
+)  # fmt: skip
 PAGES = {  # file of the course: page of the site; files of assets/site and the lessons keep their names
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -37,6 +40,7 @@ PAGES = {  # file of the course: page of the site; files of assets/site and the 
     "jobs/README.md": "jobs.md",
     "data/README.md": "corpus.md",
 }
+left_out: set[str] = set()  # pages, without ".md"
 LICENSE = "the Many Hands authors; code MIT, text and figures CC BY 4.0"
 OWN_TRACK = "Of this centre"
 GENERATED = {  # pages that files of the course name in italics, since they are only in the site
@@ -56,43 +60,6 @@ class Row:
     title: str
     core: int  # minutes of the sections marked CORE
     track: str
-
-
-@dataclass(frozen=True)
-class Event:
-    """Who holds the course, as event.toml says it; "" shows nothing."""
-
-    name: str = ""
-    page: str = ""
-    logo: str = ""  # a file in assets/site
-
-    def __post_init__(self):
-        if self.page and not self.page.startswith(("https://", "http://")):
-            raise ValueError(f"page = {self.page!r} is no address; begin it with https://")
-        if self.page and not self.name:
-            raise ValueError("page needs a name that leads to it")
-        if self.logo and (Path(self.logo).name != self.logo or not (HERE / self.logo).is_file()):
-            raise ValueError(f"logo = {self.logo!r} is no file in {HERE}")
-
-    @property
-    def link(self):
-        """Return the name, and the link to its page, as HTML."""
-        return f'<a href="{escape(self.page)}">{escape(self.name)}</a>' if self.page else escape(self.name)
-
-    @property
-    def flags(self):
-        """Return Sphinx's flags that show it above each page."""
-        name = ["-D", f"html_theme_options.announcement=Taught at {self.link}"] * bool(self.name)
-        return name + ["-D", f"html_logo={HERE / self.logo}"] * bool(self.logo)
-
-
-def event(path=HERE / "event.toml"):
-    """Return the Event that a file describes; ends the program with a sentence where it is wrong."""
-    try:
-        return Event(**{name: str(value) for name, value in tomllib.loads(path.read_text("utf-8")).items()})
-    except (ValueError, TypeError) as error:
-        unknown = "unexpected keyword argument" in str(error)
-        raise SystemExit(f"{path}: {'it knows name, page and logo alone' if unknown else error}") from None
 
 
 def rows():
@@ -133,10 +100,9 @@ def stored(table):
 
 def page_of(path):
     """Return the page of the site that a file of the course becomes, or None for a file that is not a page."""
-    if path in PAGES:
-        return PAGES[path]
-    if path.startswith("assets/site/") and path.endswith(".md"):
-        return path.removeprefix("assets/site/")
+    page = PAGES.get(path) or (path.removeprefix("assets/site/") if re.fullmatch(r"assets/site/\w+\.md", path) else "")
+    if page:
+        return None if page.removesuffix(".md") in left_out else page
     if re.fullmatch(r"notebooks/\d\d_\w+\.ipynb|assets/\w+\.(svg|md)|assets/handbook/\w+\.md", path):
         return path
     return None
@@ -161,7 +127,8 @@ def with_links(text, path):
         return f"{picture}[{words}]({posixpath.relpath(page_of(known), here or '.') if file else ''}{anchor})"
 
     for title, page in GENERATED.items():
-        text = text.replace(f"*{title}*", f"[{title}]({posixpath.relpath(page, here or '.')})")
+        link = f"[{title}]({posixpath.relpath(page, here or '.')})"
+        text = text.replace(f"*{title}*", title if page.removesuffix(".md") in left_out else link)
     return re.sub(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))+)\]\(([^)\s]+)\)", moved, text)
 
 
@@ -261,8 +228,14 @@ def gantt_of(notebook, target):
     return f"![{chart.metadata['image/png']['alt']}](assets/gantt.png)"
 
 
-def lay_out(target, decks=()):
-    """Write the site's sources into the folder `target`; `decks`: as for `pages_of_lessons`."""
+def for_attendees(index):
+    """Return the opening page without teachers' pages: in its lists, and its rows for those who teach or install."""
+    text = "\n".join(line for line in index.split("\n") if line not in left_out and not line.startswith("| an "))
+    return re.sub(r"```\{toctree\}\n:hidden:\n:caption: .*\n\n*```\n\n?", "", text)
+
+
+def lay_out(target, held, decks=()):
+    """Write the site's sources into the folder `target`, for the Event `held`; `decks`: see `pages_of_lessons`."""
     shutil.copytree(HERE / "_static", target / "_static")
     shutil.copy(HERE / "conf.py", target)
     (target / "assets" / "handbook").mkdir(parents=True)
@@ -277,34 +250,53 @@ def lay_out(target, decks=()):
     lessons = pages_of_lessons(notebooks, table, decks)
     numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
     numbers |= {"check": check_that_answered(), "gantt": gantt_of(notebooks["08_pipeline_parallel"], target)}
-    lessons["programs.md"] = pages.programs(table)
-    lessons["predictions.md"] = pages.predictions(notebooks, table)
+    try:
+        lessons["programs.md"] = pages.programs(table, held.program(table))
+    except ValueError as error:
+        raise SystemExit(f"{HERE / 'event.toml'}: {error}") from None
+    if "predictions" not in left_out:
+        lessons["predictions.md"] = pages.predictions(notebooks, table)
     lessons["zoo.md"] = pages.zoo(notebooks, table)
+    if held.accent:
+        with (target / "_static" / "site.css").open("a", encoding="utf-8") as style:
+            style.write(f"\nbody {{ --color-brand-primary: {held.accent}; --color-brand-content: {held.accent}; }}\n")
     for name, text in lessons.items():
         (target / name).write_text(text, "utf-8")
     own = sorted(
         path.relative_to(ROOT).as_posix() for path in [*HERE.glob("*.md"), *(HERE.parent / "handbook").glob("*.md")]
     )
     for path in [name for name in PAGES if name != "README.md"] + own + ["assets/glossary.md"]:
+        if page_of(path) is None:
+            continue
         text = with_links((ROOT / path).read_text("utf-8"), path)
         text = re.sub(r"@(\w+)@", lambda found: str(numbers[found[1]]), text)
         if path.endswith("/index.md") and table[-1].track == OWN_TRACK:  # its page is in no list
             text = text.replace("\nzoo\n", "\nof_this_centre\nzoo\n")
+        if path.endswith("/index.md") and left_out:
+            text = for_attendees(text)
         (target / page_of(path)).write_text(text, "utf-8")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "site", help="folder of the pages")
-    output = parser.parse_args().output.resolve()
+    parser.add_argument("--for", dest="reader", choices=("all", "attendees"), default="all", help="who reads it")
+    options, held = parser.parse_args(), read_event()
+    output = options.output.resolve()
+    left_out.update(FOR_TEACHERS if options.reader == "attendees" else ())
     with tempfile.TemporaryDirectory(prefix="manyhands-site-") as folder:
         source = Path(folder) / "source"
         source.mkdir()
         slides = output / "slides"
-        lay_out(source, {deck.stem for deck in slides.glob("*.html")} if (slides / "reveal").exists() else ())
-        words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees"), *event().flags]
-        words += ["-D", f"project_copyright={LICENSE}; version {version(ROOT)}"]
+        lay_out(source, held, {deck.stem for deck in slides.glob("*.html")} if (slides / "reveal").exists() else ())
+        shown = [f"project_copyright={LICENSE}; version {version(ROOT)}"]
+        shown += [f"html_theme_options.announcement={held.banner}"] * bool(held.name)
+        shown += [f"html_logo={HERE / held.logo}"] * bool(held.logo)
+        words = ["-b", "html", "-q", "-W", "--keep-going", "-E", "-d", str(Path(folder) / "trees")]
+        words += [word for value in shown for word in ("-D", value)]
         status = subprocess.run([sys.executable, "-m", "sphinx", *words, source, output]).returncode
+        if status == 0 and held.days:
+            (output / "event.ics").write_bytes(held.calendar(rows()))
     if status == 0:
         print("\n".join([*left_alone(ROOT), f"{output / 'index.html'}"]))
     return status

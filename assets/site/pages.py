@@ -21,10 +21,14 @@ PROGRAMS = {  # name: days, each with its start and what follows: a lesson, or (
 }
 
 
-def programs(table):
-    """Return a Markdown page of PROGRAMS with clock times; `table`: the rows of README's table of lessons."""
+def programs(table, held=""):
+    """Return a Markdown page of PROGRAMS with clock times; `table`: the rows of README's table of lessons.
+
+    `held`: the program of this centre's event, which comes first.
+    """
     parts = [
         "# Programs with clock times",
+        *[held] * bool(held),
         "Copy the one that fits. Minutes are those of the sections marked CORE. They are estimates from reading speed "
         "and code, not measured with a class. If your class asks many questions, plan a third more time for each "
         "lesson and leave out the last one. A track can also be an event of its own: its page has the time of every "

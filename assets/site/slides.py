@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jinja2
-from build import HERE, ROOT, event, head, rows, stored
+from build import HERE, ROOT, head, rows, stored
+from event import read_event
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
@@ -282,7 +283,7 @@ def write(output):
     (output / "slides").mkdir(parents=True, exist_ok=True)
     (output / "assets").mkdir(exist_ok=True)
     template = jinja2.Environment(autoescape=True).from_string((HERE / "slides.html").read_text("utf-8"))
-    held = event()
+    held = read_event()
     if held.logo:
         shutil.copy(HERE / held.logo, output / "assets")
     table = rows()
