@@ -251,9 +251,11 @@ def test_pbs_charges_the_account_by_the_option_of_the_site(ours, option, line):
     lines = path.read_text().splitlines()
     assert [said for said in lines if "Hands" in said] == [f"#PBS {line}"] and in_order(path, "ours") == []
     assert [value for value in lines if value.startswith("#PBS -W umask")]
-    ours()
+    ours()  # its file is corrected: the account moves to the other option, and nothing of the first one stays
+    stamp.stamp("ours", folder=folder)
+    assert [said for said in path.read_text().splitlines() if "Hands" in said] == ["#PBS -A Hands"]
     stamp.stamp("ours", account="Other", folder=folder)
-    assert "#PBS -A Other" in path.read_text()
+    assert "#PBS -A Other" in path.read_text() and "Hands" not in path.read_text()
 
 
 def test_gpus_change_every_line_that_follows_from_them_and_what_somebody_wrote_stays(ours, capsys):

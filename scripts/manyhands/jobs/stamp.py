@@ -267,8 +267,12 @@ def _stamped(text, scheduler, site, wishes):
         nodes = max(nodes or 1, queue.get("nodes", [1])[0])
     else:
         nodes = wishes["nodes"] or nodes or 2
+    before = []  # where jobs are charged and the site's option is not there, its file named another one then
+    if scheduler == "pbs" and same and "account" in site.needs and site.account_option not in old:
+        before = [option for option in ACCOUNTS if option in old]
+        old[site.account_option] = next((old[option] for option in before), "")
     wanted = (_pbs if scheduler == "pbs" else _slurm)(site, wishes, nodes, old if same else {})
-    owned = set(wanted) | {"--partition", "--qos"}  # of the previous site
+    owned = set(wanted) | {"--partition", "--qos", *before}  # of the previous site
     for other in sites().values():
         owned |= {*other.fixed(scheduler), *([other.account_option] if scheduler == "pbs" else [])}
     text = directives.replace(text, scheduler, owned, {key: value for key, value in wanted.items() if value})
