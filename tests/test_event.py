@@ -24,6 +24,7 @@ program = [["Accounts", 30], "00", "break", "02"]
 date = 2027-03-14
 program = ["03", "lunch", "04"]
 """
+DAY = "name = 'x'\n[[days]]\ndate = 2027-03-01\n"
 
 
 def held(tmp_path, text):
@@ -69,7 +70,7 @@ def test_two_days_in_another_zone_are_a_banner_a_program_and_calendar_entries(tm
             "name = 'x'\n[[days]]\ndate = 2027-03-01\nlessons = ['00']\nprogram = ['00']",
             "days.1.lessons is unknown; use",
         ),
-        ("name = 'x'\n[[days]]\ndate = 2027-03-01\nprogram = []", "days.1.program = []: list should have at least 1"),
+        (DAY + "program = []", "days.1.program = []: list should have at least 1"),
         ("name = 'x", "event.toml: "),
     ],
 )
@@ -80,6 +81,6 @@ def test_a_wrong_key_is_named_with_what_is_right(tmp_path, text, said):
 
 
 def test_an_unknown_lesson_in_a_program_is_named(tmp_path):
-    days = "name = 'x'\n[[days]]\ndate = 2027-03-01\nprogram = ['00', '99']"
-    with pytest.raises(ValueError, match="days, 2027-03-01: '99' is no lesson; use one of 00, 01"):
+    days = DAY + "program = ['00', '99']"
+    with pytest.raises(ValueError, match="days, 2027-03-01: '99' is no lesson; use 00, 01"):
         held(tmp_path, days).program(build.rows())

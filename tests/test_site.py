@@ -164,7 +164,10 @@ def site(tmp_path_factory):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("sphinx and furo are missing: run make site")
     folder, clone = (tmp_path_factory.mktemp("site") / name for name in ("html", "clone"))
     shutil.copytree(ROOT, clone, ignore=LEFT_OUT)
-    held = 'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n' + TWO_DAYS
+    held = (
+        'name = "Summer School & Co"\npage = "https://example.org/school"\nlogo = "logo.svg"\n' + 'place = "Room 5"\n'
+    )
+    held += "".join(f'[[days]]\ndate = 2027-03-0{day}\nprogram = ["00"]\n' for day in (1, 2))
     (clone / "assets" / "site" / "event.toml").write_text(held)
     shutil.copy(ROOT / "assets" / "site" / "_static" / "favicon.svg", clone / "assets" / "site" / "logo.svg")
     write_skeleton("77_mine", "Our network", clone)

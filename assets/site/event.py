@@ -22,7 +22,7 @@ def address(text):
     return text
 
 
-def accent(colour):
+def dark_enough(colour):
     """Raise ValueError for what is no colour, or too light to read on white."""
     if not colour:
         return colour
@@ -52,7 +52,7 @@ class Event(BaseModel):
     name: str = ""
     page: Annotated[str, AfterValidator(address)] = ""
     logo: str = ""  # a file in assets/site
-    accent: Annotated[str, AfterValidator(accent)] = ""
+    accent: Annotated[str, AfterValidator(dark_enough)] = ""
     place: str = ""
     contact: str = ""
     time_zone: str = "UTC"
@@ -121,9 +121,8 @@ class Event(BaseModel):
         for day in self.days:
             if unknown := [one for one in self.items(day) if isinstance(one, str) and one not in known]:
                 said = f"days, {day.date}: {unknown[0]!r} is no lesson"
-                raise ValueError(
-                    f'{said}; use one of {", ".join(sorted(known))}, "break", "lunch" or ["words", minutes]'
-                )
+                numbers = ", ".join(sorted(known))
+                raise ValueError(f'{said}; use {numbers}, "break", "lunch" or ["words", minutes]')
             begins = pages.timetable(day.start, self.items(day), table)
             parts += [f"**{day.date.strftime('%A')}, {_written(day.date)}**", begins]
         more = [f"Questions: {self.contact}."] * bool(self.contact)
