@@ -10,7 +10,7 @@ import torch
 from manyhands.config.options import read_options
 from manyhands.data.corpus import load_corpus
 from manyhands.serve import load_test
-from manyhands.tools import bench
+from manyhands.tools import bench, notebook_bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
 
 pytestmark = pytest.mark.ranks
@@ -165,3 +165,27 @@ def test_the_engine_is_held_against_a_plain_loop_that_writes_the_same_tokens(one
     monkeypatch.setattr(load_test, "plain_loop", lambda model, first, n: [[0] * n] * len(first))
     with pytest.raises(RuntimeError, match="write different tokens"):
         load_test.share_of_plain_loop(model, clients=3, n=5, rounds=1)
+
+
+def test_the_page_that_compares_notebooks_shows_the_recorded_run(root):
+    record = json.loads((root / "assets/recorded/notebook_compared.json").read_text("utf-8"))
+    assert {row["way"] for row in record["ways"]} == notebook_bench.WAYS.keys()
+    page = (root / "assets/site/notebook_compared.md").read_text("utf-8")
+    assert "\n".join(notebook_bench.table(record["ways"])) in page
+    for row in record["ways"]:
+        assert row["version"] in page
+
+
+@pytest.mark.full
+def test_ranks_of_a_notebook_are_measured_and_what_is_not_installed_is_left_out(tmp_path, monkeypatch, capsys):
+    ours = notebook_bench.WAYS["Many Hands"]
+    missing = notebook_bench.Way("no-such-package", (), "", "", "")
+    monkeypatch.setattr(notebook_bench, "WAYS", {"Many Hands": ours, "another": missing})
+    monkeypatch.setattr(notebook_bench, "OLD_S", 1)
+    before = set(psutil.Process().children(recursive=True))
+    assert bench.main(["--only=notebook", f"--output={tmp_path}"], root=tmp_path) == 0
+    assert set(psutil.Process().children(recursive=True)) <= before
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["ways"]
+    assert row.keys() - {"way", "version"} == notebook_bench.ROWS.keys()
+    assert row["after"] == "usable" and 0 < row["stop_s"] < 30 and row["processes"] > 4
+    assert f"| the ranks after that | {row['after']} |" in capsys.readouterr().out

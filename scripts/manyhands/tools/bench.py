@@ -80,8 +80,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Return the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
-    parts = ("lessons", "trainer", "serving", "switches")
-    add("--only", choices=parts, help="one part (default: all but switches, which want a GPU)")
+    parts = ("lessons", "trainer", "serving", "switches", "notebook")
+    add("--only", choices=parts, help="one part (default: the first three)")
     add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
@@ -98,8 +98,12 @@ def main(argv=None, description=None, root=ROOT) -> int:
         return 2
     output = (options.output or root / "outputs" / "bench").resolve()
     metadata = {**gather_metadata(root), "load before": f"{os.getloadavg()[0]:.2f}"}
-    numbers, rows = [], []
+    numbers, rows, ways = [], [], []
     with sigterm_interrupts():
+        if options.only == "notebook":
+            from manyhands.tools import notebook_bench  # late: it brings the notebook's ranks
+
+            ways = notebook_bench.all_measured()
         if lessons:
             numbers += lesson_numbers(lessons, output / "runs")
         if options.only in (None, "serving"):
@@ -115,11 +119,12 @@ def main(argv=None, description=None, root=ROOT) -> int:
             rows = switch_rows(kind) + reference_rows(options, kind)
             rows = measure(output / "runs" / "switches", options.rounds, options.steps, rows)
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
-    content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows]}
+    content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows], "ways": ways}
     make_private(output)
     write_whole(output / "bench.json", json.dumps(content, indent=1) + "\n")
     legend = SWITCHES_LEGEND if options.only == "switches" else LEGEND
-    tables = [trainer_table(rows), legend] * bool(rows) + [number_table(numbers)]
+    tables = [trainer_table(rows), legend] * bool(rows) + [number_table(numbers)] * (not ways)
+    tables += ["\n".join(notebook_bench.table(ways))] * bool(ways)
     kept = Console(file=io.StringIO(), width=120)
     for console in (Console(), kept):
         for table in tables:
