@@ -165,6 +165,11 @@ def test_who_is_here_takes_a_line_for_each_host():
     assert devices.describe("srun", offers, devices.choose("auto", offers)).splitlines()[-1] == (
         "  WARNING: GPUs are available but unused: on cpu because 2 ranks on n1 but 1 cuda device"
     )
+    assert (
+        devices.describe("notebook", offers, devices.choose("auto", offers))
+        .splitlines()[-1]
+        .endswith("but 1 cuda device; in a notebook set n_ranks, or MANYHANDS_RANKS, to the number of GPUs")
+    )
     offers = [offer(r, cuda=["a", "b"]) for r in range(2)]
     text = devices.describe("torchrun", offers, devices.choose("auto", offers))
     assert "backend cpu:gloo,cuda:nccl" in text and "ranks 0-1 on cuda 0, 1;" in text and "because" not in text

@@ -4,6 +4,8 @@ import re
 
 import pytest
 from manyhands.course.lesson_parameters import ParameterError, help_text, parse, read, read_cell, validate
+from manyhands.launch.allocation import RanksError
+from manyhands.notebook.start import ranks_here, told_of_ranks
 
 CELL = """\
 n_ranks = 4        # processes; in a script the launcher decides
@@ -121,3 +123,21 @@ def test_every_command_that_the_course_shows_is_accepted(root):
     assert len(commands) > 8
     for _, lesson, flags in commands:
         parse(read(root / "scripts" / f"{lesson}.py"), [word for word in flags.split() if word != "--"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "ranks"),
+    [("", 4, {}), ("2", 4, {"n_ranks": 2}), ("2", 3, {}), ("4", 4, {}), ("1", None, {"n_ranks": 1})],
+)
+def test_a_site_sets_the_ranks_of_notebooks_whose_parameters_nobody_has_changed(known, monkeypatch, asked, own, ranks):
+    monkeypatch.setenv("MANYHANDS_RANKS", asked)
+    found = ranks_here(known, {} if own is None else {"n_ranks": own})
+    assert found == ranks and bool(told_of_ranks(found)) == bool(ranks)
+    assert told_of_ranks(found).startswith(f"MANYHANDS_RANKS={asked}: this starts {asked} rank" * bool(ranks))
+
+
+@pytest.mark.parametrize("asked", ["0", "two", "-1"])
+def test_a_number_of_ranks_that_is_none_is_refused(monkeypatch, asked):
+    monkeypatch.setenv("MANYHANDS_RANKS", asked)
+    with pytest.raises(RanksError, match=f"MANYHANDS_RANKS='{asked}' is no number of ranks; use 1 or more"):
+        ranks_here([], {})

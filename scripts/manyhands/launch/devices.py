@@ -129,7 +129,10 @@ def describe(launcher: str, offers: list[dict], plan: dict) -> str:
     if plan["reason"]:
         idle = any(gpus for offer in offers for gpus in offer["gpus"].values())
         warning = "WARNING: GPUs are available but unused: " if idle else ""
-        lines.append(f"  {warning}on cpu because {plan['reason']}")
+        cure = "; in a notebook set n_ranks, or MANYHANDS_RANKS, to the number of GPUs" * bool(
+            idle and launcher == "notebook"
+        )
+        lines.append(f"  {warning}on cpu because {plan['reason']}{cure}")
     return "\n".join(lines)
 
 

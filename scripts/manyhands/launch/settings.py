@@ -8,6 +8,7 @@ People and sites set:
     MANYHANDS_SHAKESPEARE_URL=U   a mirror to load the corpus from; empty: the web is never asked
     MANYHANDS_DEVICE=KIND         cpu, cuda (AMD's too) or xpu; auto, the default: what is there
     MANYHANDS_MPI=off             a notebook's ranks start without MPI
+    MANYHANDS_RANKS=N             ranks of a notebook whose parameters nobody has changed: a node with N GPUs
     MANYHANDS_FORK=0              each of a notebook's ranks imports torch by itself, instead of being forked
     MANYHANDS_MPIEXEC=COMMAND     the mpiexec of a notebook's ranks, with its flags; empty: there is none
     MANYHANDS_LOGIN_NODE=1 or 0   this is a login node, or is none, whatever it is called

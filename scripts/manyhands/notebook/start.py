@@ -14,6 +14,7 @@ from pathlib import Path
 
 from manyhands.course import lesson_parameters
 from manyhands.course.folders import ROOT, script_of
+from manyhands.launch import settings
 from manyhands.launch.allocation import RanksError
 from manyhands.launch.limits import few_processes
 from manyhands.launch.ranks import wrapped
@@ -41,8 +42,10 @@ def start_ranks(lesson, namespace, mpi=None):
     lesson_parameters.validate(known, values)
     if notice := other_course():
         print("\n".join(wrapped(notice)))
-    pool = RankPool(lesson, values, mpi)
-    if notice := parameters_do_not_count(known, namespace, pool.world_size, script.name):
+    here = ranks_here(known, values)
+    pool = RankPool(lesson, values | here, mpi)
+    notice = parameters_do_not_count(known, namespace | here, pool.world_size, script.name)
+    if notice := notice or told_of_ranks(here):
         print("\n".join(wrapped(notice)))
     if few := few_processes(pool.world_size):
         print("\n".join(wrapped(few)))
@@ -85,6 +88,26 @@ def other_course(root=ROOT):
         f'This notebook lies in {here}, but its kernel "Many Hands" runs the course in {root}. '
         f"`make kernel` in {here} points the kernel here; restart it then."
     )
+
+
+def ranks_here(known, values):
+    """{"n_ranks": what MANYHANDS_RANKS says} where the parameters cell has the course's own number, else {}."""
+    asked, n_ranks = settings.value("MANYHANDS_RANKS", ""), lesson_parameters.LAUNCHERS_OWN
+    if not asked:
+        return {}
+    if not (asked.isdecimal() and int(asked)):
+        raise RanksError(f"MANYHANDS_RANKS={asked!r} is no number of ranks; use 1 or more")
+    usual = next((p.default for p in known if p.name == n_ranks), None)
+    return {n_ranks: int(asked)} if usual is not None and values.get(n_ranks, usual) == usual != int(asked) else {}
+
+
+def told_of_ranks(here):
+    """Return a sentence on `ranks_here`, "" where there is nothing to say."""
+    if not here:
+        return ""
+    n = here[lesson_parameters.LAUNCHERS_OWN]
+    starts = f"MANYHANDS_RANKS={n}: this starts {n} rank{'s' * (n > 1)}"
+    return f"{starts}; another n_ranks in the cell with the parameters counts first."
 
 
 def parameters_do_not_count(known, namespace, world_size, script):
