@@ -1,12 +1,16 @@
 """Chat templates of transformers' folders: the same ids as transformers has, what is learnt, what is refused."""
 
 import asyncio
+import itertools
 import json
+from datetime import datetime
 
 import pytest
 import torch
 from live_server import Live, ask, make_model, metadata_of, text_of
+from manyhands.align import chat
 from manyhands.align.chat import chat_of, conversations
+from manyhands.data import chat_template
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder
 from manyhands.gpt.model import GPTConfig
@@ -160,6 +164,26 @@ REFUSED = {
         messages("a", "b"),
     ),
     "the chat template refuses these messages (tag name expected); change them": ("{% % }", messages("a", "b")),
+    "the chat template refuses these messages (its loops go round more than 1,000,000 times); change them": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        messages("a", "b"),
+    ),
+    "the chat template refuses these messages (its loops go round more than 1,000,000 times)": (
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}",
+        messages("a", "b"),
+    ),
+    "the chat template refuses these messages (it has the name go_round); change them": (
+        "{% set go_round = dict %}",
+        messages("a", "b"),
+    ),
+    "the chat template refuses these messages (it raises to a power); change them": (
+        "{{ 9 ** 9 ** 9 }}",
+        messages("a", "b"),
+    ),
+    "the chat template refuses these messages (it repeats a text 9,999,999,999 times); change them": (
+        "{{ 'a' * 9999999999 }}",
+        messages("a", "b"),
+    ),
     "the chat template refuses these messages (access to attribute '__class__'": (
         "{{ ''.__class__.__mro__ }}",
         messages("a", "b"),
@@ -181,10 +205,30 @@ REFUSED = {
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_a_template_that_cannot_teach_is_refused_in_one_sentence(sentence, tmp_path):
     template, talk = REFUSED[sentence]
-    chat = chat_of(tokenizer_of_folder(folder_with(tmp_path / "model", template)))
     with pytest.raises(ValueError) as refused:
-        chat.encode(talk, reply="a reply follows" in sentence)
+        chat_of(tokenizer_of_folder(folder_with(tmp_path / "model", template))).encode(
+            talk, reply="a reply follows" in sentence
+        )
     assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
+
+
+def test_the_moment_of_a_conversation_is_one_and_may_be_given(tmp_path, monkeypatch):
+    template = "{{ strftime_now('%d %b %Y %f') + eos_token }}" + CHATML
+    tokenizer = tokenizer_of_folder(folder_with(tmp_path / "model", template))
+    moments = itertools.count()
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls):
+            return cls(2027, 1, 31, microsecond=next(moments))
+
+    monkeypatch.setattr(chat, "datetime", Clock)
+    monkeypatch.setattr(chat_template, "datetime", Clock)
+    talk = messages("a", "b", "c", "d")
+    texts = [tokenizer.decode(chat_of(tokenizer).encode(talk)[0]) for _ in range(2)]
+    assert [text.partition("</s>")[0] for text in texts] == ["31 Jan 2027 000000", "31 Jan 2027 000001"]
+    tokenizer.now = datetime(2026, 12, 24)
+    assert tokenizer.decode(chat_of(tokenizer).encode(talk)[0]).startswith("24 Dec 2026 000000</s>")
 
 
 def test_a_model_without_a_template_is_refused(tmp_path):

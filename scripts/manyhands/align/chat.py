@@ -32,6 +32,7 @@ from __future__ import annotations
 import re
 import zlib
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise, takewhile
 from math import factorial, perm
 from pathlib import Path
@@ -165,10 +166,11 @@ class Template:
         """(ids, answer): see `chat.encode`. Raise ValueError where the template refuses the messages or disagrees."""
         refuse_messages(messages, reply)
         messages = [m | {"content": self._as_text(m["content"])} for m in messages]
-        ids = self._ids(messages, reply)
+        now = self.tokenizer.now or datetime.now()  # noqa: DTZ005 - one moment for all that is compared
+        ids = self._ids(now, messages, reply)
         answer = [False] * len(ids)
         for i in [i for i, message in enumerate(messages) if message["role"] == "assistant"]:
-            before, after = self._ids(messages[:i], True), self._ids(messages[: i + 1])
+            before, after = self._ids(now, messages[:i], True), self._ids(now, messages[: i + 1])
             if ids[: len(before)] != before or ids[: len(after)] != after:
                 why = f"the chat template writes message {i} in another way once more follows"
                 raise ValueError(f"{why}, so nobody can say what the assistant wrote; use another template")
@@ -191,8 +193,10 @@ class Template:
         text = text.replace(JOINT, "").encode("utf-8", "replace").decode()  # of half a surrogate pair, "?"
         return self._special.sub(lambda found: f"{found[0][0]}{JOINT}{found[0][1:]}", text)
 
-    def _ids(self, messages, reply=False):
-        text, tokenizer = rendered(self.tokenizer.template, messages, reply, **self.tokenizer.named), self.tokenizer
+    def _ids(self, now, messages, reply=False):
+        tokenizer = self.tokenizer
+        named = tokenizer.named | {"strftime_now": now.strftime}
+        text = rendered(tokenizer.template, messages, reply, **named)
         if JOINT not in text:
             return tokenizer.encode(text, special=True).tolist()
         ids = []

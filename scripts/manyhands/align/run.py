@@ -6,6 +6,7 @@ What a step learns from and its loss are the stage's (`sft`, `dpo`, `grpo`); all
 import dataclasses
 import math
 import sys
+from datetime import datetime
 
 from manyhands.align.chat import chat_of, with_markers
 from manyhands.align.dpo import Preference
@@ -175,6 +176,7 @@ def align(wanted):
             agreement = Agreement(ranks, None, Refused)
             base, metadata = agreement.all(lambda: _begin(wanted, tell))
             config, tokenizer = learner(wanted, base.config, metadata)
+            tokenizer.now = agreement.gather(datetime.now())[0]  # noqa: DTZ005 - rank 0's, for all conversations
             corpus = dataclasses.replace(course, tokenizer=tokenizer) if course else None  # its ids are not of these
             if file is not None:
                 longest = config.block_size + 1

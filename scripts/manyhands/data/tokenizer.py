@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -177,6 +178,7 @@ class ForeignTokenizer:
     """Any tokenizer that the library `tokenizers` reads, such as that of a model in transformers' format."""
 
     kind = "bpe"
+    now: datetime | None = None  # the moment that a chat template writes; None: the one at which it writes
 
     def __init__(self, content):
         """Raise DataError for what is no such tokenizer."""
