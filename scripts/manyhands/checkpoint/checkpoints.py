@@ -409,7 +409,7 @@ def tensors_in(folder, prefix=""):
         try:
             for offsets, file in pieces[prefix + name]:
                 if file not in files:
-                    files[file] = safe_open(Path(folder, file), "pt")
+                    files[file] = safe_open(Path(folder, Path(file).name), "pt")  # DCP has the folder in front
                 part = files[file].get_tensor(prefix + name)
                 whole[tuple(slice(at, at + n) for at, n in zip(offsets, part.shape, strict=True))] = part
         except (OSError, SafetensorError) as error:
