@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help hub lock lab kernel shared jobs lesson sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench doctor environment
+.PHONY: help hub lock lab kernel shared jobs lesson sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench rehearsal doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -118,6 +118,9 @@ preflight: environment  ## run everything before an event; report in outputs/pre
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) scripts/preflight.py $(ARGS)
+
+rehearsal: environment  ## the three jobs before an event: which one is next, and were those before healthy?
+	@$(RUN) -m manyhands.jobs.rehearsal
 
 doctor: environment  ## what this machine has and lacks, each with its remedy (ARGS=--json)
 	@$(RUN) scripts/doctor.py $(ARGS)

@@ -84,3 +84,14 @@ def test_an_unknown_lesson_in_a_program_is_named(tmp_path):
     days = DAY + "program = ['00', '99']"
     with pytest.raises(ValueError, match="days, 2027-03-01: '99' is no lesson; use 00, 01"):
         held(tmp_path, days).program(build.rows())
+
+
+def test_the_site_for_attendees_has_no_page_for_teachers_in_its_lists_and_no_link_to_one(monkeypatch):
+    monkeypatch.setattr(build, "left_out", set(build.FOR_TEACHERS))
+    index = build.for_attendees((ROOT / "assets" / "site" / "index.md").read_text("utf-8"))
+    listed = [line for block in index.split("```{toctree}")[1:] for line in block.split("```")[0].split("\n")]
+    assert not set(listed) & set(build.FOR_TEACHERS) and {"start", "programs", "zoo", "serve"} <= set(listed)
+    assert "Contribute" not in index and "instructor" not in index and "administrator" not in index
+    assert build.page_of("assets/site/teach.md") is None and build.page_of("assets/site/hangs.md") == "hangs.md"
+    programs = build.without_left_out(build.pages.programs(build.rows()))
+    assert "first_hour.md" not in programs and "Accounts, keys, hub" in programs

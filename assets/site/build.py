@@ -30,8 +30,8 @@ from manyhands.course.pairs import PairError, read
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOR_TEACHERS = (  # pages that `--for attendees` leaves out
-    "teach", "versions", "run_book", "first_hour", "predictions", "install", "hub", "listens", "contributing",
-    "new_lesson", "new_site", "changes", "corpus",
+    "for_us", "rehearsal", "teach", "versions", "run_book", "first_hour", "predictions", "install", "hub", "listens",
+    "contributing", "new_lesson", "new_site", "changes", "corpus",
 )  # fmt: skip
 PAGES = {  # file of the course: page of the site; files of assets/site and the lessons keep their names
     "README.md": "index.md",
@@ -181,6 +181,25 @@ def counts(notebooks, table):
     }
 
 
+def for_a_class(table, attendees=30, gpus_per_node=4, cores=64, gib=256):
+    """Return the numbers of the page for whoever decides: {name in the page: number}."""
+    from manyhands.course.lessons import AIM_BYTES
+    from manyhands.tools import classroom
+
+    core = {row.number: row.core for row in table}
+    half = [one for one in pages.PROGRAMS["Half a day"][0][1] if isinstance(one, str)]
+    jobs = [classroom.ClassJob.read(*file) for file in classroom.job_files()]
+    hours = {job.name: job.node_hours(attendees, gpus_per_node, job.walltime_s) for job in jobs}
+    return {
+        "hours": f"{sum(core.values()) / 60:.0f}", "halfday": sum(core[one] for one in half),
+        "notebook_gib": f"{AIM_BYTES / 2**30:.0f}", "fit_memory": gib * 2**30 // AIM_BYTES,
+        "ranks_per_core": classroom.RANKS_PER_CORE,
+        "fit_cores": classroom.RANKS_PER_CORE * cores // classroom.NOTEBOOK_RANKS,
+        "fit_ports": len(classroom.PORT_RANGE) // classroom.PORTS // 2, "node_hours": f"{sum(hours.values()):.0f}",
+        "halfday_node_hours": f"{sum(h for name, h in hours.items() if name.startswith('ddp')):.0f}",
+    }  # fmt: skip
+
+
 def pages_of_lessons(notebooks, table, decks=()):
     """Return {page: Markdown} of a page for each track, and the map of all lessons under "map".
 
@@ -228,9 +247,16 @@ def gantt_of(notebook, target):
     return f"![{chart.metadata['image/png']['alt']}](assets/gantt.png)"
 
 
+def without_left_out(text):
+    """Return a generated page whose links to pages that are left out are plain words."""
+    return re.sub(r"\[([^\[\]]+)\]\((\w+)\.md\)", lambda link: link[1] if link[2] in left_out else link[0], text)
+
+
 def for_attendees(index):
     """Return the opening page without teachers' pages: in its lists, and its rows for those who teach or install."""
-    text = "\n".join(line for line in index.split("\n") if line not in left_out and not line.startswith("| an "))
+    text = "\n".join(
+        line for line in index.split("\n") if line not in left_out and not line.startswith(("| an ", "| deciding"))
+    )
     return re.sub(r"```\{toctree\}\n:hidden:\n:caption: .*\n\n*```\n\n?", "", text)
 
 
@@ -248,7 +274,7 @@ def lay_out(target, held, decks=()):
         notebooks[name] = for_the_site(notebook, path)
         nbformat.write(notebooks[name], target / path)
     lessons = pages_of_lessons(notebooks, table, decks)
-    numbers = {**counts(notebooks, table), "map": lessons.pop("map")}
+    numbers = {**counts(notebooks, table), **for_a_class(table), "map": lessons.pop("map")}
     numbers |= {"check": check_that_answered(), "gantt": gantt_of(notebooks["08_pipeline_parallel"], target)}
     try:
         lessons["programs.md"] = pages.programs(table, held.program(table))
@@ -261,7 +287,7 @@ def lay_out(target, held, decks=()):
         with (target / "_static" / "site.css").open("a", encoding="utf-8") as style:
             style.write(f"\nbody {{ --color-brand-primary: {held.accent}; --color-brand-content: {held.accent}; }}\n")
     for name, text in lessons.items():
-        (target / name).write_text(text, "utf-8")
+        (target / name).write_text(without_left_out(text), "utf-8")
     own = sorted(
         path.relative_to(ROOT).as_posix() for path in [*HERE.glob("*.md"), *(HERE.parent / "handbook").glob("*.md")]
     )
