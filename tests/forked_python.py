@@ -8,9 +8,10 @@ to a server, which has imported torch and forks; then it passes signals on, and 
 `sys.executable` is that program again, so that torchrun, mpiexec and ipyparallel start their ranks in the same way. The
 launchers are the real ones, and so are exit statuses, signals, output and files; what a fork does not have is a command
 line and an environment of its own in /proc: there the small program stands for it, and if that is killed, so is the
-fork. What a fork leaves in its group of processes is killed when it ends. On a node of tests/slurm_nodes.py it has that
-node's name and addresses. What forks import beyond that is compiled once for all, also where Python is told to keep no
-bytecode.
+fork. What a fork leaves in its group of processes is killed when it ends. The server ends with its test run, and so do
+its forks, but for the watchdogs of notebooks: these end first what their kernels have left, such as mpiexec. On a node
+of tests/slurm_nodes.py it has that node's name and addresses. What forks import beyond that is compiled once for all,
+also where Python is told to keep no bytecode.
 """
 
 import array
@@ -34,6 +35,7 @@ PRELOAD = (
     "papermill.cli", "torch.profiler", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
     "torch.distributed.optim", "torch.utils.flop_counter", "sqlite3", "psutil",
 )  # fmt: skip
+WATCHDOG = ["-m", "manyhands.notebook.engine_processes"]
 CLIENT = """\
 #!{python} -ISE
 import array, json, os, resource, signal, socket, sys
@@ -95,7 +97,7 @@ class ForkedPython:
         return self
 
     def __exit__(self, *_):
-        self._server.stdin.close()  # it kills its forks and ends
+        self._server.stdin.close()  # it kills its forks, waits for the watchdogs and ends
         self._server.wait(timeout=60)
         self._server.stdout.close()
 
@@ -113,7 +115,7 @@ def serve(address):
         end.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    clients = {}  # of each fork: the connection of its small program
+    clients, watchdogs, ending = {}, set(), False  # of each fork: the connection of its small program
     ready = selectors.DefaultSelector()
     for file in (sys.stdin, listener, wakes):
         ready.register(file, selectors.EVENT_READ)
@@ -121,12 +123,16 @@ def serve(address):
     while True:
         for key, _ in ready.select():
             if key.fileobj is sys.stdin:
-                for pid in clients:
+                for pid in clients.keys() - watchdogs:
                     with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                         os.killpg(pid, signal.SIGKILL)
                     os.kill(pid, signal.SIGKILL)
-                os._exit(0)
-            elif key.fileobj is listener:
+                if not clients.keys() & watchdogs:
+                    os._exit(0)
+                ending = True
+                ready.unregister(sys.stdin)
+                ready.unregister(listener)
+            elif key.fileobj is listener and not ending:
                 connection, _ = listener.accept()
                 try:
                     job, files = received(connection)
@@ -140,11 +146,15 @@ def serve(address):
                 for fd in files:
                     os.close(fd)
                 clients[pid] = connection
+                watchdogs |= {pid} if job["arguments"][:2] == WATCHDOG else set()
                 answer(connection, pid)
                 ready.register(connection, selectors.EVENT_READ, pid)
             elif key.fileobj is wakes:
                 wakes.recv(4096)
                 reap(clients, ready)
+                watchdogs &= clients.keys()
+                if ending and not clients:
+                    os._exit(0)
             elif key.data in clients:  # a small program was killed: its fork shall not outlive it
                 ready.unregister(key.fileobj)
                 os.kill(key.data, signal.SIGKILL)

@@ -1,12 +1,14 @@
 """A fork of the tests' Python ends as Python does: with its status, its output and its last functions."""
 
+import os
 import subprocess
 import sys
 import time
 
 import psutil
 import pytest
-from forked_python import ForkedPython
+from forked_python import WATCHDOG, ForkedPython
+from notebook_kernel import wait_until
 
 ENDS = {
     "at its end": "print('done')",
@@ -46,3 +48,21 @@ def test_what_a_fork_has_started_ends_with_the_server(tmp_path_factory):
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, "the fork's own child is still there"
         time.sleep(0.05)
+
+
+def test_a_kernel_that_is_killed_as_the_tests_end_leaves_no_mpiexec(tmp_path_factory, root):
+    kernel, mark = subprocess.Popen(["sleep", "600"]), f"test-{os.getpid()}"
+    mpiexec = subprocess.Popen(["sleep", "600"], env={**os.environ, "MANYHANDS_CLUSTER": mark})
+    folder = tmp_path_factory.mktemp("f")
+    try:
+        with ForkedPython(folder) as python:
+            watch = [python.executable, *WATCHDOG, str(kernel.pid), mark, str(folder / "of-ranks")]
+            watchdog = subprocess.Popen(watch, env={**os.environ, "PYTHONPATH": str(root / "scripts")})
+            wait_until(lambda: psutil.Process(python._server.pid).children() or watchdog.poll() is not None)
+            kernel.kill()
+        assert mpiexec.poll() is not None, "nobody watches it any more"
+        watchdog.wait(timeout=60)
+    finally:
+        for one in (kernel, mpiexec):
+            one.kill()
+            one.wait()
