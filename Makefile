@@ -38,7 +38,7 @@ endif
 OPEN ?= yes
 SHELL = /bin/bash
 
-.PHONY: help hub lock lab kernel shared jobs lesson sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench rehearsal doctor environment
+.PHONY: help hub lock lab kernel shared jobs lesson sync reset copy bundle update join leave board notebooks site slides figures preflight record smoke serve lint lesson-check test test-full test-gpu gpu-hour gpu-quarter check bench ready my-report rehearsal doctor environment
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -118,6 +118,12 @@ preflight: environment  ## run everything before an event; report in outputs/pre
 	@$(RUN) scripts/prepare_data.py
 	@$(RUN) -m manyhands.notebook.jupyter kernel
 	@$(RUN) scripts/preflight.py $(ARGS)
+
+ready: environment  ## a test of ten minutes before the course: six small functions in PyTorch
+	@$(RUN) -m manyhands.tools.ready
+
+my-report: environment  ## NAME="Ana": a page of what you have built and had checked, in outputs/my_report.html
+	@$(RUN) -m manyhands.tools.my_report --name "$$NAME"
 
 rehearsal: environment  ## the three jobs before an event: which one is next, and were those before healthy?
 	@$(RUN) -m manyhands.jobs.rehearsal

@@ -28,6 +28,8 @@ Each answer is judged twice, with different numbers of the same sizes. This find
 import functools
 import json
 import re
+import time
+from contextlib import suppress
 from contextvars import ContextVar
 
 # An optimizer imports it at first use, which takes seconds. Import it here so that the time counts for the cell that
@@ -43,11 +45,13 @@ from manyhands.course import board
 from manyhands.course.catch_up import go_on_without
 from manyhands.launch.limits import cure
 from manyhands.launch.program import say
+from manyhands.launch.run_folder import outputs_folder
 
 TIMEOUT_S = 5.0
 FACT = ContextVar("fact", default="")  # communication of a correct answer in its last trial, shown to the learner
 TURN = ContextVar("turn", default=(0, 0))  # (seed of the check, 0 or 1: the first or the second time), see `drawn`
 CORRECT, NOT_ATTEMPTED = "correct", "not attempted"
+RECORD = "checks.jsonl"  # in the folder of outputs: an attendee's own verdicts, a line for each
 _LOST = re.compile(r"[Tt]imed out|[Tt]imeout|Connection closed|Connection reset|Broken pipe")
 _CODE = re.compile(r"\w*[^\W\d_](_|\.\w|\(|\[|-\d| = )|(x|y|dx|dy|f|g)\b")  # a sentence that begins with a name
 # A heavier verdict says more about the cause. Among equal ones, the lowest rank's counts.
@@ -101,11 +105,20 @@ def exercise(number, title, timeout_s=TIMEOUT_S, if_calls_differ="", in_place=Fa
                 if topic == "__main__" and ranks is not None:  # a check that stands in the lesson itself
                     topic = ranks.lesson.partition("_")[2]
                 board.note(topic, number, title, verdict)
+                if verdict != NOT_ATTEMPTED and ranks is not None and ranks.launcher == "notebook":
+                    keep(topic, number, title, verdict)
             return Verdict(verdict)
 
         return check
 
     return decorate
+
+
+def keep(topic, number, title, verdict):
+    """Add a verdict to the attendee's own record, for `make my-report`. A check must not fail over it."""
+    said = {"topic": topic, "build": str(number), "title": title, "verdict": str(verdict), "at": time.time()}
+    with suppress(OSError), (outputs_folder() / RECORD).open("a", encoding="utf-8") as record:
+        record.write(json.dumps(said) + "\n")
 
 
 def _one_turn(turn, witness, answer, ranks, given, timeout_s, if_calls_differ):
