@@ -10,7 +10,7 @@ from manyhands.launch.allocation import OWN_MPIEXEC, Allocation
 from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
 from manyhands.notebook.engine_processes import MARK, why_not_forked
-from notebook_kernel import JOIN, Kernel, left_behind, wait_until
+from notebook_kernel import JOIN, START, Kernel, left_behind, wait_until
 
 ABOUT = """%%ranks
 import random, resource, numpy
@@ -134,3 +134,44 @@ def test_what_is_not_forked_says_why(monkeypatch, platform, nodes, launcher, for
     monkeypatch.setenv("MANYHANDS_FORK", fork)
     monkeypatch.setattr(engine_processes.sys, "platform", platform)
     assert why_not_forked(Allocation("slurm", nodes, 2), launcher) == why
+
+
+STAGES = [
+    ("auto", "", "Processes.can_be_reached"),  # controller and mpiexec have just started
+    ("off", "", "Processes.can_be_reached"),
+    ("auto", "engine_processes.fork_server().end()", "Processes.can_be_reached"),  # what waits for it runs itself
+    ("auto", "", "RankPool._enter"),  # the ranks are there
+    ("off", "", "RankPool._enter"),
+    ("auto", "", "Processes.note_shared_memory"),  # and have met
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("mpi", "first", "stage"), STAGES)
+def test_kill_9_of_a_kernel_at_any_stage_of_a_start_leaves_no_process_and_no_memory(mpi, first, stage, tmp_path, root):
+    """What MPICH has opened is in the maps of the ranks, and in a file of theirs only once they have met."""
+    environ = {"MANYHANDS_MPI": mpi, "PYTHONPATH": str(root / "scripts")}
+    with Kernel(tmp_path, root, environ) as kernel:
+        kernel.send(f"""
+            import os, pathlib, re, signal
+            from manyhands.notebook import engine_processes, rank_pool
+            from manyhands.notebook.engine_processes import MARK, Family, Processes
+            from manyhands.notebook.rank_pool import RankPool
+            def killed(self, *_):
+                processes = getattr(self, "processes", self)
+                {first}
+                pids = [one.pid for one in Family(processes.mark, MARK).members()]
+                segments = set(re.findall("/dev/shm/mpich_shm_\\w+", engine_processes.mapped(pids)))
+                told = pathlib.Path({str(tmp_path / "told")!r})
+                told.with_suffix(".new").write_text(" ".join([processes.mark, str(processes.folder), *segments]))
+                told.with_suffix(".new").rename(told)
+                os.kill(os.getpid(), signal.SIGKILL)
+            {stage} = killed
+        """)
+        kernel.send(START.format(scripts=str(root / "scripts"), n_ranks=2, length=3))
+        wait_until((tmp_path / "told").exists)
+        mark, folder, *segments = (tmp_path / "told").read_text().split()
+        assert segments or mpi == "off" or "reached" in stage
+        assert left_behind(mark, 30) == []
+        wait_until(lambda: not os.path.exists(folder))  # the watchdog's last act
+        assert not any(map(os.path.exists, segments))

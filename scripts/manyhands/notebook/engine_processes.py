@@ -308,12 +308,10 @@ class Processes:
         (self.folder / SEGMENTS).write_text("\n".join(set(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))))
 
     def stop(self):
-        end_all(self.mark, self.folder)
+        end_all(self.mark, self.folder, self._began_s)
         for child in self._children:
             child.kill()
             child.wait()
-        if not (self.folder / SEGMENTS).exists():  # of a start that failed
-            sweep_shared_memory(older_s=0, since_s=self._began_s)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -344,9 +342,14 @@ def sweep_folders(place: Path) -> list[Path]:
     return gone
 
 
-def end_all(mark: str, folder: Path) -> None:
-    """Kill every process of the cluster `mark`, and remove the segments of MPICH that its `folder` names."""
+def end_all(mark: str, folder: Path, since_s: float) -> None:
+    """Kill every process of the cluster `mark`, and remove the segments of MPICH that its `folder` names.
+
+    If it names none, the start failed or was cut short: those go that were made after `since_s` and nobody uses.
+    """
     Family(mark, MARK).kill()
+    if not (folder / SEGMENTS).exists():
+        sweep_shared_memory(older_s=0, since_s=since_s)
     with contextlib.suppress(OSError):
         segments = (folder / SEGMENTS).read_text().splitlines()
         used = mapped() if segments else ""
@@ -364,7 +367,7 @@ def watch(parent_pid: int, mark: str, folder: str) -> None:
 
     def end(*_):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_all(mark, Path(folder))
+        end_all(mark, Path(folder), psutil.Process().create_time())
         shutil.rmtree(folder, ignore_errors=True)
         raise SystemExit
 
