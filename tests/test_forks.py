@@ -10,6 +10,7 @@ from manyhands.launch.allocation import OWN_MPIEXEC, Allocation
 from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
 from manyhands.notebook.engine_processes import MARK, why_not_forked
+from manyhands.notebook.fork_server import ForkServer
 from notebook_kernel import JOIN, START, Kernel, left_behind, wait_until
 
 ABOUT = """%%ranks
@@ -134,6 +135,14 @@ def test_what_is_not_forked_says_why(monkeypatch, platform, nodes, launcher, for
     monkeypatch.setenv("MANYHANDS_FORK", fork)
     monkeypatch.setattr(engine_processes.sys, "platform", platform)
     assert why_not_forked(Allocation("slurm", nodes, 2), launcher) == why
+
+
+def test_a_server_that_still_imports_ends_with_its_kernel_all_the_same(root):
+    server = ForkServer({**os.environ, "PYTHONPATH": str(root / "scripts")})
+    process = psutil.Process(server._process.pid)
+    wait_until(lambda: any("libtorch" in one.path for one in process.memory_maps()))
+    server.end()
+    assert server._process.returncode == -signal.SIGIO, "it imported to the end"
 
 
 STAGES = [

@@ -216,13 +216,18 @@ def _show_mark(mark):
 
 
 def main():
+    import fcntl
     import gc
     import importlib
     import runpy
 
     listener, server = socket.socket(fileno=int(sys.argv[2])), os.getpid()
+    flags = fcntl.fcntl(0, fcntl.F_GETFL)
+    fcntl.fcntl(0, fcntl.F_SETOWN, server)
+    fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC)  # while it imports, SIGIO ends it with the kernel
     for module in PRELOAD:
         importlib.import_module(module)
+    fcntl.fcntl(0, fcntl.F_SETFL, flags)
     gc.collect()
     gc.freeze()
     if os.fork() == 0:
