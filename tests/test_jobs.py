@@ -15,6 +15,7 @@ import pytest
 from course_copy import copy_course, only_the_start_of_lesson_03
 from manyhands.course.lessons import find_lessons
 from manyhands.jobs import directives, stamp, submit
+from manyhands.launch import allocation
 
 pytestmark = pytest.mark.ranks
 
@@ -256,6 +257,25 @@ def test_pbs_charges_the_account_by_the_option_of_the_site(ours, option, line):
     assert [said for said in path.read_text().splitlines() if "Hands" in said] == ["#PBS -A Hands"]
     stamp.stamp("ours", account="Other", folder=folder)
     assert "#PBS -A Other" in path.read_text() and "Hands" not in path.read_text()
+
+
+def test_a_sites_image_and_its_starter_stand_in_every_job_file_and_are_for_its_jobs_alone(ours, course, tmp_path):
+    assert set(stamp.ENGINES) == set(allocation.ENGINES)
+    own = 'IMAGE = "/sw/course.sif"\nIMAGE_FLAGS = "--nv"\nENGINE = "singularity"\nSTARTER = "mpiexec"\n'
+    folder = ours("NPROC_PER", own + "NPROC_PER")
+    files = stamp.stamp("ours", account="Hands", folder=folder)
+    python = program(tmp_path / "bin" / "python", '[ "$2" = manyhands.course.pairs ] || echo "$IMAGE $ENGINE $*"')
+    environ = {"VENV": "", "PATH": f"{python.parent}:{os.environ['PATH']}", "MANYHANDS_OUTPUTS": str(tmp_path)}
+    for path in (path for path in files if not path.name.startswith("sweep")):  # it runs train's file
+        job = {".pbs": "PBS_JOBID", ".slurm": "SLURM_JOB_ID"}[path.suffix]
+        assert f"IMAGE=${{IMAGE:-${{{job}:+/sw/course.sif}}}} " in path.read_text()
+        inside, outside = (run_job(course, path, **environ, **more).stdout for more in ({job: "7"}, {}))
+        assert "/sw/course.sif singularity scripts/" in inside and "\n singularity scripts/" in "\n" + outside
+        if not path.name.startswith("preflight"):
+            assert "--starter mpiexec" in inside and "--starter torchrun" in outside
+    ours("NPROC_PER", 'ENGINE = "docker"\nNPROC_PER')
+    with pytest.raises(stamp.JobError, match='ENGINE = .docker. must be "apptainer" or "singularity" or'):
+        stamp.stamp("ours", account="Hands", folder=folder)
 
 
 def test_gpus_change_every_line_that_follows_from_them_and_what_somebody_wrote_stays(ours, capsys):

@@ -1,11 +1,13 @@
 """scripts/launch.py: the right command for where it is, and a keeper that ends what hangs and leaves nothing behind."""
 
+import argparse
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ import psutil
 import pytest
 from manyhands.course.lessons import find_lessons
 from manyhands.launch import commands, program
+from manyhands.launch.allocation import ENGINES
 from manyhands.launch.commands import blame, command_for
 from manyhands.launch.processes import Torchrun
 from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE
@@ -81,6 +84,65 @@ def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(no
         more = {"TORCHRUN_FLAGS": "--numa-binding=node", "HOST_SUFFIX": "i"}
         command = command_for(PROGRAM, environ | more, nproc=3, starter="torchrun")
         assert {"--numa-binding=node", f"--rdzv-endpoint={place.replace(':', 'i:')}"} < set(command)
+
+
+IMAGE = {"IMAGE": "course.sif", "IMAGE_FLAGS": "--nv --bind '/a b'"}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_ranks_of_an_image_are_started_by_its_engine_and_torchrun_in_it_by_itself(nodefile, srun, tmp_path, engine):
+    """Stand-ins for the engines: empty programs. No engine runs in these tests."""
+    program_in(tmp_path / "slurm", engine)
+    environ = IMAGE | {"ENGINE": engine, "PATH": os.environ["PATH"]}
+    here, tmp = os.getcwd(), tempfile.gettempdir()
+    seen = [f"--volume={here}:{here}", f"--volume={tmp}:{tmp}", f"--workdir={here}"]
+    words = {
+        "apptainer": ["apptainer", "exec"], "singularity": ["singularity", "exec"],
+        "podman-hpc": ["podman-hpc", "run", "--rm", "--env-host", "--network=host", "--ipc=host", *seen],
+    }  # fmt: skip
+    pyxis = engine == "pyxis"
+    python = ["python"] if pyxis else [*words[engine], "--nv", "--bind", "/a b", "course.sif", "python"]
+    torchrun = [*python, "-m", "torch.distributed.run"]
+    pbs = PBS | {"PBS_NODEFILE": str(nodefile)} | environ
+    container = ["--container-image=course.sif", f"--container-mounts={here}:{here},{tmp}:{tmp}"]
+    container += [f"--container-workdir={here}", "--nv", "--bind", "/a b"]
+    start = "srun --nodes=2 --ntasks={} --ntasks-per-node={} --kill-on-bad-exit=1".format
+    for n, starter, then in ((8, "srun", python), (2, "torchrun", torchrun)):
+        command = command_for(PROGRAM, SLURM | environ, nproc=4, starter=starter)
+        assert " ".join(command).startswith(" ".join([start(n, n // 2), *container * pyxis, *then])), command
+    one = command_for(PROGRAM, SLURM | environ | {"SLURM_JOB_NODELIST": "nid01"}, nproc=4, starter="torchrun")
+    assert one[one.index("--standalone") - len(torchrun) : one.index("--standalone")] == torchrun
+    assert any(word.startswith("--signals-to-handle=") for word in one) and (one[0] == "srun") == pyxis
+    if pyxis:
+        for wrong in (pbs, environ):
+            with pytest.raises(commands.RanksError, match="pyxis starts ranks only by srun, in a Slurm job"):
+                command_for(PROGRAM, wrong, nproc=4)
+    else:
+        for starter, then in (("mpiexec", python), ("torchrun", torchrun)):
+            command = command_for(PROGRAM, pbs, nproc=4, starter=starter)
+            assert command[: len(then) + 7][-len(then) :] == then and command[-3:] == PROGRAM, command
+
+
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ("docker", "ENGINE=docker is unknown; use one of apptainer, singularity, podman-hpc, pyxis"),
+        ("singularity", "found no singularity for IMAGE=course.sif: load its module in site_setup"),
+    ],
+)
+def test_an_engine_that_is_unknown_or_not_here_is_a_sentence(engine, sentence):
+    with pytest.raises(commands.RanksError, match=sentence):
+        command_for(PROGRAM, IMAGE | {"ENGINE": engine, "PATH": "/nowhere"}, nproc=2)
+
+
+def test_an_older_torch_in_an_image_is_not_given_flags_that_it_lacks(monkeypatch):
+    from torch.distributed import run
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc-per-node")
+    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
+    words = ["--nproc-per-node=2", "--signals-to-handle=SIGTERM", "--shutdown-timeout=120", "x.py", "--steps=3"]
+    assert commands._known(words) == ["--nproc-per-node=2", "x.py", "--steps=3"]
 
 
 def program_in(folder, name, text="#!/bin/sh\n"):

@@ -53,10 +53,23 @@ def until(run, text):
     raise AssertionError(f"it ended without {text!r}")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_without_a_scheduler_a_signal_to_the_job_saves_and_the_same_folder_goes_on(course, tmp_path, name):
+@pytest.fixture
+def apptainer(tmp_path):
+    """A stand-in for an engine of containers: it writes down its words, and its image holds this very Python."""
+    engine = tmp_path / "bin" / "apptainer"
+    engine.parent.mkdir()
+    engine.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/words\nshift 4\nexec {sys.executable} "$@"\n')
+    engine.chmod(0o755)
+    return {"IMAGE": "course.sif", "IMAGE_FLAGS": "--nv", "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(("name", "image"), [(FILES[0], False), (FILES[1], False), (FILES[0], True), (FILES[1], True)])
+def test_without_a_scheduler_a_signal_to_the_job_saves_and_the_same_folder_goes_on(
+    course, tmp_path, apptainer, name, image
+):
     family, run_folder = Family(f"job-{tmp_path.name}-{name}"), tmp_path / "run"
-    run = start_job(course, name, LINGER, RUN=run_folder, **{MARK: family.mark})
+    environ = {**(apptainer if image else {}), MARK: family.mark, "MANYHANDS_OUTPUTS": tmp_path / "out"}
+    run = start_job(course, name, LINGER, RUN=run_folder, **environ)
     until(run, "step 10")
     run.send_signal(signal.SIGTERM)
     said = run.communicate(timeout=PATIENCE_S)[0]
@@ -64,10 +77,13 @@ def test_without_a_scheduler_a_signal_to_the_job_saves_and_the_same_folder_goes_
     assert f"saved in {run_folder}: RUN={run_folder} bash jobs/{name} goes on from there" in said
     step, _ = json.loads((run_folder / "sum.json").read_text())
     assert 10 < step < 40 and family.members() == []
-    again = start_job(course, name, RUN=run_folder, TRAIN_ARGS="--step-s=0")
+    again = start_job(course, name, RUN=run_folder, TRAIN_ARGS="--step-s=0", **environ)
     said = again.communicate(timeout=PATIENCE_S)[0]
     assert again.returncode == 0 and f"from step {step}" in said and f"done, sum {ALL}" in said, said
     assert "saved in" not in said
+    assert [status.read_text() for status in (tmp_path / "out" / "jobs").glob("*.status")] == ["0\n", "0\n"]
+    words = (tmp_path / "words").read_text() if image else ""
+    assert words.count("exec --nv course.sif python -m manyhands.launch.commands --standalone") == (2 if image else 0)
 
 
 def test_a_failing_run_fails_the_job_and_asks_for_nothing_even_beside_an_old_request(course, tmp_path):

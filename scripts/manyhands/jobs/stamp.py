@@ -34,10 +34,11 @@ except ModuleNotFoundError:  # before Python 3.11: pip brings one
 
 SETTINGS = {
     "NPROC_PER_NODE": "2", "MPIEXEC_FLAGS": "", "STARTER": "torchrun", "SRUN_FLAGS": "", "MANYHANDS_DEVICE": "",
-    "site_setup": ":",
+    "IMAGE": "", "IMAGE_FLAGS": "", "ENGINE": "apptainer", "site_setup": ":",
 }  # fmt: skip
 WISHES = ("account", "queue", "reservation", "walltime", "nodes", "gpus", "mem")
 ARRAY = {"pbs": "-J", "slurm": "--array"}
+ENGINES = ("apptainer", "singularity", "podman-hpc", "pyxis")  # `allocation.ENGINES`, which imports packages
 ACCOUNTS = ("-A", "-P", "-W group_list")  # what PBS charges a job to, as sites have it
 
 
@@ -76,7 +77,8 @@ KEYS = {
     "pbs": {"chunk": _TEXT, "directives": _OPTIONS, "filesystems": _TEXTS, "account_option": _one_of(*ACCOUNTS)},
     "slurm": {"directives": _OPTIONS, "queue_option": _one_of("--partition", "--qos"), "required": _OPTIONS},
     "queues": {"nodes": _NODES, "walltime": _TIME, "jobs": _NUMBER},  # of each queue
-    "settings": {name: _TEXT if name == "site_setup" else _DEFAULT for name in SETTINGS},
+    "settings": {name: _TEXT if name == "site_setup" else _DEFAULT for name in SETTINGS}
+    | {"STARTER": _one_of("torchrun", "mpiexec", "srun"), "ENGINE": _one_of(*ENGINES)},
 }  # fmt: skip
 REQUIRED = {
     "": ("title", "checked", "sources", "verified", "walltime"),
@@ -400,11 +402,11 @@ def crowd_complaints(path, scheduler):
 def _with_settings(text, settings, scheduler):
     """The lines between "edit here" and "end of what one edits", with these values as their defaults.
 
-    A site's modules and device are for its jobs: outside of one, as on a laptop, they are left out.
+    A site's modules, device and image are for its jobs: outside of one, as on a laptop, they are left out.
     """
     job = {"pbs": "PBS_JOBID", "slurm": "SLURM_JOB_ID"}[scheduler]
     for name, value in settings.items():
-        if name == "MANYHANDS_DEVICE" and value:
+        if name in ("MANYHANDS_DEVICE", "IMAGE") and value:
             value = f"${{{job}:+{value}}}"
         old, new = rf"^{name}=\$\{{{name}:-(?:[^{{}}]|\{{[^}}]*\}})*\}} *", f"{name}=${{{name}:-{value}}}"
         if name == "site_setup":

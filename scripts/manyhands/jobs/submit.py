@@ -29,7 +29,7 @@ from manyhands.launch.run_folder import outputs_folder
 
 PASSED_ON = (
     "MANYHANDS_OUTPUTS", "MANYHANDS_DATA", "MANYHANDS_SHAKESPEARE", "MANYHANDS_DEVICE", "VENV", "NPROC_PER_NODE",
-    "MPIEXEC", "MPIEXEC_FLAGS",
+    "MPIEXEC", "MPIEXEC_FLAGS", "STARTER", "IMAGE", "IMAGE_FLAGS", "ENGINE",
 )  # fmt: skip
 OVER_TIME = "-29"  # JOB_EXEC_KILL_WALLTIME of PBS
 KNOWN_END = ("completed", "failed", "cancelled")

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,12 @@ INTERNET = (socket.AF_INET, socket.AF_INET6)
 LOOPBACK_MPI = {"UCX_NET_DEVICES": "lo", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo"}
 MOST_RANKS_BY_DEFAULT = 4
 OWN_MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
+ENGINES = {  # words between an engine's name and the site's flags
+    "apptainer": ("exec",),
+    "singularity": ("exec",),
+    "podman-hpc": ("run", "--rm", "--env-host", "--network=host", "--ipc=host"),  # else a container has its own of each
+    "pyxis": (),  # flags of srun
+}
 PBS_NODE = Path(__file__).with_name("pbs_node.sh")
 
 
@@ -142,13 +149,14 @@ def missing_interfaces(environ: Mapping[str, str]) -> dict[str, str]:
     return missing
 
 
-def torchrun_here(n_ranks: int, *flags: str) -> list[str]:
+def torchrun_here(n_ranks: int, *flags: str, python: Sequence[str] = (sys.executable,)) -> list[str]:
     """Return the command of torchrun for `n_ranks` on this node, without the program.
 
-    By default torchrun publishes this host's name, and waits in silence where the name has no address: a laptop without
-    a network, a fresh container. Its environment must not have torchrun's settings (PET_*), which would come first.
+    `python`: what runs it and the ranks (`in_image`). By default torchrun publishes this host's name, and waits in
+    silence where the name has no address: a laptop without a network, a fresh container. Its environment must not have
+    torchrun's settings (PET_*), which would come first.
     """
-    start = [sys.executable, "-m", TORCHRUN, "--standalone", f"--local-addr={LOOPBACK}"]
+    start = [*python, "-m", TORCHRUN, "--standalone", f"--local-addr={LOOPBACK}"]
     return [*start, f"--nproc-per-node={n_ranks}", *flags]
 
 
@@ -172,6 +180,49 @@ def words_of(environ: Mapping[str, str], name: str) -> list[str]:
         return shlex.split(environ.get(name, ""))
     except ValueError as error:
         raise RanksError(f"{name}={environ[name]} cannot be read ({error}): close the quote") from None
+
+
+def in_image(environ: Mapping[str, str]) -> list[str]:
+    """Return the command of the ranks' Python: this one, or the one in the container IMAGE, which ENGINE starts.
+
+    An engine that shows a container nothing of the host gets the working folder and that of temporary files. Raise
+    RanksError for an engine that is unknown or not here.
+    """
+    image, engine = environ.get("IMAGE"), environ.get("ENGINE") or "apptainer"
+    if not image:
+        return [sys.executable]
+    if engine not in ENGINES:
+        raise RanksError(f"ENGINE={engine} is unknown; use one of {', '.join(ENGINES)}")
+    if engine == "pyxis":
+        return ["python"]
+    if shutil.which(engine, path=environ.get("PATH")) is None:
+        raise RanksError(f"found no {engine} for IMAGE={image}: load its module in site_setup, or name another ENGINE")
+    seen = [f"--volume={one}:{one}" for one in _host_folders()] + [f"--workdir={os.getcwd()}"]
+    return [
+        engine,
+        *ENGINES[engine],
+        *seen * (engine == "podman-hpc"),
+        *words_of(environ, "IMAGE_FLAGS"),
+        image,
+        "python",
+    ]
+
+
+def pyxis_flags(environ: Mapping[str, str]) -> list[str]:
+    """Return the flags of srun for the container IMAGE where ENGINE is pyxis, a plug-in of Slurm's for enroot."""
+    if not environ.get("IMAGE") or environ.get("ENGINE") != "pyxis":
+        return []
+    mounts = ",".join(f"{one}:{one}" for one in _host_folders())
+    own = [
+        f"--container-image={environ['IMAGE']}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={os.getcwd()}",
+    ]
+    return [*own, *words_of(environ, "IMAGE_FLAGS")]
+
+
+def _host_folders():
+    return [os.getcwd(), tempfile.gettempdir()]
 
 
 def loopback_mpi() -> dict[str, str]:

@@ -28,7 +28,9 @@ from manyhands.launch.allocation import (
     find_mpiexec,
     find_site_mpiexec,
     hydra_launcher,
+    in_image,
     is_open_mpi,
+    pyxis_flags,
     torchrun_here,
     words_of,
 )
@@ -67,10 +69,14 @@ def command_for(
     slurm = where.kind.startswith("slurm")
     starter = starter or ("srun" if slurm else "mpiexec" if nodes > 1 else "torchrun")
     nproc = nproc or ranks_on_a_node(where, environ)
+    python, in_srun = in_image(environ), pyxis_flags(environ)
+    if in_srun and (not slurm or starter == "mpiexec"):
+        raise RanksError("ENGINE=pyxis starts ranks only by srun, in a Slurm job; use another ENGINE, or no IMAGE")
     if starter == "torchrun":
         if nodes == 1:
-            return [*torchrun_here(nproc, *_torchrun_flags(environ)), *program]
-        torchrun = [sys.executable, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags(environ)]
+            here = torchrun_here(nproc, *_torchrun_flags(environ), python=python)
+            return [*(_srun(where, 1, environ) if in_srun else []), *here, *program]
+        torchrun = [*python, "-m", TORCHRUN, f"--nproc-per-node={nproc}", *_torchrun_flags(environ)]
         meet = [f"--nnodes={nodes}", RENDEZVOUS, f"--rdzv-id={where.job}"]
         meet.append(f"--rdzv-endpoint={where.hosts[0]}{environ.get('HOST_SUFFIX', '')}:{_port(where)}")
         return [*_one_per_node(where, environ), *torchrun, *meet, *program]
@@ -78,19 +84,25 @@ def command_for(
         if not slurm:
             cure = "use salloc or sbatch, or another --starter"
             raise RanksError(f"srun starts ranks only inside a Slurm job; {cure}")
-        return [*_srun(where, nproc, environ), sys.executable, *program]
-    return [*mpiexec_over(where, nproc, environ), sys.executable, *program]
+        return [*_srun(where, nproc, environ), *python, *program]
+    return [*mpiexec_over(where, nproc, environ), *python, *program]
 
 
 def _torchrun_flags(environ):
     """Return flags that make torchrun forward a request to stop (torch 2.9 has none of them), and a site's own."""
+    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
+    wanted = [f"--signals-to-handle={','.join(heard)}", f"--shutdown-timeout={SAVE_S}"]
+    # an image has a torch of its own, which `quiet_torchrun` asks there
+    return [*(wanted if environ.get("IMAGE") else _known(wanted)), *words_of(environ, "TORCHRUN_FLAGS")]
+
+
+def _known(words):
+    """Return `words` without those flags that make torchrun forward a request to stop and that it does not know."""
     from torch.distributed.run import get_args_parser  # imported late because it imports torch
 
     known = {flag for action in get_args_parser()._actions for flag in action.option_strings}
-    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]  # nohup
-    wanted = {"--signals-to-handle": ",".join(heard), "--shutdown-timeout": SAVE_S}
-    own = words_of(environ, "TORCHRUN_FLAGS")
-    return [*(f"{flag}={value}" for flag, value in wanted.items() if flag in known), *own]
+    ours = ("--signals-to-handle=", "--shutdown-timeout=")
+    return [word for word in words if not word.startswith(ours) or word.partition("=")[0] in known]
 
 
 def _one_per_node(where, environ):
@@ -117,7 +129,7 @@ def _port(where):
 
 
 def _srun(where, ranks_per_node, environ):
-    flags = words_of(environ, "SRUN_FLAGS")
+    flags = [*words_of(environ, "SRUN_FLAGS"), *pyxis_flags(environ)]
     return where.srun(where.num_nodes * ranks_per_node, "--kill-on-bad-exit=1", *flags)
 
 
@@ -261,6 +273,7 @@ def quiet_torchrun() -> int:
     # they repeat failures that the traceback shows
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    sys.argv[1:] = _known(sys.argv[1:])
     sys.argv[1:1] = own_address(sys.argv, os.environ.get("HOST_SUFFIX", ""))
     try:
         with told(_waiting_for_nodes):

@@ -18,7 +18,7 @@ from pathlib import Path
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import Lesson
 from manyhands.course.pairs import LANGUAGE
-from manyhands.launch.allocation import Allocation, loopback_mpi, mpi_launcher, torchrun_here
+from manyhands.launch.allocation import Allocation, in_image, loopback_mpi, mpi_launcher, torchrun_here
 from manyhands.launch.commands import command_for
 from manyhands.launch.launchers import without_launchers
 from manyhands.launch.processes import Ended, supervise
@@ -101,9 +101,11 @@ class Run:
         if self.way == "srun" or (self.nodes > 1 and not (self.way == "mpiexec" and in_step)):
             return command_for(script, None, self.n_ranks // self.nodes, self.way)
         if self.way == "torchrun":
-            launcher = torchrun_here(self.n_ranks, "--redirects=3", f"--log-dir={ranks}")
+            launcher = torchrun_here(
+                self.n_ranks, "--redirects=3", f"--log-dir={ranks}", python=in_image(environment())
+            )
         else:
-            launcher = [*mpi_launcher(self.n_ranks, ranks), sys.executable]
+            launcher = [*mpi_launcher(self.n_ranks, ranks), *in_image(environment())]
         return list(map(str, [*launcher, *script]))
 
     def again(self) -> str:

@@ -30,7 +30,7 @@ from manyhands.course import pairs
 from manyhands.course.folders import ROOT, make_private, version, write_whole
 from manyhands.course.lesson_parameters import read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons, left_alone
-from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher
+from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher, pyxis_flags
 from manyhands.launch.commands import ranks_on_a_node
 from manyhands.launch.flags import Flags
 from manyhands.launch.machine import available_memory_bytes, cores_here, refuse_on_login_node
@@ -251,7 +251,9 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
     """
     notebooks, scripts = [], []
     # as on sites that advise against torchrun
-    launchers = ["srun" if environment().get("STARTER") == "srun" else "torchrun", *["mpiexec"] * has_mpiexec()]
+    environ = environment()
+    mpi = has_mpiexec() and not pyxis_flags(environ)
+    launchers = list(dict.fromkeys([environ.get("STARTER") or "torchrun", *["mpiexec"] * mpi]))
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
         known = set(parameters)
