@@ -1327,7 +1327,7 @@ for name, value, found in (
     assert apart < 1e-10, f"{name} is {apart:.1e} away"
     if rank == 0:
         say(f"{name} and one process: loss and all gradients equal to 1e-10")
-metrics.exact(dpo_loss=loss_1.detach())
+metrics.close(0.1, dpo_loss=loss_1.detach())  # on a GPU models trained in fp32 may draw other answers
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: DPO</summary>

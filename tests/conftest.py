@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -114,6 +115,16 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_runtest_logreport(report):
+    """Keep how each test of `make test-gpu` ended as soon as it has: its time may be over before the last one."""
+    if ASKED != "cpu" and report.when == "call":
+        path = ROOT / "outputs" / "test_gpu.json"
+        path.parent.mkdir(exist_ok=True)
+        found = json.loads(path.read_text()) if path.exists() else {}
+        found[report.nodeid] = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,8 @@ def test_in_a_slurm_job_the_tasks_count_and_inside_a_step_the_cpus_of_all_nodes(
     assert Allocation.find(job) == Allocation("slurm", ("nid1", "nid2"), 6, job=7, cpus_per_node=4)
     # the notebook server is one task of its step: SLURM_NTASKS speaks of the server, not of us
     step = {**job, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}
+    threads = job | {"SLURM_JOB_CPUS_PER_NODE": "192(x2)", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "24"}
+    assert Allocation.find(threads).cpus_per_node == 96, "of 192 hardware threads the job asked for 96 cores"
     assert Allocation.find(step) == Allocation("slurm step", ("nid1", "nid2"), 8, job=7, cpus_per_node=4)
     assert Allocation.find(step | {"PATH": ""}).kind == "local", "a container without srun"
 

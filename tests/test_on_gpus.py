@@ -107,22 +107,6 @@ def printed(n, code, folder):
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-@pytest.mark.lesson
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_a_lesson_gives_the_same_numbers_twice_over_nccl(gpus, lesson, tmp_path):
-    """On all GPUs, then on all again: another join, another communicator. On one: as on all, for the same batch."""
-    n, found = min(gpus, 4), []
-    for turn, ranks in enumerate((n, n, 1)):
-        run = Run(lesson, "torchrun", ranks, tmp_path / str(turn), lesson.short, ASKED)
-        outcome = run.carry_out(timeout_s=600)
-        assert not outcome.error, f"{outcome.error}\n{outcome.error.detail}"
-        assert outcome.metrics["backend"] == BACKENDS[ASKED]
-        found.append(outcome.metrics)
-    assert compare(found[0], found[1]) == []
-    if lesson.number in ("02", "03"):
-        assert compare(found[0], found[2]) == []
-
-
 def test_ranks_join_twice_and_what_they_send_is_counted_and_groups_are_small(gpus, tmp_path):
     n = min(gpus, 4)
     for said in printed(n, JOINS, tmp_path):
@@ -201,3 +185,20 @@ def test_experts_in_one_product_learn_what_experts_in_turn_do(gpus, tmp_path):
     flags = "--model.experts 4 --model.shared-experts 1"
     exact = losses_of(1, flags, tmp_path / "a")
     assert losses_of(1, f"{flags} --train.precision bf16", tmp_path / "b") == pytest.approx(exact, abs=2e-2)
+
+
+# the longest last: what only several ranks over NCCL can show comes first
+@pytest.mark.lesson
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+def test_a_lesson_gives_the_same_numbers_twice_over_nccl(gpus, lesson, tmp_path):
+    """On all GPUs, then on all again: another join, another communicator. On one: as on all, for the same batch."""
+    n, found = min(gpus, 4), []
+    for turn, ranks in enumerate((n, n, 1)):
+        run = Run(lesson, "torchrun", ranks, tmp_path / str(turn), lesson.short, ASKED)
+        outcome = run.carry_out(timeout_s=600)
+        assert not outcome.error, f"{outcome.error}\n{outcome.error.detail}"
+        assert outcome.metrics["backend"] == BACKENDS[ASKED]
+        found.append(outcome.metrics)
+    assert compare(found[0], found[1]) == []
+    if lesson.number in ("02", "03"):
+        assert compare(found[0], found[2]) == []

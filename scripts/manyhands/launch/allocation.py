@@ -73,7 +73,9 @@ class Allocation:
             tasks = environ.get("SLURM_NTASKS") if not inside else None
             cpus = expand_counts(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
             slots = int(tasks) if tasks else sum(cpus) or len(hosts)
-            per_node = environ.get("SLURM_NTASKS_PER_NODE", "")
+            per_node, of_task = environ.get("SLURM_NTASKS_PER_NODE", ""), environ.get("SLURM_CPUS_PER_TASK", "")
+            if per_node.isdecimal() and of_task.isdecimal():  # that count may be of hardware threads
+                cpus = [min(int(per_node) * int(of_task), *cpus)]
             job = _leading_number(environ["SLURM_JOB_ID"])
             kind = "slurm step" if inside else "slurm"
             return cls(

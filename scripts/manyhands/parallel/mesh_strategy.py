@@ -152,7 +152,8 @@ class MeshStrategy(Strategy):
         if self.layout.tensor > 1:
             return NoParallel(model)  # DDP refuses DTensors; there is one data rank
         all_reduce, reduce_dtype = self.options.parallel.all_reduce, self.options.parallel.reduce_dtype
-        records = self.ranks.device.type == "cuda" and records_graph(self.config, self.layout, self.options)
+        plays = self.ranks.device.type == "cuda" and not torch.version.hip  # AMD's graphs were never tried
+        records = plays and records_graph(self.config, self.layout, self.options)
         if all_reduce == "flat" or (all_reduce == "auto" and (records or self.ranks.device.type == "cpu")):
             self.flat = FlatReplicas(model, reduce_dtype)  # where ranks compute on the cores that would send
             self.records = records
