@@ -12,7 +12,7 @@ from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.llama import RMSNorm, rotated, rotation
 from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling
-from manyhands.serve import decoder
+from manyhands.serve import decoder, paged_cache
 from manyhands.serve.decoder import quantize, weight_bytes
 from manyhands.serve.engine import Engine, generate
 from torch import nn
@@ -258,15 +258,17 @@ def test_a_few_steps_learn_a_repeating_text():
 
 
 @pytest.mark.parametrize("changes", [{}, {"norm": "layer", "clip_qkv": 0.05}, {"head_dim": 10, "tie": True}], ids=str)
-def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_heads_of_keys(changes):
+def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_heads_of_keys(changes, monkeypatch):
     """Prompts of unequal lengths in pieces of 5 tokens, blocks of 4; three run at a time and the others wait."""
     model = make_model(1, dataclasses.replace(SMALL, **changes))
     prompts = [ids_of((1, length), seed=length) for length in (1, 3, 7, 8, 10)]
+    monkeypatch.setattr(paged_cache, "FIRST_BLOCKS", 2)
     engine = Engine(model, "", num_blocks=9, block_size=4, max_running=3, prefill_tokens=5)
-    assert engine.cache.store.shape == (2, 10, 4, 2, 2, model.config.head_size)
+    assert engine.cache.store.shape == (2, 3, 4, 2, 2, model.config.head_size), "a cache is small before it is used"
     sequences = [engine.add(ids_1T[0].tolist(), 6, Sampling(), seed=1) for ids_1T in prompts]
     while not engine.idle():
         engine.step()
+    assert 6 <= engine.cache.store.shape[1] <= 10, "it has grown, and not beyond its limit"
     for ids_1T, sequence in zip(prompts, sequences, strict=True):
         assert [sequence.ids] == generate(model, ids_1T, 6, seed=1, use_cache=False).tolist()
     assert len({tuple(sequence.drawn) for sequence in sequences}) == len(prompts)

@@ -120,20 +120,35 @@ class BlockPool:
         self.digest_of.clear()
 
 
+FIRST_BLOCKS = 256  # of a cache: it grows when more are in use
+
+
 class PagedCache:
-    """The tensors of `num_blocks` blocks for each layer; the pool manages holders."""
+    """The tensors of up to `num_blocks` blocks for each layer, which grow with use; the pool manages holders."""
 
     def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
-        # keys and values of a position are adjacent: one write and one gather for both; an extra block stays zero
-        shape = (config.n_layer, num_blocks + 1, block_size, config.kv_heads, 2, config.head_size)
-        self.block_size, self.device, self.zero = block_size, torch.device(device), num_blocks
-        self.store = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = self.store.unbind()
+        # keys and values of a position are adjacent: one write and one gather for both; block b is at b + 1, and the
+        # first one stays zero
+        shape = (config.n_layer, 1 + min(num_blocks, FIRST_BLOCKS), block_size, config.kv_heads, 2, config.head_size)
+        self.block_size, self.device, self.most = block_size, torch.device(device), num_blocks
+        self._set(torch.zeros(shape, dtype=dtype, device=device))
+
+    def _set(self, store):
+        self.store, self.layers = store, store.unbind()
+
+    def hold(self, blocks: int) -> None:
+        """Make room for the first `blocks` blocks: at least twice as many as before, so that few copies are made."""
+        if (now := self.store.shape[1] - 1) < blocks:
+            more = min(self.most, max(2 * now, blocks)) - now
+            self._set(
+                torch.cat([self.store, self.store.new_zeros(len(self.store), more, *self.store.shape[2:])], dim=1)
+            )
 
     def clear(self, blocks: list[int]) -> None:
         """Zero blocks in which another sequence may have left NaN: a mask adds to scores, and NaN stays NaN."""
         if blocks:
-            self.store[:, blocks] = 0
+            self.hold(max(blocks) + 1)
+            self.store[:, [block + 1 for block in blocks]] = 0
 
     def attend_for(
         self, tables: list[list[int]], lengths: list[int], positions_N: torch.Tensor, starts_N: torch.Tensor
@@ -144,6 +159,7 @@ class PagedCache:
         Each attends to what stands from its document's start, in `starts_N`, up to itself.
         Sequences of equal lengths are adjacent and attend as one batch; their tables may differ in length.
         """
+        self.hold(max(map(max, filter(None, tables)), default=-1) + 1)
         groups, first, begin = [], 0, 0
         for length, some in groupby(lengths):
             B = len(list(some))
@@ -176,7 +192,7 @@ class PagedCache:
         """Return the places in the store, the tables and the mask of sequences with equally many new positions."""
         longest = max(map(len, tables))
         # missing blocks of a shorter table read zeros and are masked
-        tables_BP = torch.tensor([t + [self.zero] * (longest - len(t)) for t in tables], device=self.device)
+        tables_BP = 1 + torch.tensor([t + [-1] * (longest - len(t)) for t in tables], device=self.device)
         slots_BT = tables_BP.gather(1, positions_BT // self.block_size) * self.block_size
         slots_BT += positions_BT % self.block_size
         places_S = torch.arange(longest * self.block_size, device=self.device)
@@ -185,5 +201,5 @@ class PagedCache:
         return slots_BT.flatten(), tables_BP.flatten(), mask_B1TS.masked_fill_(~seen_BTS, -torch.inf)[:, None]
 
     def num_bytes(self) -> int:
-        """Return the bytes of all blocks, used or not, which the server allocates at its start."""
+        """Return the bytes of the blocks that there are so far, used or not."""
         return self.store.nbytes
