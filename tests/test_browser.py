@@ -165,6 +165,38 @@ def test_the_stop_button_frees_a_hung_cell_and_the_ranks_go_on(notebook, exercis
     notebook.delete(hung)
 
 
+def test_tab_and_shift_tab_know_what_only_the_ranks_have_and_a_progress_bar_moves(notebook, exercise):
+    code = "%%ranks\nonly_on_ranks = torch.ones(2)\n\ndef ours(x_N):\n    'Doubles what it is given.'"
+    defines = notebook.new_cell_below(exercise, code)
+    notebook.run(defines)
+    keys, page = notebook.page.keyboard, notebook.page
+
+    def press(key, there):
+        """JupyterLab leaves out what it is told after more than a second: then press it again."""
+        keys.press(key)
+        page.wait_for_timeout(1500)
+        return there.count()
+
+    cell = notebook.new_cell_below(defines, "%%ranks\nonly_on_r")
+    offered = page.locator(".jp-Completer-item").filter(has_text="only_on_ranks")
+    wait_until(lambda: press("Tab", offered))
+    keys.press("Enter")
+    cell.locator(".cm-line").filter(has_text="only_on_ranks").wait_for()
+    keys.insert_text("\nours(")
+    docstring = page.locator(".jp-Tooltip").filter(has_text="Doubles what it is given.")
+    wait_until(lambda: press("Shift+Tab", docstring))
+    keys.press("Escape")
+    code = "%%ranks\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(60), desc='bar'): time.sleep(0.1)"
+    bar = notebook.new_cell_below(cell, code)
+    notebook.run(bar, wait=False)
+    seen = set()
+    wait_until(lambda: seen.update(re.findall(r"bar: +(\d+)%", notebook.output(bar, "bar:"))) or len(seen) >= 3)
+    notebook.wait_for_number(bar)
+    notebook.output(bar, "bar: 100%")
+    for one in (bar, cell, defines):
+        notebook.delete(one)
+
+
 def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
     notebook.menu("Edit", "Clear Outputs of All Cells")
     notebook.run_many("Run All Cells", timeout_s=300)
