@@ -18,6 +18,14 @@ def test_a_launchers_letter_reaches_the_program_and_that_of_another_one_does_not
     assert run_under("python", WHO) == ["no letter"]
 
 
+@pytest.mark.parametrize(("live", "said"), [("1", ["waiting for python (processes: 1) ..."]), ("0", [])])
+def test_a_start_that_takes_long_says_so_while_it_runs_but_not_in_stored_output(monkeypatch, capsys, live, said):
+    monkeypatch.setattr(small_programs, "WAIT_S", 0.01)
+    monkeypatch.setenv("MANYHANDS_LIVE", live)
+    assert run_under("python", "import time; time.sleep(1); print('done')") == ["done"]
+    assert capsys.readouterr().out.splitlines() == said
+
+
 @pytest.mark.ranks
 def test_torchrun_starts_as_many_as_it_is_told_and_lines_come_in_order(monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # a print is then two writes

@@ -7,6 +7,7 @@ for line in run_under("mpiexec", program, 2):
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from manyhands.course.folders import SCRIPTS
@@ -17,6 +18,7 @@ from manyhands.launch.machine import login_node
 
 LAUNCHERS = ("torchrun", "mpiexec", "python")
 LAST_LINES = 3  # of a program that failed
+WAIT_S = 2.0  # then it says what it waits for, where output is live
 
 
 def run_under(launcher, program, n_processes=1, timeout_s=60):
@@ -31,6 +33,9 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
     # what Slurm says of a job, whose other nodes do not have the file
     kept = without_launchers(settings.environment(), "PYTHONUNBUFFERED", "SLURM_")
     environ = settings.for_python({"OMP_NUM_THREADS": "1", **loopback_mpi(), **kept, **loopback_gloo()}, SCRIPTS)
+    waiting = threading.Timer(
+        WAIT_S, print, [f"waiting for {launcher} (processes: {n_processes}) ..."], {"flush": True}
+    )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "program.py"
         path.write_text(program, encoding="utf-8")
@@ -39,9 +44,13 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
             return ["there is no MPI here, so this start is left out"]
         try:
             command = [*command, str(path)]
+            if settings.live():
+                waiting.start()
             done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return [f"no end within {timeout_s:g} s, so it was stopped"]
+        finally:
+            waiting.cancel()
         said, complained = done.stdout + _logs(folder, "stdout"), done.stderr + _logs(folder, "stderr")
     if done.returncode:
         return [f"exit status {done.returncode}:", *complained.strip().splitlines()[-LAST_LINES:]]
