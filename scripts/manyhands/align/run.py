@@ -20,7 +20,7 @@ from manyhands.config.model_folder import LONGEST
 from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import Refused

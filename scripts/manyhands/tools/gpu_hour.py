@@ -23,8 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from manyhands.course.folders import SCRIPTS, write_whole
-from manyhands.launch.metrics import commit
+from manyhands.course.folders import SCRIPTS, commit, write_whole
 from manyhands.launch.processes import sigterm_interrupts, supervise
 from manyhands.launch.recorded_runs import RECORDED, default_name
 from manyhands.launch.settings import environment, for_python
