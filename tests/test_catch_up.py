@@ -1,12 +1,15 @@
 """A cell gets the functions and classes that it needs and nobody has defined, as the course has them, no more."""
 
+import dis
 import subprocess
 
 import pytest
+import shortest
 from manyhands import checks
 from manyhands.course import catch_up as module
 from manyhands.course.catch_up import bring, lacking, original, outline_of, reads, whose
 from manyhands.course.folders import ROOT
+from manyhands.course.lesson_parameters import read as read_parameters
 from manyhands.course.lessons import find_lessons
 from notebook_kernel import JOIN, TINY, Kernel
 
@@ -103,18 +106,13 @@ def test_a_name_that_stays_missing_is_said_with_its_cells_or_the_nearest_one(nam
     assert whose("90_tiny", name) == said
 
 
-@pytest.mark.parametrize(
-    ("cell", "plain"),
-    [
-        ("import torch\nranks = join(globals())\nrank, size = ranks.rank, ranks.world_size", True),
-        ("corpus = load_corpus(ranks)", False),
-        ("if length < 1:\n    refuse('no')", False),
-        ("class A:\n    x = make()", True),
-    ],
-)
-def test_start_cells_are_repeated_only_where_they_define_and_join(cell, plain):
-    script = f"# %% [markdown]\n# ## Start (CORE)\n\n# %%\n{cell}\n\n# %% [markdown]\n# ## Next\n"
-    assert bool(outline_of(script).begin) == plain
+@pytest.mark.parametrize("lesson", find_lessons(ROOT, own=False), ids=lambda lesson: lesson.name)
+def test_fresh_ranks_get_all_that_a_lessons_start_binds_but_for_its_parameters(lesson):
+    text = lesson.script.read_text("utf-8")
+    bound = module._add({}, outline_of(text).begin, "")
+    parameters = {parameter.name for parameter in read_parameters(lesson.script)}
+    assert "ranks" in bound and bound >= outline_of(text).start - parameters
+    assert "n_ranks" not in bound, "they keep the numbers that somebody has chosen"
 
 
 def test_every_lesson_parses_cell_by_cell_and_each_build_has_a_solution_to_bring():
@@ -192,12 +190,31 @@ def test_a_value_a_misspelt_name_and_one_of_the_start_stay_a_name_error_with_a_h
 
 
 @pytest.mark.ranks
-def test_after_a_restart_start_cells_that_only_define_and_join_run_by_themselves(notebook):
+def test_after_a_restart_the_start_cells_run_by_themselves(notebook):
     assert notebook.run("hands.restart()").error is None
     output = notebook.run("%%ranks\nprint(started(), handed_on(), dist.get_world_size())")
     lines = ["the ranks are fresh: the start cells were run again", f"{BROUGHT}handed_on, base", "all ranks | 3 42 2"]
     assert output.text.splitlines() == lines
     assert notebook.run("%%ranks\nprint(rank)").text == "rank 0 | 0\nrank 1 | 1\n", "once"
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("lesson", find_lessons(ROOT, own=False), ids=lambda lesson: lesson.name)
+def test_after_a_rank_has_died_the_next_cell_of_every_lesson_finds_what_start_defines(tmp_path, root, lesson):
+    steps = dis.get_instructions(compile(outline_of(lesson.script.read_text("utf-8")).begin, "start", "exec"))
+    bound = {step.argval for step in steps if step.opname == "STORE_NAME"}
+    assert len(bound) > 5
+    parameters = {one.name: one.default for one in read_parameters(lesson.script)}
+    given = parameters | shortest.values(lesson) | {"n_ranks": 2}
+    with Kernel(tmp_path, root, {"MANYHANDS_OUTPUTS": str(tmp_path)}) as kernel:
+        path = f"import sys; sys.path.insert(0, {str(root / 'scripts')!r})"
+        start = f"from manyhands.notebook.start import start_ranks\nhands = start_ranks({lesson.name!r}, globals())"
+        assert kernel.run(f"{path}\nglobals().update({given})\n{start}").error is None
+        died = kernel.run("%%ranks 1\nimport os\nos.kill(os.getpid(), 9)").error[2]
+        assert "The next cell runs those of Start by itself." in " ".join(died.split())
+        output = kernel.run(f"%%ranks\nprint(sorted({bound} - globals().keys()))")
+        assert output.text == "the ranks are fresh: the start cells were run again\nall ranks | []\n", output.error
 
 
 @pytest.mark.ranks

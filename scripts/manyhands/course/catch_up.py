@@ -52,7 +52,7 @@ class Outline(NamedTuple):
     pieces: dict[str, Piece]  # of its functions, classes and imports, in their order
     start: frozenset  # what the start cells bind
     headings: dict[str, str]  # {name: the heading below which it is bound}
-    begin: str  # the start cells, where they only define and join; else ""
+    begin: str  # the start cells of ranks, which fresh ones run by themselves; not the parameters, which they are given
 
     def graph(self):
         """{name: (what it reads, whether it is an import)} of what the start cells do not bind, for `lacking`."""
@@ -93,23 +93,9 @@ def outline_of(text, lesson="a lesson"):
             continue
         names = _add(pieces, cell, f"{lesson}.py, below {heading!r}")
         start |= names if sections < 2 else set()
-        begin += [cell] if sections == 1 else []
+        begin += [cell] if sections == 1 and cell.startswith("# %%ranks") else []
         headings = {**dict.fromkeys(names, heading), **headings}
-    plain = all(map(_only_defines, begin))
-    return Outline(pieces, frozenset(start), headings, "\n".join(begin) if plain else "")
-
-
-def _only_defines(cell):
-    """Return whether a cell imports, defines functions and classes, joins, and names parts of what it has joined."""
-    for node in ast.parse(cell).body:
-        called = (
-            [one.func for one in ast.walk(node) if isinstance(one, ast.Call)] if isinstance(node, ast.Assign) else []
-        )
-        if not isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)):
-            return False
-        if any(ast.unparse(one) not in ("join", "globals", "Metrics") for one in called):
-            return False
-    return True
+    return Outline(pieces, frozenset(start), headings, "\n".join(begin))
 
 
 def _add(pieces, text, file, solution=False):
