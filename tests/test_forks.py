@@ -2,11 +2,18 @@
 
 import ast
 import os
+import random
+import re
+import secrets
 import signal
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
 from manyhands.launch.allocation import OWN_MPIEXEC, Allocation
+from manyhands.launch.limits import mapped
 from manyhands.launch.processes import Family
 from manyhands.notebook import engine_processes
 from manyhands.notebook.engine_processes import MARK, why_not_forked
@@ -184,3 +191,43 @@ def test_kill_9_of_a_kernel_at_any_stage_of_a_start_leaves_no_process_and_no_mem
         assert left_behind(mark, 30) == []
         wait_until(lambda: not os.path.exists(folder))  # the watchdog's last act
         assert not any(map(os.path.exists, segments))
+
+
+STARTS = """
+import sys
+from manyhands.notebook import engine_processes, rank_pool
+engine_processes.prepare()
+for number in range(int(sys.argv[2])):
+    if number == int(sys.argv[3]):
+        print("begun", flush=True)
+    pool = rank_pool.RankPool("", {"n_ranks": 2}, mpi=sys.argv[1] == "auto")
+    pool.start(quiet=True)
+    pool.stop()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mpi", ["auto", "off"])
+def test_50_starts_of_which_17_are_killed_at_any_moment_leave_nothing(mpi, root):
+    drawn, segments = random.Random(50), set()
+    # a start on its own waits for the server, which imports; the second one finds it ready
+    for starts, before in [(1, 0)] * 8 + [(2, 1)] * 9 + [(33, 0)]:
+        family = Family(secrets.token_hex(8), "STARTS")
+        environ = {**os.environ, "PYTHONPATH": str(root / "scripts"), "STARTS": family.mark, "MANYHANDS_LIVE": "0"}
+        kernel = subprocess.Popen(
+            [sys.executable, "-c", STARTS, mpi, str(starts), str(before)], env=environ, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        printed = kernel.stdout.readline()
+        if starts < 33:
+            time.sleep(drawn.uniform(0, 4 if before else 8))  # it has ended by itself, if it was quick
+            pids = [one.pid for one in family.members()]
+            segments.update(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))
+            kernel.kill()
+        printed += kernel.communicate(timeout=800)[0]
+        assert printed.startswith("begun") and kernel.returncode in (0, -signal.SIGKILL if starts < 33 else 0), printed
+        wait_until(lambda family=family: not family.members(), 30)
+    assert segments or mpi == "off"
+    wait_until(lambda: not any(map(os.path.exists, segments)))

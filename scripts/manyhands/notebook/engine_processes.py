@@ -305,7 +305,8 @@ class Processes:
     def note_shared_memory(self):
         """Note the segments that MPICH has opened: whoever ends the ranks removes them, when the ranks are gone."""
         pids = [process.pid for process in Family(self.mark, MARK).members()]
-        (self.folder / SEGMENTS).write_text("\n".join(set(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))))
+        segments = set(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))
+        write_whole(self.folder / SEGMENTS, "\n".join(segments).encode())
 
     def stop(self):
         end_all(self.mark, self.folder, self._began_s)
