@@ -306,7 +306,8 @@ class Processes:
         """Note the segments that MPICH has opened: whoever ends the ranks removes them, when the ranks are gone."""
         pids = [process.pid for process in Family(self.mark, MARK).members()]
         segments = set(re.findall(r"/dev/shm/mpich_shm_\w+", mapped(pids)))
-        write_whole(self.folder / SEGMENTS, "\n".join(segments).encode())
+        if segments:  # else they are not known, as where /proc does not show a process's mark: `end_all` looks for them
+            write_whole(self.folder / SEGMENTS, "\n".join(segments).encode())
 
     def stop(self):
         end_all(self.mark, self.folder, self._began_s)
