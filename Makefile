@@ -182,9 +182,13 @@ test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xp
 	@$(RUN) scripts/prepare_data.py
 	@MANYHANDS_DEVICE="$${MANYHANDS_DEVICE:-cuda}" $(RUN) -m pytest -n 0 -m gpu tests/test_on_gpus.py $(ARGS)
 
-gpu-hour gpu-quarter: environment  ## on GPUs: what nobody has run there yet, each result kept at once, a page, a branch to send
+gpu-hour: environment  ## on GPUs: what nobody has run there yet, each result kept at once, a page, a branch to send
 	@$(RUN) scripts/prepare_data.py
-	@$(RUN) scripts/preflight.py --gpu-hour $(@:gpu-%=%) $(ARGS)
+	@$(RUN) scripts/preflight.py --gpu-hour hour $(ARGS)
+
+gpu-quarter: environment  ## as gpu-hour, what 15 minutes of one GPU can tell
+	@$(RUN) scripts/prepare_data.py
+	@$(RUN) scripts/preflight.py --gpu-hour quarter $(ARGS)
 
 check: lint  ## in minutes: the tests that start no scheduler, browser, lesson or rank
 	@$(RUN) -m manyhands.launch.machine "make check"

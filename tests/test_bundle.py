@@ -87,6 +87,7 @@ def install(folder, home):
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.full
 def test_the_teachers_bundle_has_notes_outputs_tests_slides_and_the_packages_of_the_site(course, index_only, tmp_path):
     teachers = tmp_path / "course"
     shutil.copytree(course[0], teachers)

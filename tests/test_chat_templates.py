@@ -13,7 +13,7 @@ from manyhands.align.chat import chat_of, conversations
 from manyhands.data import chat_template
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder
-from manyhands.gpt.model import GPTConfig
+from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.sampling import Sampling
 from manyhands.serve.engine import generate
 from manyhands.serve.vocabulary import TooLong, Vocabulary

@@ -28,7 +28,7 @@ print([open("/proc/self/comm").read().strip(), os.getppid(), len(os.sched_getaff
 """
 
 
-@pytest.fixture(scope="module", params=["auto", "off"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("off", marks=pytest.mark.full)])
 def kernel(request, tmp_path_factory, root):
     environ = {"MANYHANDS_MPI": request.param, "PYTHONPATH": str(root / "scripts")}
     with Kernel(tmp_path_factory.mktemp("forks"), root, environ) as kernel:
@@ -154,10 +154,10 @@ def test_a_server_that_still_imports_ends_with_its_kernel_all_the_same(root):
 
 STAGES = [
     ("auto", "", "Processes.can_be_reached"),  # controller and mpiexec have just started
-    ("off", "", "Processes.can_be_reached"),
+    pytest.param("off", "", "Processes.can_be_reached", marks=pytest.mark.full),
     ("auto", "engine_processes.fork_server().end()", "Processes.can_be_reached"),  # what waits for it runs itself
-    ("auto", "", "RankPool._enter"),  # the ranks are there
-    ("off", "", "RankPool._enter"),
+    pytest.param("auto", "", "RankPool._enter", marks=pytest.mark.full),  # the ranks are there
+    pytest.param("off", "", "RankPool._enter", marks=pytest.mark.full),
     ("auto", "", "Processes.note_shared_memory"),  # and have met
 ]
 

@@ -16,8 +16,21 @@ WRONG = Row("wrong flags", "--preset nano --train.stepz 3")
 BROKEN = Row("a broken test", command="pytest -q -n 0 tests/no_such_test.py")
 HOUR = """
 import sys
+import time
 from pathlib import Path
 from manyhands.tools.gpu_hour import Hour, Row
+if sys.argv[2:]:
+    def start(hour, row, command, log, limit_s):  # a stand-in: nothing is trained
+        if row.what == "long":
+            log.parent.mkdir(parents=True)
+            (log.parent / "begun").touch()
+            time.sleep(600)
+        if row.what in ("wrong flags", "a broken test"):
+            raise RuntimeError("ended with status 2: its last line")
+        steps = log.parent / "train" / "latest" / "steps.jsonl"
+        steps.parent.mkdir(parents=True)
+        steps.write_text('{"loss": 2.0, "mfu": null, "memory_gib": 1.0, "tokens_per_s": 10.0}\\n' * 3)
+    Hour._start = start
 rows = [Row("wrong flags", "--preset nano --train.stepz 3"), Row("a broken test", command="pytest -q no_such_test.py"),
         Row("nano", "--preset nano"), Row("long", "--preset nano --train.steps 100000", gpus=2)]
 Hour(Path(sys.argv[1]), rows, Path(sys.argv[1]) / "recorded", "cpu", 2).run()
@@ -34,32 +47,48 @@ def kept(folder):
     ]
 
 
-@pytest.mark.ranks
-def test_what_ran_before_a_kill_is_kept_and_a_second_start_makes_the_rest_alone(tmp_path, monkeypatch):
+def start_and_kill(folder, begun, *stand_in):
+    """Start HOUR, kill it once `begun` is there, and return {row: its result}."""
     environ = os.environ | {"PYTHONPATH": str(SCRIPTS)}
-    first = subprocess.Popen([sys.executable, "-c", HOUR, str(tmp_path)], env=environ, start_new_session=True)
-    steps = tmp_path / "outputs/gpu_hour/runs/long_2/train/latest/steps.jsonl"
-    while first.poll() is None and not steps.exists():
-        time.sleep(0.2)
+    command = [sys.executable, "-c", HOUR, str(folder), *stand_in]
+    first = subprocess.Popen(command, env=environ, start_new_session=True)
+    while first.poll() is None and not (folder / "outputs/gpu_hour/runs/long_2" / begun).exists():
+        time.sleep(0.1)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     assert first.returncode == -signal.SIGKILL
-    rows = {one["what"]: one for one in kept(tmp_path)}
-    assert rows.keys() == {"wrong flags", "a broken test", "nano"}
-    assert "unrecognized" in rows["wrong flags"]["why"] or "stepz" in rows["wrong flags"]["why"]
-    assert rows["a broken test"]["why"].startswith("ended with status 4: ")
-    assert rows["nano"]["why"] == "" and rows["nano"]["loss"] < 4 and len(rows["nano"]["tokens_per_s"]) == 7
+    return {one["what"]: one for one in kept(folder)}
+
+
+def test_what_ran_before_a_kill_is_kept_and_a_second_start_makes_the_rest_alone(tmp_path, monkeypatch):
+    rows = start_and_kill(tmp_path, "begun", "stand-in")
+    assert {what: one["why"] for what, one in rows.items()} == {
+        "wrong flags": "ended with status 2: its last line", "a broken test": "ended with status 2: its last line",
+        "nano": "",
+    }  # fmt: skip
     again = hour(tmp_path, [WRONG, BROKEN, Row("nano", "--preset nano")])
     assert again.missing() == [] and again.missing(again=True) == [WRONG, BROKEN]
-    more = hour(
-        tmp_path, [*again.rows, Row("nano, fsdp", "--preset nano --parallel.strategy fsdp", gpus=2, like="nano")]
-    )
+    monkeypatch.setattr(Hour, "_start", lambda *start: pytest.fail("a row that was there ran again"))
+    assert again.run() == 2
+    more = hour(tmp_path, [*again.rows, Row("nano, fsdp", "--preset nano --parallel.strategy fsdp", gpus=2)])
     assert [row.what for row in more.missing()] == ["nano, fsdp"]
     assert "Not run: nano, fsdp on 2." in more.page() and "## Failed: 2 of 3" in more.page()
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_so_it_is_with_real_runs(tmp_path):
+    rows = start_and_kill(tmp_path, "train/latest/steps.jsonl")
+    assert rows.keys() == {"wrong flags", "a broken test", "nano"}
+    assert "stepz" in rows["wrong flags"]["why"] and rows["a broken test"]["why"].startswith("ended with status 4: ")
+    assert rows["nano"]["why"] == "" and rows["nano"]["loss"] < 4 and len(rows["nano"]["tokens_per_s"]) == 7
+    fsdp = Row("nano, fsdp", "--preset nano --parallel.strategy fsdp", gpus=2, like="nano")
+    more = hour(tmp_path, [WRONG, BROKEN, Row("nano", "--preset nano"), fsdp])
     assert more.run() == 2
     assert [one["why"] for one in kept(tmp_path) if one["what"] == "nano, fsdp"] == [""]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 def test_a_killed_rank_ends_all_others_and_a_run_goes_on_on_fewer(tmp_path):
     rows = [Row("killed", "--preset nano", gpus=2, kill=True), Row("on", "--preset nano", gpus=2, on=1)]

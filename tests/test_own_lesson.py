@@ -75,15 +75,14 @@ def test_a_name_that_is_none_and_a_number_that_is_taken_are_refused(name, said, 
     assert not [*ROOT.glob("*/03_mine*")]
 
 
+@pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "answer, said",
     [
-        pytest.param(RIGHT, "build A (the mean): correct", marks=pytest.mark.full),
+        (RIGHT, "build A (the mean): correct"),
         ("total", "not yet. Rank 0: What you return should be the mean over the ranks"),
-        pytest.param(
-            "____", "not attempted. The cells below use the lesson's own mean_over_ranks.", marks=pytest.mark.full
-        ),
+        ("____", "not attempted. The cells below use the lesson's own mean_over_ranks."),
     ],
 )
 def test_the_skeletons_check_judges_an_answer_on_ranks_and_names_the_mistake(centre, tmp_path, answer, said):

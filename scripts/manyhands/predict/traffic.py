@@ -204,8 +204,8 @@ def _replicas(model, layout, storage, flat):
     """Gradients, once per step, in DDP's buckets, or on CPUs in one flat vector; one rank alone has nothing to add up,
     but DDP does not look. A pipeline's are summed in pieces when all micro-batches are done.
 
-    zero1: after the update each weight comes from the rank that has updated it, and nothing runs meanwhile: 3 P
-    together, where the ideal is 2 P. With a master copy gradients are reduced to the rank that updates them, and all
+    zero1: after the update each rank sends the weights that it has updated, and nothing runs meanwhile: 3 P together,
+    where the ideal is 2 P. With a master copy gradients are reduced to the rank that updates them, and all
     gather the weights in low precision while the next forward runs.
     """
     found, weights, program = [], fullest_share(model, layout).weights, storage.program
@@ -223,7 +223,7 @@ def _replicas(model, layout, storage, flat):
             payload = sum(buckets) // storage.size * storage.low
             found.append(Message("data", "all_gather", len(buckets), payload, *group, "first forward" * hides))
         if storage.dp_mode == "zero1":
-            found.append(Message("data", "broadcast", len(own), sum(own), *group))
+            found.append(Message("data", "broadcast", min(group[0], len(own)), sum(own), *group))
     return found
 
 

@@ -167,6 +167,7 @@ class Hour:
             path.parent.mkdir(parents=True, exist_ok=True)
             if self.found[kind]:
                 write_whole(path, json.dumps(self.about | {"rows": self.found[kind]}, indent=1) + "\n")
+        self.output.mkdir(parents=True, exist_ok=True)
         write_whole(self.output / "page.md", self.page())
 
     def page(self) -> str:
