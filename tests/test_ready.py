@@ -74,6 +74,8 @@ def test_right_answers_are_right_and_the_file_as_it_is_given_is_not_written_yet(
         ("    model.train()\n", "", "evaluate", "left in eval()"),
         ('    optimizer.load_state_dict(state["optimizer"])\n', "", "save and load", "the optimizer has a state, too"),
         ('    model.load_state_dict(state["model"])\n', "", "save and load", "has not the weights"),
+        ("return sum(p.numel() for p in mine), ", "return ", "sizes", "return two numbers, parameters and bytes"),
+        ("return F.mse_loss(model(x), y)", "return torch.zeros(())", "loss_of", "another number than the mean"),
         ("def sizes(model):", "def sizes(network):", "sizes", "it raised NameError: name 'model' is not defined"),
     ],
 )  # fmt: skip

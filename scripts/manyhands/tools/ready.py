@@ -87,13 +87,14 @@ def check_loss_of(answer):
     """Say what is wrong with a loss; "" if it is right."""
     model, x, y = batch()
     model.eval()
-    found, wanted = answer.loss_of(model, x, y), plain(model, x, y)
+    found, wanted = answer.loss_of(model, x, y), plain(model, x, y).detach()
     if found is None:
         return NOT_YET
     if not isinstance(found, torch.Tensor):
         return f"it returns {type(found).__name__}: without the tensor nobody can call backward"
     if found.numel() != 1:
         return f"it returns {tuple(found.shape)} numbers, and the mean is one"
+    found = found.detach().double()
     if torch.isclose(found, len(x) * wanted):
         return "it adds the squares up: divide by their number"
     return "" if torch.isclose(found, wanted) else "it is another number than the mean of the squares"
@@ -131,6 +132,8 @@ def check_sizes(answer):
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if found is None:
         return NOT_YET
+    if not isinstance(found, (tuple, list)):
+        return f"it returns {found!r}: return two numbers, parameters and bytes"
     if tuple(found) == (count + 1, 8 * (count + 1)):
         return "it counts a parameter that is not trained: see requires_grad"
     if tuple(found) == (count, 4 * count):
