@@ -18,6 +18,7 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ MEASURED = "--train.steps 40 --log.every 5 --log.eval-every 0 --log.eval-batches
 WARM_UP_LINES = 2
 APART = 0.02  # of a loss in bf16 on several GPUs from the same batch's on one
 ENDS_S = 60  # after a rank was killed
+CORES = 2  # of the machine, for each of the rows that run side by side
 LLAMA = "--preset llama3.2-1b --train.global-batch 16 --train.compile --parallel.activation-checkpointing block"
 GPT2, GPT_1B = "--preset gpt2 --train.global-batch 64", "--preset gpt-1b --train.global-batch 32"
 
@@ -42,7 +44,8 @@ class Row:
     """A run of train.py with `flags`, or else a `command`, on `gpus` ranks.
 
     like: a row on one GPU with the same batch, whose last loss this one's must be. on: ranks of the run that goes on
-    from this one's checkpoint. kill: one of its ranks is killed, and all others must end.
+    from this one's checkpoint. kill: one of its ranks is killed, and all others must end. beside: nothing of it is
+    timed, so it may share the GPU with others of this kind.
     """
 
     what: str
@@ -53,18 +56,19 @@ class Row:
     like: str = ""
     on: int = 0
     kill: bool = False
+    beside: bool = False
 
 
 def lesson(number, gpus):
-    return Row(f"lesson {number}", command=f"launch.py --nproc {gpus} {number}", gpus=gpus)
+    return Row(f"lesson {number}", command=f"launch.py --nproc {gpus} {number}", gpus=gpus, beside=gpus == 1)
 
 
 def one_gpu() -> list[Row]:
     """Return what one GPU can tell, the unknown first."""
-    tests = "pytest -q -n 0 -m gpu tests/test_on_gpus.py -k 'not lesson'"
+    tests = "pytest -q -n 4 -m gpu tests/test_on_gpus.py -k 'not lesson'"
     return [
         *(lesson(number, 1) for number in ("10", "11", "12", "13", "14", "15")),
-        Row("tests of kernels, memory and the trainer", command=tests, limit_s=600),
+        Row("tests of kernels, memory and the trainer", command=tests, limit_s=600, beside=True),
         Row("gpt2", GPT2 + " --train.compile"),
         Row("gpt2, micro-batches of 8", GPT2 + " --train.compile --train.micro-batch 8"),
         Row("gpt2, heads of 128", GPT2 + " --train.compile --model.n-head 6"),
@@ -132,6 +136,7 @@ class Hour:
         name = default_name({"conditions": self.about, "world_size": gpus})
         self.paths = {"train": folder / f"train_speed.{name}.json", "test": folder / f"test_gpu.{name}.json"}
         self.found = {kind: self._earlier(path) for kind, path in self.paths.items()}
+        self.stop, self.writing = threading.Event(), threading.Lock()
 
     def _earlier(self, path):
         """The rows that another start of the same versions has left."""
@@ -146,20 +151,38 @@ class Hour:
 
     def run(self, again=False) -> int:
         """Make the rows that are missing, write each one, and return the number of all rows that failed."""
-        for row in self.missing(again):
-            print(f"{row.what}, on {row.gpus} ...", flush=True)
-            began = time.monotonic()
-            result = {"what": row.what, "gpus": row.gpus, "flags": row.flags or row.command, "why": ""}
+        rows = self.missing(again)
+        beside = [row for row in rows if row.beside]
+        with ThreadPoolExecutor(min(len(beside), max(1, len(os.sched_getaffinity(0)) // CORES)) or 1) as pool:
+            made = [pool.submit(self._make, row) for row in beside]
             try:
-                result |= self._train(row) if row.flags else self._command(row)
-            except RuntimeError as error:
-                result["why"] = str(error)
-            result["seconds"] = round(time.monotonic() - began, 1)
-            kept = self.found["train" if row.flags else "test"]
+                for one in made:
+                    one.result()
+            except BaseException:
+                self.stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        for row in rows:
+            if not row.beside:
+                self._make(row)
+        return sum(bool(one["why"]) for rows in self.found.values() for one in rows)
+
+    def _make(self, row):
+        print(f"{row.what}, on {row.gpus} ...", flush=True)
+        began = time.monotonic()
+        result = {"what": row.what, "gpus": row.gpus, "flags": row.flags or row.command, "why": ""}
+        try:
+            result |= self._train(row) if row.flags else self._command(row)
+        except RuntimeError as error:
+            result["why"] = str(error)
+        if self.stop.is_set():
+            return  # it was ended, and has no result
+        result["seconds"] = round(time.monotonic() - began, 1)
+        kept = self.found["train" if row.flags else "test"]
+        with self.writing:
             kept[:] = [one for one in kept if (one["what"], one["gpus"]) != (row.what, row.gpus)] + [result]
             self.write()
-            print(f"  {result['why'] or 'well'}, {result['seconds']:.0f} s", flush=True)
-        return sum(bool(one["why"]) for rows in self.found.values() for one in rows)
+        print(f"{row.what}, on {row.gpus}: {result['why'] or 'well'}, {result['seconds']:.0f} s", flush=True)
 
     def write(self):
         """Write both records and the page."""
@@ -188,7 +211,7 @@ class Hour:
 
     def _start(self, row, command, log, limit_s):
         environ = for_python(environment(MANYHANDS_OUTPUTS=str(log.parent), MANYHANDS_DEVICE=self.kind), SCRIPTS)
-        ended = supervise(command, log=log, timeout_s=limit_s, environ=environ, cwd=self.root)
+        ended = supervise(command, log=log, timeout_s=limit_s, environ=environ, cwd=self.root, stop=self.stop)
         if ended.status != 0:
             said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()] or ["nothing"]
             how = f"did not end within {limit_s} s" if ended.timed_out else f"ended with status {ended.status}"
