@@ -6,16 +6,18 @@
     logits_BsV, loss = model(*part)                              # `loss` is the mean over this rank's positions
 
 Norms, MLPs and the loss look at one position at a time. Only attention needs the other ranks' keys: a rank works on
-the block that it has while the next one arrives (Liu et al. 2023, Ring Attention). The forward keeps the output and the
-log of each query's sum. The backward computes the scores again; gradients of keys and values travel with them, and one
-more message brings them home. Lesson 09 builds all of it.
+the block that it has while the next one arrives (Liu et al. 2023, Ring Attention). Each block gives an output and the
+log of each query's sum, by which outputs are weighed (Milakov and Gimelshein 2018); the forward keeps both. The
+backward computes the scores again; gradients of keys and values travel with them, and one more message brings them
+home. Lesson 09 builds all of it.
 
 In zig-zag order a rank has two of 2 n equal pieces of a sequence, one from the front and its mirror image from the
 back. Of another rank's block it then needs exactly half of the query-key pairs, so that all have as much to do.
 
-Factors are as wide as the model computes, scores and sums have float32 at least (see `gpt.products`). Scores of one
-block are whole for a moment, B h s s numbers, and in the backward their gradients too: a fused kernel would not hold
-them.
+On NVIDIA's GPUs FlashAttention works on a block in 16 bits (Dao 2023), and holds no scores. Elsewhere, and where
+documents are kept apart, factors are as wide as the model computes, scores and sums have float32 at least (see
+`gpt.products`), and the scores of one block are whole for a moment, B h s s numbers, in the backward with their
+gradients.
 
 Shapes: B sequences, h heads of this rank, g of them with keys and values, T positions, s = T / n of this rank, K
 numbers per head, n ranks. Inside the ring queries are [B, g, h / g, s, K]: those of a group see the same keys.
@@ -72,61 +74,57 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, group, documents):
         n, me = group.size(), group.rank()
+        block, ctx.block_gradients = FLASH if _is_flash(q, documents) else PLAIN
         with torch.autocast(q.device.type, enabled=False):
             kv, wide = torch.stack([k, v]), torch.promote_types(q.dtype, torch.float32)
-            # nothing seen yet: the largest is finite, so that no difference is inf - inf
-            largest = torch.full_like(q[..., :1], torch.finfo(wide).min, dtype=wide)
-            total, weighted = torch.zeros_like(largest), torch.zeros_like(q, dtype=wide)
+            sums = torch.zeros_like(q, dtype=wide)
+            logs = torch.full_like(sums[..., :1], -math.inf)  # nothing is seen yet
             for step in range(n):
                 owner = (me - step) % n
                 arrive = _pass_on(kv, group) if step < n - 1 else None
                 rows, columns = _meeting(me, owner, q.shape[-2])
-                state = [x[..., rows, :] for x in (largest, total, weighted)]
-                keys, values = (x[..., columns, :] for x in kv)
-                scores = _scores(q[..., rows, :], keys, rows, columns, me, owner, documents)
-                _absorb(state, scores, values)
+                hidden = _hidden(rows, columns, me, owner, documents)
+                out, log = block(q[..., rows, :], *kv[..., columns, :], owner == me, hidden)
+                new = torch.logaddexp(logs[..., rows, :], log)
+                sums[..., rows, :] *= (logs[..., rows, :] - new).exp()
+                sums[..., rows, :] += out * (log - new).exp()
+                logs[..., rows, :] = new
                 if arrive:
                     kv = arrive()
-            out, log_sums = (weighted / total).to(q.dtype), largest + total.log()
+            out = sums.to(q.dtype)
         # heads contiguous in memory, as the next linear layer needs them, so that it makes no copy
         out = out.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.save_for_backward(q, k, v, out, logs)
         ctx.group, ctx.documents = group, documents
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out):
-        q, k, v, out, log_sums = ctx.saved_tensors
+        q, k, v, out, logs = ctx.saved_tensors
         group, n, me = ctx.group, ctx.group.size(), ctx.group.rank()
         with torch.autocast(q.device.type, enabled=False):
-            kv, wide = torch.stack([k, v]), log_sums.dtype
-            delta = (d_out.to(wide) * out).sum(-1, keepdim=True)  # per query, and already over all keys
-            d_q, d_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+            kv = torch.stack([k, v])
+            d_q, d_kv = torch.zeros_like(q, dtype=logs.dtype), torch.zeros_like(kv, dtype=logs.dtype)
             gradients_arrive = None
             for step in range(n):
                 owner = (me - step) % n
                 arrive = _pass_on(kv, group) if step < n - 1 else None
                 rows, columns = _meeting(me, owner, q.shape[-2])
-                queries, given = q[..., rows, :], d_out[..., rows, :]
-                keys, values = (x[..., columns, :] for x in kv)
-                scores = _scores(queries, keys, rows, columns, me, owner, ctx.documents)
-                p = scores.sub_(log_sums[..., rows, :]).exp_()
-                d_scores = _times(given, values.mT).sub_(delta[..., rows, :]).mul_(p)
-                d_scores, p = d_scores.to(q.dtype), p.to(q.dtype)
-                d_q[..., rows, :] += _times(d_scores, keys)
+                hidden = _hidden(rows, columns, me, owner, ctx.documents)
+                of_rows = [x[..., rows, :] for x in (d_out, q, out, logs)]
+                d_rows, *d_columns = ctx.block_gradients(*of_rows, *kv[..., columns, :], owner == me, hidden)
+                d_q[..., rows, :] += d_rows
                 if gradients_arrive:
                     d_kv = gradients_arrive()
-                d_kv[0][..., columns, :] += wide_product(d_scores.flatten(2, 3).mT, queries.flatten(2, 3))
-                d_kv[1][..., columns, :] += wide_product(p.flatten(2, 3).mT, given.flatten(2, 3))
+                for own, more in zip(d_kv, d_columns, strict=True):
+                    own[..., columns, :] += more
                 if n > 1:  # pass the keys on; after the last step, back to their owner
                     gradients_arrive = _pass_on(d_kv, group)
                 if arrive:
                     kv = arrive()
             if gradients_arrive:
                 d_kv = gradients_arrive()
-            for gradient in (d_q, d_kv[0]):
-                gradient *= q.shape[-1] ** -0.5
         return d_q.to(q.dtype), *d_kv.to(q.dtype), None, None
 
 
@@ -144,26 +142,66 @@ def _times(x, y):
     return wide_product(x.flatten(2, 3), y).unflatten(2, (x.shape[2], -1))
 
 
-def _scores(q, k, rows, columns, me, owner, documents):
-    """Return scores [B, g, h / g, rows, columns], -inf for keys in the future or in another document."""
+def _hidden(rows, columns, me, owner, documents):
+    """Return which keys a query must not see for being in another document, or None."""
+    if documents is None:
+        return None
+    return documents[me][:, None, None, rows, None] != documents[owner][:, None, None, None, columns]
+
+
+# --- attention to a block of keys: by products, and by a kernel
+
+
+def _scores(q, k, causal, hidden):
+    """Return scores [B, g, h / g, rows, columns], -inf for keys in the future or hidden."""
     scores = _times(q, k.mT).mul_(q.shape[-1] ** -0.5)
-    if owner == me:  # both ascend
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores.masked_fill_(future, -math.inf)
-    if documents is not None:
-        apart = documents[me][:, None, None, rows, None] != documents[owner][:, None, None, None, columns]
-        scores.masked_fill_(apart, -math.inf)
-    return scores
+    if causal:  # both ascend
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf)
+    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
 
 
-def _absorb(state, scores, values):
-    """Take a block of scores and values into the state, in place: online softmax (Milakov and Gimelshein 2018)."""
-    largest, total, weighted = state
-    new = torch.maximum(largest, scores.amax(-1, keepdim=True))
-    shrink, p = (largest - new).exp(), scores.sub_(new).exp_()
-    largest.copy_(new)
-    total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-    weighted.mul_(shrink).add_(_times(p.to(values.dtype), values))
+def _plain(q, k, v, causal, hidden):
+    """Return attention to these keys alone, and the logs of its sums, [..., rows, 1]: -inf where none is seen."""
+    scores = _scores(q, k, causal, hidden)
+    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # finite: no inf - inf
+    p = scores.sub_(largest).exp_()
+    total = p.sum(-1, keepdim=True)
+    weighted = _times(p.to(v.dtype), v)
+    return weighted.div_(total.clamp(min=torch.finfo(total.dtype).tiny)), largest + total.log()
+
+
+def _plain_gradients(d_out, q, out, logs, k, v, causal, hidden):
+    """Return gradients of q, k and v by this block; `out` and `logs` are over all keys."""
+    scale = q.shape[-1] ** -0.5
+    p = _scores(q, k, causal, hidden).sub_(logs).exp_()
+    delta = (d_out.to(logs.dtype) * out).sum(-1, keepdim=True)
+    d_scores = _times(d_out, v.mT).sub_(delta).mul_(p).to(q.dtype)
+    q, d_out, by_key, p = (x.flatten(2, 3) for x in (q, d_out, d_scores, p.to(q.dtype)))
+    return _times(d_scores, k) * scale, wide_product(by_key.mT, q) * scale, wide_product(p.mT, d_out)
+
+
+def _is_flash(q, documents):
+    low = q.dtype in (torch.bfloat16, torch.float16)
+    return documents is None and low and q.is_cuda and not torch.version.hip and q.shape[-1] % 8 == 0
+
+
+def _flash(q, k, v, causal, _):
+    """As `_plain`, by FlashAttention."""
+    out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q.flatten(1, 2), k, v, 0.0, causal)
+    return out.unflatten(1, q.shape[1:3]), logs.unflatten(1, q.shape[1:3])[..., None]
+
+
+def _flash_gradients(d_out, q, out, logs, k, v, causal, _):
+    """As `_plain_gradients`, by FlashAttention."""
+    d_out, queries, out = (x.flatten(1, 2) for x in (d_out, q, out))
+    logs, seed = logs.flatten(1, 2).squeeze(-1).contiguous(), torch.zeros(2, dtype=torch.uint64, device=q.device)
+    d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        d_out, queries, k, v, out, logs, None, None, q.shape[-2], k.shape[-2], 0.0, causal, seed, seed
+    )  # fmt: skip
+    return d_q.unflatten(1, q.shape[1:3]), d_k, d_v
+
+
+PLAIN, FLASH = (_plain, _plain_gradients), (_flash, _flash_gradients)
 
 
 def _pass_on(x, group):
