@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -73,6 +74,36 @@ def test_what_ran_before_a_kill_is_kept_and_a_second_start_makes_the_rest_alone(
     more = hour(tmp_path, [*again.rows, Row("nano, fsdp", "--preset nano --parallel.strategy fsdp", gpus=2)])
     assert [row.what for row in more.missing()] == ["nano, fsdp"]
     assert "Not run: nano, fsdp on 2." in more.page() and "## Failed: 2 of 3" in more.page()
+
+
+def test_rows_that_time_nothing_run_side_by_side_and_end_together(tmp_path, monkeypatch):
+    meeting, ended = threading.Barrier(2, timeout=20), []
+
+    def start(hour, row, command, log, limit_s):
+        if row.beside:
+            meeting.wait()  # neither goes on alone
+        elif hour.missing() != [row]:
+            raise RuntimeError("others were not done")
+        ended.append(row.what)
+
+    monkeypatch.setattr(Hour, "_start", start)
+    monkeypatch.setattr(gpu_hour, "CORES", 0.1)
+    rows = [Row("timed", command="bench.py"), *(Row(what, command="a.py", beside=True) for what in "xy")]
+    assert hour(tmp_path, rows).run() == 0
+    assert sorted(ended[:2]) == ["x", "y"] and ended[2] == "timed"
+
+    def interrupted(hour, row, command, log, limit_s):
+        if row.what == "z":
+            assert hour.stop.wait(20)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Hour, "_start", interrupted)
+    rows += [Row(what, command="a.py", beside=True) for what in "az"]
+    again = hour(tmp_path, rows)
+    with pytest.raises(KeyboardInterrupt):
+        again.run()
+    assert [row.what for row in hour(tmp_path, rows).missing()] == ["a", "z"]
 
 
 @pytest.mark.full

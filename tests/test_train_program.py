@@ -59,6 +59,13 @@ def test_one_rank_and_two_train_the_same(runs):
     assert compare(runs["alone"][1] / "metrics.json", runs["torchrun"][1] / "metrics.json") == []
 
 
+def test_a_run_that_need_not_write_its_end_leaves_its_numbers_alone(tmp_path):
+    done = run("alone", tmp_path, "--train.steps", "2", "--log.eval-every", "0", "--checkpoint.no-at-end")
+    left = tmp_path / "train" / "latest"
+    assert done.returncode == 0 and (left / "metrics.json").is_file(), done.stderr
+    assert not list((left / "checkpoints").glob("step-*"))
+
+
 def test_a_wrong_flag_is_said_once_before_anything_starts(tmp_path):
     done = run("torchrun", tmp_path, "--parallel.tensor", "3")
     assert done.returncode == 1

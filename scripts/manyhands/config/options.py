@@ -159,6 +159,7 @@ class CheckpointOptions:
 
     folder: str | None = None  # none: in the run's own new folder; name one to resume from it later
     every: Count = 0  # steps between checkpoints; 0: only at the end and on a signal
+    at_end: bool = True  # write one when all steps are done, too; a run that only measures speed needs none
     keep: Positive = 2  # number of last checkpoints to keep, besides the best
     resume: Literal["auto", "never", "must"] = "auto"  # auto: from the folder's newest, if it has one
     asynchronous: bool = False  # write while training goes on

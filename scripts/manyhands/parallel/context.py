@@ -186,13 +186,13 @@ def _is_flash(q, documents):
 
 
 def _flash(q, k, v, causal, _):
-    """As `_plain`, by FlashAttention."""
+    """Return what `_plain` does, by FlashAttention."""
     out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q.flatten(1, 2), k, v, 0.0, causal)
     return out.unflatten(1, q.shape[1:3]), logs.unflatten(1, q.shape[1:3])[..., None]
 
 
 def _flash_gradients(d_out, q, out, logs, k, v, causal, _):
-    """As `_plain_gradients`, by FlashAttention."""
+    """Return what `_plain_gradients` does, by FlashAttention."""
     d_out, queries, out = (x.flatten(1, 2) for x in (d_out, q, out))
     logs, seed = logs.flatten(1, 2).squeeze(-1).contiguous(), torch.zeros(2, dtype=torch.uint64, device=q.device)
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(

@@ -412,7 +412,8 @@ def _within_a_step(model, layout, options, program):
     several micro-batches. Workspace is the most that single operations need: the logits in 32 bits and their gradient,
     on the last stage; under FSDP the gradient of the largest unit, in low precision and as it is summed, on its way
     into a reduce-scatter; on context ranks the keys and values of another rank and their gradients, here and on
-    their way, and in the trainer's ring a block of scores and their gradient; tokens on their way to experts and back.
+    their way, and in the trainer's ring, where no kernel spares them, a block of scores and their gradient; tokens on
+    their way to experts and back.
     """
     low, size, reduced = PRECISION_BYTES[options.train.precision], weight_bytes(options), reduce_bytes(options)
     sharded = storage_of(layout, options, program).dp_mode == "fsdp"
@@ -425,7 +426,8 @@ def _within_a_step(model, layout, options, program):
     if layout.context > 1:
         kv_width = share_of(model, 1, layout.tensor).kv_width
         workspace += 2 * 2 * tokens * ceil(kv_width / layout.tensor) * (low + size)
-    if options.parallel.context > 1:  # the trainer's; a plan takes kernels that hold none
+    no_scores = low == 2 and model.separator is None  # FlashAttention; a plan of others' runs takes such kernels, too
+    if options.parallel.context > 1 and not no_scores:
         positions = model.block_size // layout.context
         workspace += 2 * tokens * positions * ceil(model.n_head / layout.tensor) * size
     if layout.expert > 1:

@@ -12,6 +12,7 @@ are a page and a branch to send.
 import contextlib
 import json
 import os
+import platform
 import shlex
 import signal
 import statistics
@@ -31,6 +32,7 @@ from manyhands.launch.settings import environment, for_python
 from manyhands.tools import flights
 
 MEASURED = "--train.steps 40 --log.every 5 --log.eval-every 0 --log.eval-batches 1 --log.sample 0 --log.no-plots"
+UNSAVED = "--checkpoint.no-at-end"  # 15 GB of a model of 1.2 B parameters, for each row
 WARM_UP_LINES = 2
 APART = 0.02  # of a loss in bf16 on several GPUs from the same batch's on one
 ENDS_S = 60  # after a rank was killed
@@ -65,10 +67,12 @@ def lesson(number, gpus):
 
 def one_gpu() -> list[Row]:
     """Return what one GPU can tell, the unknown first."""
-    tests = "pytest -q -n 4 -m gpu tests/test_on_gpus.py -k 'not lesson'"
+    joins = "pytest -q -n 0 -m gpu tests/test_on_gpus.py -k join"  # what a group takes of the GPU: with nobody beside
+    tests = "pytest -q -n 4 -m gpu tests/test_on_gpus.py -k 'not lesson and not join'"
     return [
         *(lesson(number, 1) for number in ("10", "11", "12", "13", "14", "15")),
         Row("tests of kernels, memory and the trainer", command=tests, limit_s=600, beside=True),
+        Row("joins", command=joins),
         Row("gpt2", GPT2 + " --train.compile"),
         Row("gpt2, micro-batches of 8", GPT2 + " --train.compile --train.micro-batch 8"),
         Row("gpt2, heads of 128", GPT2 + " --train.compile --model.n-head 6"),
@@ -231,6 +235,7 @@ class Hour:
     def _train(self, row):
         folder = self._folder(row)
         flags = [*shlex.split(f"{MEASURED} {row.flags}"), f"--train.device={self.kind}"]
+        flags += [] if row.on else [UNSAVED]
         if row.on:
             flags += ["--checkpoint.folder", str(folder / "checkpoints"), "--train.steps", "20"]
         if row.kill:
@@ -293,7 +298,8 @@ def conditions(kind: str, gpus: int) -> dict:
     from manyhands.launch.metrics import cpu_name
 
     name = cpu_name() if kind == "cpu" else torch.get_device_module(kind).get_device_name(0)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or torch.version.hip}
+    versions = {"torch": torch.__version__.split("+")[0], "cuda": torch.version.cuda or torch.version.hip}
+    versions["python"] = platform.python_version()
     about = {"hardware": f"{gpus} x {name}", "versions": versions, "commit": commit()}
     return about | {"date": time.strftime("%Y-%m-%d"), "command": f"train.py {MEASURED}, and the flags of a row"}
 
@@ -311,7 +317,7 @@ def main(root: Path, length: str, device: str, again: bool = False) -> int:
     if kind != "cpu" and gpus > 1 and length == "hour":
         rows = several_gpus(gpus)
     if length == "quarter":
-        rows = [replace(row, limit_s=min(row.limit_s, 180)) for row in rows[:11]]
+        rows = [replace(row, limit_s=min(row.limit_s, 180)) for row in rows[:12]]
     folder = root / "outputs" / "gpu_hour" / "recorded" if kind == "cpu" else RECORDED
     hour = Hour(root, rows, folder, kind, gpus)
     with sigterm_interrupts():

@@ -117,7 +117,7 @@ class Run:
         )  # fmt: skip
         self.write_metrics()
         self.checkpoints.close()
-        return 0 if saved else INTERRUPTED
+        return INTERRUPTED if stop and not saved else 0
 
     def loop(self, watch, step_done, collect):
         """Train the remaining steps and return the signal that stopped them early, or None. All ranks call it."""
@@ -148,8 +148,8 @@ class Run:
         if stop is None and self.step not in self.val_losses:
             stop = self.evaluate()
         watch.at(self.step, "checkpoint", SLOW_S)
-        if stop != BY_HAND or options.checkpoint.folder:  # only with a folder can a run be resumed
-            self.save()
+        if options.checkpoint.at_end if stop is None else stop != BY_HAND or options.checkpoint.folder:
+            self.save()  # a run stopped by hand can be resumed only with a folder
         self.checkpoints.wait()  # an asynchronous save may still be writing
         return stop
 
