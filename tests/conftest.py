@@ -33,6 +33,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or each of some thousand prog
 REAL_PYTHON = sys.executable
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 
+import kept_parsers  # noqa: E402, F401
 from forked_python import ForkedPython  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 

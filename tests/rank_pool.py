@@ -19,6 +19,7 @@ import time
 import traceback
 from datetime import timedelta
 
+import kept_parsers  # noqa: F401
 from manyhands.launch import settings
 
 _server = multiprocessing.get_context("forkserver")
@@ -27,7 +28,7 @@ _server.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
         "torch.distributed.pipelining", "torch.distributed.checkpoint", "hypothesis", "pytest", "rich.progress",
-        "psutil", "safetensors.torch", "manyhands.train.run", "manyhands.train.start",
+        "psutil", "safetensors.torch", "tyro", "manyhands.train.run", "manyhands.train.start",
         "manyhands.parallel.mesh_strategy",
     ]
 )  # fmt: skip
