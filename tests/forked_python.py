@@ -348,6 +348,14 @@ def save_less_often():
     Manager.cell_complete = unsaved(Manager.cell_complete, ("markdown", "raw", "code"))
 
 
+def look_up_the_stack_only():
+    """torchrun asks for the name of a function's caller some ten times, each time with the source of all its callers,
+    for which inspect goes through all modules: a second of each torchrun."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
 def without_our_frames(kind, error, trace):
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -366,6 +374,7 @@ if __name__ == "__main__":
     for _module in PRELOAD:
         importlib.import_module(_module)
     save_less_often()
+    look_up_the_stack_only()
     sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.dirname(sys.argv[1])  # outside the tree
     for _kept in weakref.finalize._registry:  # torch's operators, each taken apart by itself
         _kept.atexit = False

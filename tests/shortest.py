@@ -53,8 +53,11 @@ FEWER = {
 
 
 def shorten(lesson):
-    """Write FEWER into the script and the notebook of a copy of the course."""
-    for path in (lesson.script, lesson.notebook):
+    """Write FEWER into the notebook and the script of a copy of the course.
+
+    The script is saved last: if its notebook were, each run of the script would read both to compare them.
+    """
+    for path in (lesson.notebook, lesson.script):
         text = path.read_text("utf-8")
         for there, here in FEWER.get(lesson.name, ()):
             if path == lesson.notebook:  # it is JSON
