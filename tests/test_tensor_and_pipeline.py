@@ -114,7 +114,7 @@ def assert_cases_train_like_one_process(pool, reference, n, cases):
         assert_equal([own[i] for own in results], reference(options_of(**parallel), config))
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
 def test_tensor_ranks_train_a_llama_like_one_process(pool, reference, n):
     assert_cases_train_like_one_process(pool, reference, n, LLAMAS[n])
 
@@ -165,7 +165,7 @@ TIED_PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)])
 def test_the_ends_of_a_pipeline_share_a_tied_matrix_as_one_process_has_it(pool, reference, n):
     assert_cases_train_like_one_process(pool, reference, n, TIED_PIPELINES[n])
 
@@ -204,7 +204,7 @@ PIPED_LLAMAS = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 8))])
 def test_a_pipeline_trains_a_llama_like_one_process_under_every_schedule(pool, reference, n):
     assert_cases_train_like_one_process(pool, reference, n, PIPED_LLAMAS[n])
 
