@@ -102,6 +102,7 @@ def test_a_llama_goes_on_under_another_strategy_on_another_number_of_ranks(llama
     assert done.returncode == 2 and "holds another model (" in done.stderr and "style=llama" in done.stderr
 
 
+@pytest.mark.full  # tests/test_saves.py saves and reads such layouts, and the llama above goes on
 def test_a_llama_of_tensor_ranks_and_shards_goes_on_in_a_pipeline(tmp_path, monkeypatch):
     monkeypatch.setitem(LAUNCHERS, "four ranks", [*LAUNCHERS["torchrun"][:-1], "4"])
     folder = tmp_path / "checkpoints"
