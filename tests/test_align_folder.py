@@ -12,15 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from manyhands.align.options import from_elsewhere, read_options
+from manyhands.align.options import from_elsewhere, read_options, trainer_options
+from manyhands.align.run import Alignment, _begin, learner
 from manyhands.align.stage import corpus_of_conversations
 from manyhands.checkpoint import export
 from manyhands.checkpoint.export import load_model
+from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import read_manifest
+from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError
 from manyhands.data.shakespeare import DataError
 from manyhands.data.tokenizer import tokenizer_of_folder
 from manyhands.gpt.lora import add_lora
+from manyhands.measure.tensor_bytes import local_part
+from manyhands.train.preemption import PreemptionHandler
+from manyhands.train.start import resume
 from test_chat_templates import CHATML, folder_with, messages
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -132,6 +138,41 @@ def test_a_taught_checkpoint_answers_by_its_template_and_adapters_learn_too(fold
         new = model.generate(ids[None], 5, temperature=0)[0, len(ids) :].tolist()
     end = next((k for k, i in enumerate(new) if i in (1, 3)), 5)
     assert capsys.readouterr().out == f"{program('sample').shown(tokenizer.decode(new[:end]))}\n"
+
+
+def taught(ranks, words, tmp_path, whole):
+    """The run of these words, from the folder's shares or, as what has new tokens, from the whole model."""
+    os.environ["MANYHANDS_OUTPUTS"] = str(tmp_path)
+    wanted = read_options([*words, "--log.no-plots", "--train.device", "cpu"])
+    base, metadata = _begin(wanted, print)
+    assert isinstance(base, ModelFolder), "nobody has read a weight"
+    config, tokenizer = learner(wanted, base.config, metadata)
+    corpus = corpus_of_conversations(wanted.data.file, tokenizer, config.block_size, print)
+    layout = resolve_layout(trainer_options(wanted, config), config, ranks.world_size)
+    base = load_model(wanted.source)[0] if whole else base
+    run = Alignment(wanted, base, config, layout, corpus, ranks, PreemptionHandler(ranks), metadata)
+    notes, held = [], sum(local_part(p).numel() for p in run.parallel.named_parameters().values())
+    run.report.note = notes.append
+    resume(run)
+    run.go()
+    read = re.search(r"has read ([\d.]+) MB", " ".join(notes))
+    return run.val_losses, run.parallel.named_full_parameters(), held, read and float(read[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [("--parallel.strategy fsdp", 1 / 2), ("--parallel.strategy tp", 1 / 2), ("--lora.rank 2", 1)],
+)
+def test_a_rank_reads_what_it_holds_of_a_folder_and_learns_the_same(flags, share, folder, talks, tmp_path, pool):
+    words = ["sft", "--from", str(folder), "--data.file", str(talks), "--train.global-batch", "8"]
+    words += ["--train.steps", "3", "--optimizer.lr", "0.01", *flags.split()]
+    num_params = load_model(folder)[0].num_params()
+    whole, shares = (pool.run(2, taught, words, tmp_path, whole) for whole in (True, False))
+    for (before, old, *_), (losses, weights, held, read_mb) in zip(whole, shares, strict=True):
+        assert losses == before and losses[3] < losses[0]
+        assert weights.keys() == old.keys() and all(torch.equal(weights[name], old[name]) for name in old)
+        assert share * num_params <= held < (share + 0.2) * num_params
+        assert read_mb == pytest.approx(4e-6 * share * num_params, abs=0.06)
 
 
 @pytest.mark.ranks

@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 from alignment_runs import ALPHABET, base
 from manyhands.align.chat import MARKERS
+from manyhands.checkpoint.checkpoints import tensors_in
 from manyhands.checkpoint.export import load_model, write_export
 from manyhands.checkpoint.manifest import MANIFEST
 from manyhands.launch.program import Refused
@@ -59,6 +60,13 @@ def test_a_stage_leaves_what_sample_reads_and_the_next_stage_starts_from(root, p
     with pytest.raises(Refused, match="--system is for --chat"):
         program("sample").main([*words, "--system", "You are a fool."])
     capsys.readouterr()
+
+    words = ["--from", "gone", "--checkpoint.folder", folder, "--lora.rank", 2, *SHORT, "--train.steps", 3]
+    resumed = align(root, tmp_path, "sft", *words)
+    assert "resumed from" in resumed.stdout, resumed.stderr
+    # the markers' rows learn beside the adapters, as before
+    learning = [tensors_in(folder / f"step-{step:08}", "optimizer.")[0] for step in (2, 3)]
+    assert learning[1] == learning[0] and "tokens.weight.exp_avg" in learning[1]
 
     again = align(root, tmp_path, "grpo", "--from", exported, "--checkpoint.folder", folder, *SHORT)
     assert again.returncode == 2

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from manyhands.align.stage import Stage, own_draws, reference, rows, shifted, token_log_probs
+from manyhands.align.stage import Stage, own_draws, rows, shifted, token_log_probs
 from manyhands.config.options import OptionError
 
 HELD_OUT = 8  # one pair in 8 is not trained on
@@ -37,7 +37,7 @@ class Preference(Stage):
 
     def __init__(self, run):
         super().__init__(run)
-        self.reference = reference(run.base, run.config, run.options, run.ranks)
+        self.reference = self.frozen_start()
         pairs_N2T, answer_N2T = self._pairs()
         num_held_out = max(1, len(pairs_N2T) // HELD_OUT)
         self.learned = pairs_N2T[num_held_out:], answer_N2T[num_held_out:]

@@ -17,7 +17,7 @@ are taken. Shapes: B answers of all ranks, b of this one, T targets.
 import torch
 import torch.distributed as dist
 
-from manyhands.align.stage import Stage, own_draws, reference, token_log_probs
+from manyhands.align.stage import Stage, own_draws, token_log_probs
 
 TINY = 1e-4  # keeps the advantage finite where a group's rewards are nearly equal
 
@@ -66,7 +66,7 @@ class Reinforcement(Stage):
     def __init__(self, run):
         super().__init__(run)
         wanted = self.wanted.grpo
-        self.reference = reference(run.base, run.config, run.options, run.ranks) if wanted.kl else None
+        self.reference = self.frozen_start() if wanted.kl else None
         self.reward = {"right": self.task.right, "in_order": self.task.in_order}[wanted.reward]
 
     def next_batch(self, step):

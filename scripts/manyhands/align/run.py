@@ -14,6 +14,7 @@ from manyhands.align.grpo import Reinforcement
 from manyhands.align.options import trainer_options
 from manyhands.align.stage import Imitation, corpus_of_conversations, start_from
 from manyhands.checkpoint.export import load_model, opened, tokenizer_of
+from manyhands.checkpoint.folders import ModelFolder
 from manyhands.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from manyhands.config.layout import resolve_layout
 from manyhands.config.model_folder import LONGEST
@@ -21,6 +22,7 @@ from manyhands.config.options import OptionError
 from manyhands.data.corpus import load_corpus
 from manyhands.data.tokenizer import CharTokenizer
 from manyhands.gpt.config import GPTConfig
+from manyhands.gpt.model import GPT
 from manyhands.launch.join import join, refuse
 from manyhands.launch.metrics import StepLog
 from manyhands.launch.program import Refused
@@ -37,18 +39,23 @@ SHOWN = 4  # answers in a sample
 
 
 class Alignment(Run):
-    """A `Run` that starts from `base`, a GPT on the CPU, and learns by the method that `wanted` names."""
+    """A `Run` that starts from `base` (see `start_from`) and learns by the method that `wanted` names."""
 
-    def __init__(self, wanted, base, config, layout, corpus, ranks, preemption, origin=None):
-        options, start = trainer_options(wanted, config), start_from(base, wanted.lora)
-        super().__init__(options, config, layout, corpus, ranks, preemption, start)
-        self.wanted, self.base, self.origin = wanted, base, origin
+    def __init__(self, wanted, base, config, layout, corpus, ranks, preemption, metadata=None):
+        before, source = metadata or {}, base if isinstance(base, ModelFolder) else None
+        start = start_from(base, wanted.lora, base is None and (before.get("lora") or {}).get("rows", False))
+        options = trainer_options(wanted, config)
+        super().__init__(options, config, layout, corpus, ranks, preemption, start, source)
+        self.wanted, self.base, self.origin = wanted, base, before.get("base")
         self.numbers = []  # rank 0's lines of alignment.jsonl
         self.stage = STAGES[wanted.method](self)
         self.log = None
 
     def metadata(self):
-        lora = dataclasses.asdict(self.wanted.lora) if self.wanted.lora.rank else None
+        lora = None
+        if self.wanted.lora.rank:
+            rows = self.parallel.named_parameters()["tokens.weight"].requires_grad
+            lora = dataclasses.asdict(self.wanted.lora) | {"rows": rows}
         return super().metadata() | {"lora": lora, "alignment": self.about()}
 
     def about(self):
@@ -112,14 +119,23 @@ def refuse_other_method(run):
 
 
 def _begin(wanted, tell):
-    """Return (base, metadata). A run that goes on without a reference reads what it has kept, and not --from."""
-    kept, with_reference = (
-        wanted.checkpoint.folder,
-        wanted.method == "dpo" or (wanted.method == "grpo" and wanted.grpo.kl),
-    )
-    if kept is not None and not with_reference and steps_in(kept):
-        return load_model(kept, "newest", tell)
+    """Return (base, metadata), base as in `start_from`.
+
+    A run that goes on without a reference reads what it has kept, and not --from.
+    """
+    kept = wanted.checkpoint.folder
+    if kept is not None and not _has_reference(wanted) and steps_in(kept):
+        return None, opened(kept, "newest", tell)[-1]
+    if (wanted.source / "config.json").is_file():
+        *_, metadata = opened(wanted.source)
+        base = GPTConfig(**metadata["config"])
+        if learner(wanted, base, metadata)[0].vocab_size == base.vocab_size:
+            return ModelFolder(wanted.source, base), metadata
     return load_model(wanted.source, wanted.step, tell)
+
+
+def _has_reference(wanted):
+    return wanted.method == "dpo" or (wanted.method == "grpo" and wanted.grpo.kl)
 
 
 def learner(wanted, config, metadata):
@@ -133,8 +149,11 @@ def learner(wanted, config, metadata):
     # of a longer model's context no more is trained on, and a GPT's positions are weights
     size = config.block_size if config.style == "gpt" else min(config.block_size, LONGEST)
     vocabulary = max(config.vocab_size, len(tokenizer.vocab))
-    if wanted.lora.rank > config.n_embd:
-        raise OptionError(f"lora.rank={wanted.lora.rank} is more than the width {config.n_embd}; use less")
+    if (rank := wanted.lora.rank) > config.n_embd:
+        raise OptionError(f"lora.rank={rank} is more than the width {config.n_embd}; use less")
+    if rank and config.experts > 1:
+        why = f"lora.rank={rank}: adapters do not stand next to {config.experts} experts"
+        raise OptionError(f"{why}; use lora.rank=0")
     return dataclasses.replace(config, vocab_size=vocabulary, block_size=size), tokenizer
 
 
@@ -151,11 +170,11 @@ def describe(wanted, world_size, per_node=None):
     if wanted.lora.rank:
         held = with_lora(whole, config, layout, options, wanted.lora.rank, rows)
         other = [f"without LoRA a rank keeps {dry_run.kept(whole)}"]
-    frozen = wanted.method == "dpo" or (wanted.method == "grpo" and wanted.grpo.kl)
+    if _has_reference(wanted):
+        other.insert(0, f"the reference takes {dry_run.gib(4 * config.num_params() / world_size)} more")
     lines = [
         *(f"{name}: {fact}" for name, fact in about_run(options, config, layout).items()),
         *dry_run.held_lines(held, options, layout, config.dropout > 0),
-        *[f"the reference takes {dry_run.gib(4 * config.num_params() / world_size)} more"] * bool(frozen),
         dry_run.fits(held.on_gpu, room, whose),
         *other,
     ]
@@ -175,7 +194,7 @@ def align(wanted):
         try:
             agreement = Agreement(ranks, None, Refused)
             base, metadata = agreement.all(lambda: _begin(wanted, tell))
-            config, tokenizer = learner(wanted, base.config, metadata)
+            config, tokenizer = learner(wanted, GPTConfig(**metadata["config"]), metadata)
             tokenizer.now = agreement.gather(datetime.now())[0]  # noqa: DTZ005 - rank 0's, for all conversations
             corpus = dataclasses.replace(course, tokenizer=tokenizer) if course else None  # its ids are not of these
             if file is not None:
@@ -185,9 +204,10 @@ def align(wanted):
                 raise OptionError(f"data.file={file} is not the same on all nodes; put it where they all see it")
             options = trainer_options(wanted, config)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
-            refuse_size(config, ranks)
+            # a GPT is whole on every rank
+            refuse_size(config, ranks, None if isinstance(base, GPT) else ranks.world_size // layout.replicate)
             refuse_compile(options, ranks)
-            run = Alignment(wanted, base, config, layout, corpus, ranks, preemption, metadata.get("base"))
+            run = Alignment(wanted, base, config, layout, corpus, ranks, preemption, metadata)
         except Refused as error:
             refuse(str(error))
         return carry_out(run, "align.py", refuse_other_method)

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from manyhands.align.chat import chat_of, conversations, speech_messages, speeches
+from manyhands.checkpoint.folders import ModelFolder
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import OptionError, ParallelOptions
 from manyhands.data.corpus import Corpus
@@ -43,7 +44,9 @@ from manyhands.gpt.lora import add_lora
 from manyhands.gpt.model import GPT
 from manyhands.gpt.sampling import Sampling, Sequence, write_next
 from manyhands.launch.program import explained
-from manyhands.parallel.strategy import parallelize
+from manyhands.parallel.fsdp import without_numbers
+from manyhands.parallel.strategy import own_precision, parallelize
+from manyhands.train.start import fill
 
 HELD_OUT_SEED = 7  # the same held-out words in every run
 MOST_SPEECHES = 128  # speeches or conversations on which the held-out loss is measured
@@ -173,6 +176,14 @@ class Stage:
         if longest > run.config.block_size:
             why = f"data.length={self.task.length}: a question and its answer take {longest} tokens"
             raise OptionError(f"{why}, and the model reads {run.config.block_size}; use shorter words")
+
+    def frozen_start(self):
+        """Return the start, frozen: see `reference`. All ranks call it."""
+        run = self.run
+        frozen = reference(run.base, run.config, run.options, run.ranks)
+        if isinstance(run.base, ModelFolder):
+            fill(run, run.base, frozen)
+        return frozen
 
     def gradients(self, batch, timer):
         """Forward and backward on this rank's rows. Return the loss: its mean over data ranks is the batch's."""
@@ -321,23 +332,24 @@ def encoded_speeches(corpus, chat, longest):
     return both
 
 
-def start_from(base, lora=None):
+def start_from(base, lora=None, rows=False):
     """`start(config, options)` for `parallelize`: `base`'s weights, room for config.vocab_size tokens, and adapters.
 
-    Raise OptionError for adapters of a model with experts.
+    base: a GPT; else each rank sets what it holds later, from a ModelFolder or (None) from a checkpoint. `rows`: beside
+    adapters the vocabulary learns, as it does where `base` lacks a part of it.
     """
-    if lora and lora.rank and base.config.experts > 1:
-        experts = base.config.experts
-        raise OptionError(f"lora.rank={lora.rank}: adapters do not stand next to {experts} experts; use lora.rank=0")
+    whole = isinstance(base, GPT)
+    if not whole and not (lora and lora.rank):
+        return without_numbers
 
     def start(config, options):
-        model = widened(base, config, options.train.seed)
+        model = widened(base, config, options.train.seed) if whole else without_numbers(config, options)
         if lora and lora.rank:
             add_lora(model, lora.rank, lora.alpha, options.train.seed)
-            if base.config.vocab_size < config.vocab_size:  # the markers' rows are as drawn: they must learn
+            if rows or (whole and base.config.vocab_size < config.vocab_size):  # the markers' rows are as drawn
                 for part in (model.tokens, model.head):
                     part.requires_grad_(True)
-        return model.to(torch.float64 if options.train.precision == "fp64" else torch.float32)
+        return model.to(own_precision(options))
 
     return start
 

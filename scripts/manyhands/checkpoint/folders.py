@@ -175,11 +175,11 @@ class ModelFolder:
     def fill(self, parameters) -> int:
         """Copy into {our name: a parameter, or its share as a DTensor} what belongs there, and return the bytes read.
 
-        Raise CheckpointError for a number that is not finite.
+        What the folder has not, as adapters, stays as it is. Raise CheckpointError for a number that is not finite.
         """
         num_bytes = 0
         for name, parameter in parameters.items():
-            if (chunk := own_chunk(parameter)) is None:
+            if name not in self.names or (chunk := own_chunk(parameter)) is None:
                 continue
             (begin, *_), (count, *_) = chunk.offsets, chunk.sizes
             across = tuple(slice(at, at + size) for at, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))

@@ -102,6 +102,7 @@ class LossScale(Schema):  # of fp16: see `parallel.optimizer`
 class Lora(Schema):  # adapters beside the weights: see `gpt.lora`
     rank: Annotated[Count, Field(ge=1)]
     alpha: float
+    rows: bool = False  # does the vocabulary learn, too?
 
 
 class Stage(Partly):  # of `align.py`

@@ -69,11 +69,14 @@ def model_folder(options, config, corpus):
     return folder
 
 
-def fill(run, folder):
-    """Fill the weights of `run` from a ModelFolder, each rank what it holds. Raise CheckpointError on all ranks."""
+def fill(run, folder, parallel=None):
+    """Fill `parallel` (None: the model of `run`) from a ModelFolder, each rank what it holds.
+
+    Raise CheckpointError on all ranks.
+    """
     run.report.note(f"reading the model in {folder.path}")
-    begin = time.perf_counter()
-    num_bytes = Agreement(run.ranks, None, CheckpointError).all(lambda: folder.fill(run.parallel.named_parameters()))
+    begin, named = time.perf_counter(), (parallel or run.parallel).named_parameters()
+    num_bytes = Agreement(run.ranks, None, CheckpointError).all(lambda: folder.fill(named))
     run.report.note(f"this rank has read {num_bytes / 1e6:,.1f} MB of weights in {time.perf_counter() - begin:.1f} s")
 
 
