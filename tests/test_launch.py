@@ -309,6 +309,15 @@ def test_a_wrong_start_ends_with_status_2_and_one_sentence(script, argv, environ
     assert errors.count("\n") == 1 or environ is NOWHERE  # torch's own warnings
 
 
+def test_a_lesson_that_needs_two_ranks_does_nothing_on_one(script):
+    text = re.sub(r"^n_ranks = .*$", "n_ranks = 4  # processes, at least 2", script.read_text(), flags=re.M)
+    script.write_text(text)
+    status, output, errors = run(sys.executable, script)
+    assert (
+        status == 2 and "sum" not in output and "07_sum.py: it needs at least 2 ranks, and was started on 1\n" in errors
+    )
+
+
 def test_help_is_printed_once_and_one_process_takes_the_same_path(script):
     status, output, errors = run(MPIEXEC, "-n", "2", sys.executable, script, "--help")
     assert (status, errors) == (0, "")

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from manyhands.course.lesson_parameters import ParameterError, help_text, parse, read, read_cell, validate
+from manyhands.course.lesson_parameters import ParameterError, help_text, least_ranks, parse, read, read_cell, validate
 from manyhands.launch.allocation import RanksError
 from manyhands.notebook.start import ranks_here, told_of_ranks
 
@@ -134,6 +134,18 @@ def test_a_site_sets_the_ranks_of_notebooks_whose_parameters_nobody_has_changed(
     found = ranks_here(known, {} if own is None else {"n_ranks": own})
     assert found == ranks and bool(told_of_ranks(found)) == bool(ranks)
     assert told_of_ranks(found).startswith(f"MANYHANDS_RANKS={asked}: this starts {asked} rank" * bool(ranks))
+
+
+def test_a_lesson_says_how_many_ranks_it_needs_and_gets_no_fewer(monkeypatch, capsys):
+    known = read_cell("n_ranks = 4  # processes, at least 2")
+    assert validate(known, {"n_ranks": 2}) == {"n_ranks": 2} and least_ranks(read_cell("n_ranks = 4  # processes")) == 1
+    with pytest.raises(ParameterError, match="n_ranks = 1 is not accepted: it takes a whole number >= 2"):
+        validate(known, {"n_ranks": 1})
+    monkeypatch.setenv("MANYHANDS_RANKS", "1")
+    assert ranks_here(known, {"n_ranks": 4}) == {}
+    assert "MANYHANDS_RANKS=1 does not count: this lesson needs at least 2 ranks" in capsys.readouterr().out
+    monkeypatch.setenv("MANYHANDS_RANKS", "2")
+    assert ranks_here(known, {"n_ranks": 4}) == {"n_ranks": 2}
 
 
 @pytest.mark.parametrize("asked", ["0", "two", "-1"])

@@ -306,6 +306,13 @@ def test_notebooks_come_first_then_scripts_under_both_launchers_with_2_and_4_ran
     planned = [(run.lesson.number, run.title) for run in preflight.plan(find_lessons(tmp_path), tmp_path)]
     scripts = ["torchrun on 2 ranks", "mpiexec on 2 ranks", "torchrun on 4 ranks", "mpiexec on 4 ranks"]
     assert planned == [("01", "notebook"), ("02", "notebook")] + [(n, way) for n in ("01", "02") for way in scripts]
+    needs_3 = tmp_path / "scripts" / "02_also.py"
+    needs_3.write_text(needs_3.read_text().replace("# processes", "# processes, at least 3"))
+    planned = preflight.plan(find_lessons(tmp_path, only=["02"]), tmp_path)
+    assert [(run.way, run.n_ranks) for run in planned] == [("notebook", None)] + [
+        (way, n) for n in (3, 4) for way in ("torchrun", "mpiexec")
+    ]
+    assert {run.n_ranks for run in preflight.plan(find_lessons(tmp_path, only=["02"]), tmp_path, ranks=[1, 2])} == {3}
 
 
 def test_ranks_short_and_device_reach_notebooks_and_scripts_also_by_what_a_report_gives_to_try_again(

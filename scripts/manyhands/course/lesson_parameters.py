@@ -4,7 +4,8 @@
     bucket_mib = 0.1   # bucket size in MiB, > 0
     kind = "ring"      # which algorithm, one of ring, tree
 
-(`>= 1` says the same as "at least 1"; but papermill cannot read a line with a second "=".)
+(`>= 1` says the same as "at least 1"; but papermill cannot read a line with a second "=".) A lesson that needs two
+ranks says so of `n_ranks`: "at least 2".
 
 In a notebook papermill may inject other values; in a script `--length 8` overrides them. Both are checked here.
 """
@@ -53,7 +54,7 @@ class Parameter:
     def admits(self, value) -> bool:
         """Return whether the cell may hold `value`, of whatever type."""
         if self.name == LAUNCHERS_OWN:  # None: all slots of the allocation
-            return value is None or (type(value) is int and value >= 1)
+            return value is None or (type(value) is int and value >= least_ranks([self]))
         if type(value) is not type(self.default):
             return False
         if self.limits.startswith("one of "):
@@ -99,6 +100,12 @@ def read_cell(source: str) -> list[Parameter]:
         spelled = re.sub(r"^at least\s*|^([<>]=?)\s*", lambda m: f"{m[1] or '>='} ", limits[1]) if limits else ""
         found.append(Parameter(name, default, text, spelled))
     return found
+
+
+def least_ranks(parameters: Sequence[Parameter]) -> int:
+    """Return the fewest ranks that a lesson with these parameters runs on; 1 where it does not say."""
+    said = [p.limits.removeprefix(">= ") for p in parameters if p.name == LAUNCHERS_OWN and p.limits]
+    return max([1, *map(int, said)])
 
 
 def parse(parameters: Sequence[Parameter], argv: Sequence[str]) -> dict:

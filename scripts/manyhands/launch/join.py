@@ -59,10 +59,12 @@ def join(
     """
     leave()
     _again.update(lesson=lesson, name=name, device=device, timeout_s=timeout_s, options=options)
-    script = (lesson or {}).get("__file__", f"{name}.py" if name else None)
+    script, least = (lesson or {}).get("__file__", f"{name}.py" if name else None), 1
     try:
         if name is None:
-            name, options = _take_flags(lesson, script) if script else (settings.value("MANYHANDS_LESSON", ""), {})
+            name = settings.value("MANYHANDS_LESSON", "")
+            if script:
+                name, options, least = _take_flags(lesson, script)
         named = settings.device()  # first, to refuse invalid values
         wanted = str((lesson or {}).get("device", device)).split(":")[0]
         ranks = _enter(name, named if wanted == "auto" else wanted, timeout_s, quiet, options or {})
@@ -75,6 +77,8 @@ def join(
             raise
         end(f"{Path(script).name}: {str(error).splitlines()[0]}; {what_to_do}", 2, everybody=True)
     remember(ranks)
+    if ranks.world_size < least:
+        refuse(f"it needs at least {least} ranks, and was started on {ranks.world_size}")
     if ranks.rank == 0:
         say_nothing_yet()  # from an earlier group
         if script and not quiet and (warning := stale_script(script)):
@@ -127,13 +131,14 @@ def mpi_world() -> Any:
 
 
 def _take_flags(lesson, script):
-    """Apply the script's flags to `lesson` and return (the script's stem, {parameter: value} but the device)."""
+    """Apply the flags to `lesson`; return (the script's stem, {parameter: value} but the device, its least ranks)."""
     known = lesson_parameters.read(script)
     if {"-h", "--help"} & set(sys.argv[1:]):
         end(lesson_parameters.help_text(known, script), 0, "stdout")
     values = {one.name: one.default for one in known} | (given := lesson_parameters.parse(known, sys.argv[1:]))
     lesson.update(given)
-    return Path(script).stem, {name: value for name, value in values.items() if name != "device"}
+    values = {name: value for name, value in values.items() if name != "device"}
+    return Path(script).stem, values, lesson_parameters.least_ranks(known)
 
 
 def _enter(name, wanted, timeout_s, quiet, options):

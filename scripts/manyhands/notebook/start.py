@@ -98,6 +98,10 @@ def ranks_here(known, values):
     if not (asked.isdecimal() and int(asked)):
         raise RanksError(f"MANYHANDS_RANKS={asked!r} is no number of ranks; use 1 or more")
     usual = next((p.default for p in known if p.name == n_ranks), None)
+    if int(asked) < (least := lesson_parameters.least_ranks(known)):
+        needs = f"MANYHANDS_RANKS={asked} does not count: this lesson needs at least {least} ranks. Where a node has"
+        print("\n".join(wrapped(f"{needs} fewer GPUs they stay on the CPUs.")))
+        return {}
     return {n_ranks: int(asked)} if usual is not None and values.get(n_ranks, usual) == usual != int(asked) else {}
 
 

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from manyhands.course import pairs
 from manyhands.course.folders import ROOT, make_private, version, write_whole
-from manyhands.course.lesson_parameters import read
+from manyhands.course.lesson_parameters import least_ranks, read
 from manyhands.course.lessons import AIM_BYTES, Lesson, find_lessons, left_alone
 from manyhands.launch.allocation import Allocation, RanksError, find_mpiexec, mpi_launcher, pyxis_flags
 from manyhands.launch.commands import ranks_on_a_node
@@ -256,15 +256,18 @@ def plan(lessons, folder, *, ranks=None, device=None, short=False, notebooks_onl
     launchers = list(dict.fromkeys([environ.get("STARTER") or "torchrun", *["mpiexec"] * mpi]))
     for lesson in lessons:
         parameters = dict(lesson.short) if short else {}
-        known = set(parameters)
+        known, least = set(parameters), 1
         with suppress(OSError, ValueError, SyntaxError, TokenError):  # a broken script says so in its own runs
-            known = {parameter.name for parameter in read(lesson.script)}
+            found = read(lesson.script)
+            known, least = {one.name for one in found}, least_ranks(found)
         if unknown := parameters.keys() - known:
             raise ValueError(f"SHORT in lessons.py sets {', '.join(unknown)}, which {lesson.name} does not have")
-        most = max(ranks) if ranks else None
+        most = max(least, *ranks) if ranks else None
         # a job that lesson 04 submits would wait in the queue, and a queue may take one of each user: this one
         at_once = parameters | ({"submit_via": "bash"} if "submit_via" in known else {})
-        ways = [("notebook", most)] + [(way, n) for n in ranks or (2, 4) for way in launchers]
+        ways = [("notebook", most)] + [
+            (way, n) for n in dict.fromkeys(max(least, n) for n in ranks or (2, 4)) for way in launchers
+        ]
         for way, n in ways:
             own = folder / lesson.name / (f"{way}-{n}" if n else way)
             if way == "notebook":
