@@ -1,8 +1,8 @@
 """Each lesson as its users run it: notebook and script in their shortest runs, with equal numbers.
 
-`make test-full` adds the notebook at full length, and lesson 02 from every launcher on 2 and 4 ranks, 03 from two on 2
-and under torchrun on 4. What runs on 2 ranks is the attendees' copy, in which nobody has written a line yet. `make
-preflight` runs every lesson every way.
+Of long lessons `make test` runs the notebook alone. `make test-full` adds their scripts, the notebooks at full
+length, and lesson 02 from every launcher on 2 and 4 ranks, 03 from two on 2 and under torchrun on 4. What runs on 2
+ranks is the attendees' copy, in which nobody has written a line yet. `make preflight` runs every lesson every way.
 """
 
 import ast
@@ -144,26 +144,45 @@ def test_the_shell_lines_of_notebooks_show_from_the_repositorys_root_what_is_sto
         assert not missing and bool(found) == bool(stored), (cell.source, found)
 
 
-IN_SHORT = [pytest.param(lesson, 1 if lesson in LONG else 2, id=lesson.name) for lesson in LESSONS]
-IN_FULL = [pytest.param(lesson, 2, id=f"{lesson.name}, 2 ranks", marks=pytest.mark.full) for lesson in LONG]
+IN_SHORT = [pytest.param(lesson, 2, id=lesson.name) for lesson in LESSONS if lesson not in LONG]
+IN_FULL = [
+    pytest.param(lesson, n, id=f"{lesson.name}, {n} ranks", marks=pytest.mark.full) for lesson in LONG for n in (1, 2)
+]  # fmt: skip
+
+
+@each(LONG, pytest.mark.lesson)
+@pytest.mark.timeout(600)
+def test_the_attendees_notebook_of_a_long_lesson_runs_and_each_check_is_not_attempted(lesson, shortened, tmp_path):
+    """On 2 ranks. Its script, which holds the same cells (see test_pairs), runs in `make test-full`."""
+    run_of(shortened[lesson.name], "notebook", 2, tmp_path / "notebook")
+    cells = nbformat.read(tmp_path / "notebook" / f"{lesson.name}.ipynb", 4).cells
+    shown = [output.get("data", {}).get("text/plain", "") for cell in cells for output in cell.get("outputs", ())]
+    assert_not_attempted("\n".join(shown))
+
+
+def run_of(lesson, way, n_ranks, folder):
+    """Return the metrics of the shortest run of a shortened lesson."""
+    outcome = Run(lesson, way, n_ranks, folder, shortest.values(lesson)).carry_out(timeout_s=280)
+    assert not outcome.error, f"{way}: {outcome.error}"
+    assert (outcome.metrics["lesson"], outcome.metrics["world_size"]) == (lesson.name, n_ranks)
+    return outcome.metrics
+
+
+def assert_not_attempted(printed):
+    verdicts = re.findall(r"\b(?:build|exercise) \w+ \(.*\): ([^.\n]*)", printed)
+    assert len(verdicts) >= 3 and set(verdicts) == {"not attempted"}
 
 
 @pytest.mark.lesson
 @pytest.mark.parametrize(("lesson", "n_ranks"), IN_SHORT + IN_FULL)
 @pytest.mark.timeout(600)
 def test_the_attendees_notebook_and_the_script_give_the_same_numbers(lesson, n_ranks, shortened, tmp_path):
-    """On 2 ranks; `make test` runs the script of a long lesson on 1. Nobody has written a line yet: each check puts the
-    lesson's own in place."""
-    found, parameters = {}, shortest.values(lesson)
-    for way, n in {"notebook": 2, "torchrun": n_ranks}.items():
-        outcome = Run(shortened[lesson.name], way, n, tmp_path / way, parameters).carry_out(timeout_s=280)
-        assert not outcome.error, f"{way}: {outcome.error}"
-        found[way] = outcome.metrics
-        assert (found[way]["lesson"], found[way]["world_size"]) == (lesson.name, n)
+    """On 2 ranks; `make test-full` runs long lessons so too, and their scripts on 1. Nobody has written a line yet:
+    each check puts the lesson's own in place."""
+    ways = {"notebook": 2, "torchrun": n_ranks}
+    found = {way: run_of(shortened[lesson.name], way, n, tmp_path / way) for way, n in ways.items()}
     assert n_ranks == 1 or compare(found["torchrun"], found["notebook"]) == []
-    log = (tmp_path / "torchrun" / "log.txt").read_text(errors="replace")
-    verdicts = re.findall(r"\b(?:build|exercise) \w+ \(.*\): ([^.\n]*)", log)
-    assert len(verdicts) >= 3 and set(verdicts) == {"not attempted"}
+    assert_not_attempted((tmp_path / "torchrun" / "log.txt").read_text(errors="replace"))
 
 
 @each(LESSONS, pytest.mark.lesson, pytest.mark.full)
