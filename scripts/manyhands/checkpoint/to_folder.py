@@ -98,16 +98,13 @@ def their_tokenizer(tokenizer) -> tuple[dict, dict]:
     about |= {} if begin is None else {"bos_token": begin, "eos_token": begin}
     if tokenizer.kind == "bpe":
         return tokenizer.content, about | {"manyhands": {"format": "bpe"}}
-    special = [(i, token) for i, token in enumerate(tokenizer.vocab) if len(token) > 1]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
-        "added_tokens": [{"id": i, "content": token, **flags} for i, token in special],
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
-        "decoder": {"type": "Fuse"},
-        # an unknown character raises: none stands for it
-        "model": {"type": "WordLevel", "vocab": {token: i for i, token in enumerate(tokenizer.vocab)}, "unk_token": ""},
-    }, about | {"manyhands": tokenizer.content}  # fmt: skip
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    # an unknown character raises: none stands for it
+    inner = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokenizer.vocab)}, unk_token=""))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+    inner.add_special_tokens([token for token in tokenizer.vocab if len(token) > 1])
+    return json.loads(inner.to_str()), about | {"manyhands": tokenizer.content}
 
 
 def write_folder(shapes: dict, read, metadata: dict, tokenizer, target: Path, dtype: torch.dtype) -> None:

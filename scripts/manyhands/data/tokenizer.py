@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
@@ -133,22 +133,17 @@ class BpeTokenizer:
 
     def __init__(self, content):
         """Raise DataError for what is no such tokenizer."""
-        from tokenizers import Tokenizer
-
-        try:
-            self.inner = Tokenizer.from_str(json.dumps(content))
+        signs = _signs()
+        with _refused("not a byte-level BPE of prepare_data.py's"):
+            self.inner, by_id = _read(content)
             self.separator = self.inner.token_to_id(SEPARATOR)
-            by_id = {i: token for token, i in self.inner.get_vocab().items()}
-            byte = {sign: value for value, sign in enumerate(_signs())}
+            byte = {sign: value for value, sign in enumerate(signs)}
             self.vocab = [by_id[i] for i in range(len(by_id))]
             self._bytes = [bytes(byte[sign] for sign in token) for token in self.vocab if token != SEPARATOR]
             self._bytes.insert(self.separator, SEPARATOR.encode())
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
-            why = f"this is not a byte-level BPE of prepare_data.py's ({str(error).splitlines()[0][:200]}); use another"
-            raise DataError(why) from None
         self.inner.encode_special_tokens = True  # a text that spells the separator is text, and no separator
         self.content = content
-        tokenize, signs = self.inner.model.tokenize, _signs()  # the merges alone: the piece is cut already
+        tokenize = self.inner.model.tokenize  # the merges alone: the piece is cut already
 
         class Known(dict):
             def __missing__(self, piece):
@@ -182,21 +177,15 @@ class ForeignTokenizer:
 
     def __init__(self, content):
         """Raise DataError for what is no such tokenizer."""
-        from tokenizers import Tokenizer
-
-        try:
+        with _refused("no tokenizer.json of the library tokenizers"):
             about = Foreign.parsed(json.dumps(content))
-            self.inner = Tokenizer.from_str(json.dumps(about.tokenizer))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
-            why = f"this is no tokenizer.json of the library tokenizers ({str(error).splitlines()[0][:200]})"
-            raise DataError(f"{why}; use another") from None
+            self.inner, by_id = _read(about.tokenizer)
         self.inner.no_truncation()
         self.inner.no_padding()
         # what it puts before a text; found before it takes special tokens in a text for text
         letter, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
         self.begin = full[: full.index(letter[0])] if letter and letter[0] in full else []
         self.special = {str(t.content): i for i, t in self.inner.get_added_tokens_decoder().items() if t.special}
-        by_id = {i: token for token, i in self.inner.get_vocab().items()}
         self.vocab = [by_id.get(i, f"<unused {i}>") for i in range(max(by_id, default=-1) + 1)]
         self.separator, self.content = about.separator, about.model_dump()
         self.template, self.named, self.ends = about.template, about.named, about.ends
@@ -224,6 +213,22 @@ class ForeignTokenizer:
             return text
 
         return write
+
+
+@contextmanager
+def _refused(what):
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
+        raise DataError(f"this is {what} ({str(error).splitlines()[0][:200]}); use another") from None
+
+
+def _read(content):
+    """Return (the library's tokenizer of a tokenizer.json, {id: token})."""
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_str(json.dumps(content))
+    return inner, {i: token for token, i in inner.get_vocab().items()}
 
 
 def _list(ids):
@@ -284,14 +289,11 @@ def byte_encoder(merges: list[tuple[int, int]], pieces: re.Pattern) -> Callable[
 
 def tokenizer_from(content: dict) -> Tokenizer:
     """The tokenizer that `content`, of its `.content`, describes. Raise DataError for what is none."""
-    if isinstance(content, dict) and content.get("format") == CHARACTERS:
-        try:
+    kind = content.get("format") if isinstance(content, dict) else None
+    if kind == CHARACTERS:
+        with explained(DataError, "use others", "a file of characters of prepare_data.py's"):
             return CharTokenizer(Characters.parsed(json.dumps(content)).symbols)
-        except ValueError as error:
-            raise DataError(f"these are no characters of prepare_data.py's ({error}); use others") from None
-    if isinstance(content, dict) and content.get("format") == FOREIGN:
-        return ForeignTokenizer(content)
-    return BpeTokenizer(content)
+    return (ForeignTokenizer if kind == FOREIGN else BpeTokenizer)(content)
 
 
 def cut_alike(one: Tokenizer, other: Tokenizer) -> bool:
@@ -337,19 +339,16 @@ def tokenizer_of_folder(folder: Path | str) -> Tokenizer:
     )
     separator = next(iter(known(bos, eos, config.get("bos_token_id"), config.get("eos_token_id"))), None)
     ends = known(generation.get("eos_token_id")) or known(config.get("eos_token_id"), eos)
-    if template is not None and (end := _end_in(template, foreign, named)) is not None:
-        ends.append(end)
-    ends = list(dict.fromkeys(ends))
-    more = {"separator": separator, "template": template, "named": named, "ends": ends}
+    if template is not None:
+        ends += _end_in(template, foreign, named)
+    more = {"separator": separator, "template": template, "named": named, "ends": list(dict.fromkeys(ends))}
     return ForeignTokenizer(foreign.content | more)
 
 
 def _end_in(template, tokenizer, named):
-    """Return the first special token that a template writes behind an answer; None without one, or if it is broken."""
+    """Return [the first special token that a template writes behind an answer]; [] without one, or if it is broken."""
+    behind = ""
     with suppress(ValueError):
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "z_z"}]
         behind = rendered(template, talk, **named).rpartition("z_z")[2]
-        return next(
-            (i for i in tokenizer.encode(behind, special=True).tolist() if i in tokenizer.special.values()), None
-        )
-    return None
+    return [i for i in tokenizer.encode(behind, special=True).tolist() if i in tokenizer.special.values()][:1]
