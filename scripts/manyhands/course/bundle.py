@@ -24,7 +24,7 @@ from pathlib import Path
 from manyhands.course.folders import VERSION, named, version, write_whole
 from manyhands.course.handouts import CORPUS, copy, files_of_the_course
 from manyhands.course.lessons import course_here
-from manyhands.course.pairs import PairError
+from manyhands.course.pairs import PairError, reported
 
 WHEELS = "wheels"
 
@@ -97,12 +97,7 @@ def main(arguments=None):
         "--full", action="store_true", help="the teacher's: notes, outputs, tests, slides, the site's packages"
     )
     options = parser.parse_args(arguments)
-    try:
-        print(bundle(options.target, course_here(), options.full))
-    except (PairError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return reported(lambda: bundle(options.target, course_here(), options.full))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from manyhands.course.folders import VERSION, make_private, version, write_whole
 from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
-from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read
+from manyhands.course.pairs import PairError, as_notebook, as_script, check, for_lessons, read, reported
 
 MANIFEST = f"{ORIGINALS}/files.json"  # of a copy: the digest of each file but the lessons, as it was handed out
 NOT_HANDED_OUT = ("tests/", ".ci/", f"{ORIGINALS}/")
@@ -258,14 +258,14 @@ def main(arguments=None):
         return 2
     if options.action == "reset":
         return for_lessons(_reset, options.names)
-    try:
-        done = "updated" if Path(options.names[0]).expanduser().exists() else "copied to"
-        said = f"{done} {copy(options.names[0], course_here())}: version {version(course_here())}"
-        print("\n".join([said, *left_alone(course_here())]))
-    except (PairError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    course, target = course_here(), options.names[0]
+    done = "updated" if Path(target).expanduser().exists() else "copied to"
+
+    def act():
+        place = copy(target, course)
+        return "\n".join([f"{done} {place}: version {version(course)}", *left_alone(course)])
+
+    return reported(act)
 
 
 if __name__ == "__main__":

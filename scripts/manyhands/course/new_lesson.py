@@ -8,11 +8,10 @@ Its first cell is tagged `own`: the site and the preflight have it, and the cour
 
 import argparse
 import re
-import sys
 
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import Lesson, course_here, find_lessons
-from manyhands.course.pairs import PairError, sync
+from manyhands.course.pairs import PairError, reported, sync
 
 SKELETON = '''\
 # ---
@@ -157,12 +156,7 @@ def main(arguments=None):
     parser.add_argument("name", metavar="NAME", help="such as 17_mine")
     parser.add_argument("--title", default="")
     options = parser.parse_args(arguments)
-    try:
-        print(write_skeleton(options.name, options.title, course_here()))
-    except (PairError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return reported(lambda: write_skeleton(options.name, options.title, course_here()))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from manyhands.course.folders import write_whole
@@ -292,20 +293,24 @@ def store_outputs(lesson, timeout_s=600):
     return f"{lesson.name}: outputs stored after {time.monotonic() - began:.0f} s"
 
 
+def reported(act) -> int:
+    """Print what `act()` returns, and return 0; or print why it cannot be, and return 2."""
+    try:
+        if text := act():
+            print(text, flush=True)
+    except (PairError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def for_lessons(action, names) -> int:
     """Print what `action(lesson)` returns for each lesson named, or for all: status 0, or 2 and what went wrong.
 
     A lesson that goes wrong does not stop those that follow. What is no lesson is named.
     """
-    status = 0
     try:
-        for lesson in find_lessons(course_here(), names):
-            try:
-                if said := action(lesson):
-                    print(said, flush=True)
-            except (PairError, ValueError, OSError) as error:
-                print(error, file=sys.stderr)
-                status = 2
+        status = max((reported(partial(action, lesson)) for lesson in find_lessons(course_here(), names)), default=0)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -13,7 +13,6 @@ import argparse
 import difflib
 import json
 import re
-import sys
 import tempfile
 import zipfile
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from pathlib import Path
 from manyhands.course.folders import VERSION, version, write_whole
 from manyhands.course.handouts import MANIFEST, digest, keep, manifest
 from manyhands.course.lessons import ORIGINALS, Lesson, course_here, find_lessons, left_alone
-from manyhands.course.pairs import PairError, as_notebook, as_script, essence, read, sync
+from manyhands.course.pairs import PairError, as_notebook, as_script, essence, read, reported, sync
 
 ALIKE = 0.5  # of two cells' text, from 0 to 1: from here on one is a new form of the other
 
@@ -223,16 +222,14 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="FROM", help="the newer copy, a folder or a .zip")
     options = parser.parse_args(arguments)
-    try:
+
+    def act():
         if not options.source:
             raise PairError("say where the newer copy is: make update FROM=/path")
-        said = update(options.source, course_here())
-    except (PairError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    said = said or ["nothing to do: this copy has all of that already"]
-    print("\n".join([*said, *left_alone(course_here())]))
-    return 0
+        done = update(options.source, course_here()) or ["nothing to do: this copy has all of that already"]
+        return "\n".join([*done, *left_alone(course_here())])
+
+    return reported(act)
 
 
 if __name__ == "__main__":

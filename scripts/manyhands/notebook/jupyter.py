@@ -18,6 +18,7 @@ from pathlib import Path
 
 from manyhands.course.folders import write_whole
 from manyhands.course.lessons import course_here, find_lessons
+from manyhands.course.pairs import reported
 from manyhands.launch.run_folder import can_be_written
 from manyhands.launch.settings import environment, home
 
@@ -138,18 +139,11 @@ def main(arguments=None):
     parser.add_argument("--user", action="store_true", help=for_user)
     parser.add_argument("--open", choices=["yes", "no"], default="yes", help="open a browser")
     options = parser.parse_args(arguments)
-    try:
-        for action in options.actions:
-            if action == "remember":
-                remember()
-            elif action == "kernel":
-                install_kernel(options.user)
-            else:
-                start_lab(options.open == "yes")
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    acts = {
+        "remember": remember, "kernel": lambda: install_kernel(options.user),
+        "lab": lambda: start_lab(options.open == "yes"),
+    }  # fmt: skip
+    return next((status for action in options.actions if (status := reported(acts[action]))), 0)
 
 
 if __name__ == "__main__":
