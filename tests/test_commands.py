@@ -1,5 +1,7 @@
 """The commands of README and the guides exist as written, with their flags; `make jobs` and plan.py run."""
 
+import json
+import os
 import re
 import shlex
 import shutil
@@ -10,6 +12,8 @@ from importlib.util import find_spec
 
 import pytest
 from manyhands.course.folders import ROOT
+from manyhands.data.tokenizer import tokenizer_of_folder
+from test_chat_templates import CHATML, folder_with
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full]
 
@@ -59,7 +63,8 @@ def program_and_flags(words):
         own, rest = own[:at], own[at + 1 :]
         program = own.pop() if own and own[-1].endswith(".py") else "scripts/train.py"
         assert unknown_flags(own, "scripts/launch.py") == []
-        assert not rest or rest[0].startswith("-"), f"behind -- stand flags of {program}, not {rest[0]}"
+        method = program == "scripts/align.py"
+        assert not rest or rest[0].startswith("-") or method, f"behind -- stand flags of {program}, not {rest[0]}"
         return program, rest
     at = next(place for place, word in enumerate(words) if re.match(r"(scripts|tests)/\S+\.py$|jobs/", word))
     rest = words[at + 1 :]
@@ -109,10 +114,48 @@ def test_a_command_of_a_page_exists_with_its_flags(page, command, tmp_path):
         assert find_spec("manyhands.measure.trace")
     elif rest[:1] == ["-m"] and rest[1] != "torch.distributed.run":
         assert find_spec(rest[1]) and unknown_flags(rest[2:], "-m", rest[1]) == []
-    elif rest[:1] == ["scripts/plan.py"]:
+    elif rest[:1] == ["scripts/plan.py"] and "--from" not in rest:
         plot = [str(tmp_path / word) if word.endswith(".png") else word for word in rest]
         done = subprocess.run([sys.executable, *plot], cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     else:
         program, flags = program_and_flags(words)
         assert (ROOT / program).is_file() and (program.startswith("tests/") or unknown_flags(flags, program) == [])
+
+
+@pytest.mark.timeout(900)
+def test_the_page_on_a_model_of_ones_own_runs_as_typed_with_fewer_steps(tmp_path):
+    import transformers
+
+    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
+        size = len(tokenizer_of_folder(folder_with(tmp_path / name, CHATML)).vocab)
+        sizes = dict(vocab_size=size, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+        config = transformers.LlamaConfig(**sizes, max_position_embeddings=128, bos_token_id=0, eos_token_id=1)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+    page = (ROOT / "assets" / "site" / "own_model.md").read_text("utf-8")
+    page = re.sub(r"--train.steps \d+", "--train.steps 4", page)
+    talk = re.search(r"^```json\n(.*?)^```", page, re.S | re.M)[1]
+    (tmp_path / "talks.jsonl").write_text("".join(talk.replace("3?", f"{i}?") for i in range(20)))
+    (tmp_path / "essays").mkdir()
+    for i in range(3):
+        text = "".join(f"Essay {i} says in line {k} that the sea is wide.\n" for k in range(40))
+        (tmp_path / "essays" / f"{i}.txt").write_text(text)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environ = os.environ | {"MANYHANDS_OUTPUTS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1", "PATH": path}
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    said = {}
+    for kind, block in re.findall(r"^```(bash|python)\n(.*?)^```", page, re.S | re.M):
+        for typed in block.replace("\\\n", " ").splitlines() if kind == "bash" else [block]:
+            command = ["bash", "-c", typed] if kind == "bash" else [sys.executable, "-c", typed]
+            done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, typed + done.stdout + done.stderr
+            said[" ".join(typed.split("#")[0].split())] = done.stdout
+    planned = next(text for typed, text in said.items() if "plan.py" in typed)
+    assert "the model in SmolLM2-135M: " in planned and "1. replicas 8" in planned
+    dry = [text for typed, text in said.items() if "--dry-run" in typed]
+    assert len(dry) == 2 and all("it fits: " in text for text in dry)
+    assert "with LoRA alone" in dry[0] and "without LoRA a rank keeps" in dry[1]
+    for name in ("mine-135m", "taught-135m"):
+        about = json.loads((tmp_path / name / "config.json").read_text())
+        assert about["dtype"] == "bfloat16" and (tmp_path / name / "chat_template.jinja").read_text() == CHATML
