@@ -41,11 +41,14 @@ class _RMS(torch.autograd.Function):
         return grad_BTD.to(x_BTD.dtype), weight_grad_D, None
 
 
+rms_norm = _RMS.apply
+
+
 class RMSNorm(nn.RMSNorm):
     """Each position over its root mean square, times a weight (Zhang and Sennrich 2019, equation 4)."""
 
     def forward(self, x_BTD):
-        return _RMS.apply(x_BTD, self.weight, self.eps)
+        return rms_norm(x_BTD, self.weight, self.eps)
 
 
 def norm_of(config):

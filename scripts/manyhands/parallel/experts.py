@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from manyhands.config.layout import Layout
 from manyhands.gpt.experts import Experts, multiplied_in, run_experts
 from manyhands.gpt.model import experts_of
 from manyhands.measure.tensor_bytes import local_part
+from manyhands.parallel.moves import f
 
 
 class Exchange(torch.autograd.Function):
@@ -86,10 +87,7 @@ def mix_own(
     mesh: DeviceMesh,
 ) -> torch.Tensor:  # fmt: skip
     """`Experts.mix` of this tensor rank's experts: a part of the sum. Gradients of tokens and gates are whole again."""
-    parts = [
-        DTensor.from_local(whole, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-        for whole in (x_ND, gates_Nk)
-    ]
+    parts = [f(whole, mesh.get_group()) for whole in (x_ND, gates_Nk)]
     return mix(*parts, experts_Nk)
 
 

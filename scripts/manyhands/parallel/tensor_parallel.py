@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of one mesh axis share every layer of a GPT, by torch's DTensor and from outside.
+"""Tensor parallelism: the ranks of one mesh axis share every layer of a GPT, applied from outside.
 
     apply_tensor_parallel(model, mesh["tensor"], sequence_parallel=True, loss_parallel=False)    # in place
     with sharded_loss(loss_parallel):
@@ -11,6 +11,9 @@ whole hidden units per rank, one all-reduce after each of them, and one in the b
 and the head are split over the vocabulary. With `sequence_parallel` each all-reduce becomes an all-gather and a
 reduce-scatter, and norms and dropout between them see T/t positions per rank (Korthikanti et al. 2022, section 4.2.2).
 
+Parameters are DTensors, which FSDP and checkpoints understand. Layers multiply this rank's shares of them, and `moves`
+stand where streams enter and leave: DTensor's own products would cost a small model more than what they compute.
+
 A llama's queries, keys and values are matrices of their own. Where it has fewer heads of keys than there are ranks,
 each rank holds the weights of all of them, and multiplies with those of the one that its queries need.
 
@@ -20,6 +23,7 @@ Shapes: B sequences, T positions, D width, V tokens in the vocabulary, t tensor 
 
 import contextlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +33,14 @@ import torch.distributed.tensor.parallel as tp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from manyhands.gpt.model import Attention
+from manyhands.gpt.experts import Experts
+from manyhands.gpt.llama import rms_norm
+from manyhands.gpt.model import Attention, GroupedAttention
 from manyhands.parallel.experts import share_experts
 from manyhands.parallel.fsdp import is_tied
+from manyhands.parallel.moves import f, g, gathered, joined, scattered, shared_out
 
 
 def apply_tensor_parallel(
@@ -44,45 +51,47 @@ def apply_tensor_parallel(
     Every rank holds the same full weights before, and its shards after: nothing is sent. Heads, hidden units and (with
     `sequence_parallel`) block_size must divide by the mesh's size (`layout` makes sure), the vocabulary need not.
     """
-    tied = is_tied(model)
-    between = Shard(1) if sequence_parallel else Replicate()  # the stream x_BTD between the layers
-    plan: dict[str, tp.ParallelStyle] = {}
+    tied, group = is_tied(model), tensor_mesh.get_group()
+    # where the stream x_BTD between the layers enters split ones, and where what they make of it leaves them
+    enter, leave = (partial(move, group=group) for move in ((gathered, scattered) if sequence_parallel else (f, g)))
     if hasattr(model, "tokens"):
-        plan["tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        _split_vocabulary(model.tokens, tensor_mesh, leave)
         if sequence_parallel and model.positions is not None:
-            plan["positions"] = _OwnPositions()
-    if len(model.blocks):
-        parts: list[tuple[str, tuple[str, ...], str]]
-        parts = [("attention", ("qkv",), "out"), ("mlp", ("up",), "down")]
-        if model.config.style == "llama":
-            parts = [("attention", ("q", "k", "v"), "out"), ("mlp", ("gate", "up"), "down")]
-        if model.config.experts > 1:
-            del parts[1]
-            share_experts(model, tensor_mesh)
-            plan["blocks.*.mlp"] = tp.PrepareModuleInputOutput(
-                input_layouts=between, desired_input_layouts=Replicate(), use_local_input=True,
-                output_layouts=Partial(), desired_output_layouts=between,
-            )  # fmt: skip
-            if model.config.shared_experts:  # torch warns of a part of the plan that no module has
-                plan["blocks.*.mlp.shared.up"] = tp.ColwiseParallel()
-                plan["blocks.*.mlp.shared.down"] = tp.RowwiseParallel(output_layouts=Partial())
-        for part, first, last in parts:
-            plan[f"blocks.*.{part}"] = tp.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-            for name in first:
-                own_head = name in ("k", "v") and model.config.kv_heads < tensor_mesh.size()
-                plan[f"blocks.*.{part}.{name}"] = _OwnHead(model.config) if own_head else tp.ColwiseParallel()
-            plan[f"blocks.*.{part}.{last}"] = tp.RowwiseParallel(output_layouts=between)
+            _own_positions(model.positions, tensor_mesh)
+    for block in model.blocks.values() if hasattr(model.blocks, "values") else model.blocks:
+        attention, mlp = block.attention, block.mlp
+        llama = isinstance(attention, GroupedAttention)
+        _enter(attention, enter)
+        for name in ("q", "k", "v") if llama else ("qkv",):
+            if name in ("k", "v") and model.config.kv_heads < tensor_mesh.size():
+                _own_head(getattr(attention, name), tensor_mesh, model.config)
+            else:
+                _by_columns(getattr(attention, name), tensor_mesh)
+        _by_rows(attention.out, tensor_mesh, leave)
+        if isinstance(mlp, Experts):
+            if sequence_parallel:  # each rank's router sees all positions, and chooses alike
+                _enter(mlp, partial(joined, group=group, dim=1))
+            mlp.register_forward_hook(lambda _, args, y_BTD: leave(y_BTD))
+            if mlp.shared is not None:
+                _enter(mlp.shared, partial(f, group=group))
+                _by_columns(mlp.shared.up, tensor_mesh)
+                _by_rows(mlp.shared.down, tensor_mesh)
+        else:
+            _enter(mlp, enter)
+            for layer in (mlp.gate, mlp.up) if llama else (mlp.up,):
+                _by_columns(layer, tensor_mesh)
+            _by_rows(mlp.down, tensor_mesh, leave)
         if sequence_parallel:
-            plan["blocks.*.norm_1"] = plan["blocks.*.norm_2"] = tp.SequenceParallel()
+            _norm_positions(block.norm_1, tensor_mesh)
+            _norm_positions(block.norm_2, tensor_mesh)
+    share_experts(model, tensor_mesh)
     if hasattr(model, "head"):
-        logits = Shard(-1) if loss_parallel else Replicate()
-        plan["head"] = tp.ColwiseParallel(
-            input_layouts=between, output_layouts=logits, use_local_output=not loss_parallel
-        )
+        _enter(model.head, enter)
+        _by_columns(model.head, tensor_mesh)
+        whole = _as_sharded if loss_parallel else _joined_logits
+        model.head.register_forward_hook(partial(whole, mesh=tensor_mesh))
         if sequence_parallel:
-            plan["norm"] = tp.SequenceParallel()
-    # every rank has the full weights and cuts its own share out of them: src_data_rank=None sends nothing
-    tp.parallelize_module(model, tensor_mesh, plan, src_data_rank=None)
+            _norm_positions(model.norm, tensor_mesh)
     if tied:
         model.head.weight = model.tokens.weight
     if sequence_parallel and hasattr(model, "tokens") and hasattr(model, "head"):
@@ -103,8 +112,7 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
     Under sequence parallelism a rank's norms and position embeddings have seen T/t positions only: their gradients are
     partial sums (DTensors with placement Partial) until here, as are those of heads of keys that ranks share. One
-    all-reduce adds them all up. Without it the ranks drift apart (Megatron-LM#443). The token embedding's gradient is
-    whole on each rank: it is cut, nothing is sent.
+    all-reduce adds them all up. Without it the ranks drift apart (Megatron-LM#443).
     """
     partial_sums: dict[Any, list[Any]] = {}
     parameter: Any  # a DTensor in a Parameter's clothes
@@ -125,37 +133,91 @@ def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = DTensor.from_local(total, mesh, [Replicate()], run_check=False)
 
 
-class _OwnHead(tp.ParallelStyle):
+def _hold(layer, mesh, placements):
+    """Turn the parameters of `layer` into DTensors, in place, by {name: placement}: each rank cuts its own share."""
+    for name, parameter in layer.named_parameters(recurse=False):
+        # every rank has the full weights: src_data_rank=None sends nothing
+        own = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
+        layer.register_parameter(name, nn.Parameter(own, parameter.requires_grad))
+
+
+def _own(parameter, is_part=False):
+    """This rank's share of a parameter (or None), for products; `is_part`: its gradients here are partial sums."""
+    return parameter if parameter is None else parameter.to_local(grad_placements=[Partial()] if is_part else None)
+
+
+def _enter(module, move):
+    module.register_forward_pre_hook(lambda _, args: (move(args[0]), *args[1:]))
+
+
+def _by_columns(layer, mesh):
+    """Some of the outputs per rank."""
+    _hold(layer, mesh, {"weight": Shard(0), "bias": Shard(0)})
+    layer.forward = lambda x: F.linear(x, _own(layer.weight), _own(layer.bias))
+
+
+def _by_rows(layer, mesh, leave=None):
+    """Some of the inputs per rank: the outputs are partial sums, of the bias too, until they `leave`."""
+    _hold(layer, mesh, {"weight": Shard(1), "bias": Replicate()})
+
+    def multiplied(x):
+        bias = None if layer.bias is None else shared_out(_own(layer.bias), mesh.get_group())
+        y = F.linear(x, _own(layer.weight), bias)
+        return leave(y) if leave else y
+
+    layer.forward = multiplied
+
+
+def _own_head(layer, mesh, config):
     """Keys or values of fewer heads than ranks: all weights on each rank, those of its own queries' head multiplied."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.heads, self.size = config.kv_heads, config.head_size
-
-    def _apply(self, module, mesh):
-        first = mesh.get_local_rank() * self.heads // mesh.size() * self.size
-
-        def multiplied(x_BTD):  # a DTensor, as the weight is: see `PrepareModuleInput`
-            x_BTD, weight = (whole.to_local(grad_placements=[Partial()]) for whole in (x_BTD, module.weight))
-            return F.linear(x_BTD, weight[first : first + self.size])
-
-        module.forward = multiplied
-        return distribute_module(module, mesh)  # Replicate
+    _hold(layer, mesh, {"weight": Replicate()})
+    first = mesh.get_local_rank() * config.kv_heads // mesh.size() * config.head_size
+    layer.forward = lambda x: F.linear(x, _own(layer.weight, True)[first : first + config.head_size])
 
 
-class _OwnPositions(tp.ParallelStyle):
+def _norm_positions(norm, mesh):
+    """A norm of this rank's positions: all weights on each rank."""
+    _hold(norm, mesh, {"weight": Replicate(), "bias": Replicate()})
+    if isinstance(norm, nn.RMSNorm):
+        norm.forward = lambda x: rms_norm(x, _own(norm.weight, True), norm.eps)
+    else:
+        norm.forward = lambda x: F.layer_norm(
+            x, norm.normalized_shape, _own(norm.weight, True), _own(norm.bias, True), norm.eps
+        )
+
+
+def _own_positions(embedding, mesh):
     """The position embedding under sequence parallelism: all weights on each rank, the own T/t positions looked up."""
+    _hold(embedding, mesh, {"weight": Replicate()})
+    embedding.forward = lambda positions_T: F.embedding(
+        positions_T.chunk(mesh.size())[mesh.get_local_rank()], _own(embedding.weight, True)
+    )
 
-    def _apply(self, module, mesh):
-        def replicate(_, embedding, mesh):
-            weight = DTensor.from_local(embedding.weight.detach(), mesh, [Replicate()], run_check=False)
-            embedding.register_parameter("weight", nn.Parameter(weight))
 
-        def own(_, inputs, mesh):
-            positions_T = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
-            return positions_T.redistribute(placements=[Shard(0)])
+def _split_vocabulary(embedding, mesh, leave):
+    """Some tokens per rank, which looks up zeros for all others."""
+    _hold(embedding, mesh, {"weight": Shard(0)})
+    first = mesh.get_local_rank() * -(-embedding.num_embeddings // mesh.size())  # as DTensor cuts rows
 
-        return distribute_module(module, mesh, replicate, own, lambda _, rows, mesh: rows.to_local())
+    def looked_up(ids_BT):
+        weight, own_BT = _own(embedding.weight), ids_BT - first
+        elsewhere_BT = (own_BT < 0) | (own_BT >= len(weight))
+        x_BTD = F.embedding(own_BT.masked_fill(elsewhere_BT, 0), weight)
+        return leave(x_BTD.masked_fill(elsewhere_BT[..., None], 0))
+
+    embedding.forward = looked_up
+
+
+def _joined_logits(head, _, logits_BTv, mesh):
+    return joined(logits_BTv, mesh.get_group(), logits_BTv.ndim - 1, head.out_features)
+
+
+def _as_sharded(head, _, logits_BTv, mesh):
+    """The logits as a DTensor, for torch's loss of them."""
+    whole = torch.empty(*logits_BTv.shape[:-1], head.out_features, device="meta")
+    return DTensor.from_local(
+        logits_BTv, mesh, [Shard(logits_BTv.ndim - 1)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _pad_positions(model, t):

@@ -174,6 +174,8 @@ def rank_terms(config, layout, options, program=TRAIN_PY) -> dict[str, float]:
     split |= {"mlp up"} if config.stacks_experts else set()  # the tokens of a tensor rank's own experts
     if in_chunks(config, layout, options):  # what is kept are the gradients: of the head's input and of its weight
         full = full | {"loss": config.vocab_size * (config.n_embd + 1) * PRECISION_BYTES["fp32"]}
+    if layout.tensor > 1:  # the rows that are looked up of a split vocabulary, and which of them are others'
+        low = low | {"ids": low["ids"] + (ID_BYTES + 1) * sequences * config.block_size}
     whole = set(WHOLE) - split - ({"loss"} if parallel.loss_parallel else set())
     return {term: (full if term in FULL else low)[term] / (1 if term in whole else layout.tensor) for term in low}
 
