@@ -74,6 +74,26 @@ def test_tensor_ranks_train_like_one_process(pool, reference, case):
     assert_trains_like_one_process(pool, reference, n, SHALLOW, strategy="tp", **options)
 
 
+def redistributed(ranks, cases):
+    """The times that DTensor moves a tensor in the forward and backward of each case: each costs Python's time."""
+    from torch.distributed.tensor import _redistribute
+
+    found = []
+    for config, parallel in cases:
+        model = build(ranks, options_of(**parallel), config)
+        with mock.patch.object(
+            _redistribute, "redistribute_local_tensor", wraps=_redistribute.redistribute_local_tensor
+        ) as moved:
+            model.forward_backward(*share(model, *next(batches(config))))
+        found.append(moved.call_count)
+    return found
+
+
+def test_dtensor_moves_nothing_between_the_layers_of_tensor_ranks(pool):
+    cases = [(config, {"strategy": "tp", "sequence_parallel": shared}) for config in (TIED, LLAMA) for shared in (0, 1)]
+    assert pool.run(2, redistributed, cases) == [[0] * len(cases)] * 2
+
+
 @pytest.mark.parametrize("loss_parallel", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tied_weights_stay_one_weight_on_tensor_ranks(pool, reference, loss_parallel):
     options = {"strategy": "tp", "sequence_parallel": True, "loss_parallel": loss_parallel}
