@@ -3,8 +3,13 @@
 import json
 import subprocess
 import sys
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
+from manyhands.jobs import stamp
 from manyhands.launch import recorded_runs
 from manyhands.tools import doctor, doctor_in_job
 
@@ -18,13 +23,14 @@ def rank(number, host="node1", **changes):
         "host": host, "rank": number, "cores": [2 * local, 2 * local + 1], "backend": "cpu:gloo,cuda:nccl",
         "gpu": "NVIDIA H100", "gpu_id": f"{host}-{local}", "free_bytes": 79 * 2**30, "visible": 2,
         "near": [2 * local, 2 * local + 1], "import_s": 3.0, "inherited": [], "ways": {"NET/IB/0/GDRDMA": 4},
+        "fabric": "",
     }  # fmt: skip
     return said | changes
 
 
 def job(**changes):
     """Four ranks on two nodes, with the same changes in each."""
-    return [rank(number, f"node{1 + number // 2}", **changes) for number in range(4)]
+    return [rank(number, **{"host": f"node{1 + number // 2}"} | changes) for number in range(4)]
 
 
 def finding(question, said):
@@ -63,6 +69,26 @@ def test_ways_are_those_of_channels_and_not_of_what_nccl_has_found():
     )
     assert doctor_in_job.ways(log) == ["P2P/CUMEM", "NET/AWS Libfabric/0/GDRDMA"]
     assert set(doctor_in_job.ways(recorded_runs.text("15_nccl_sockets.out"))) == {"NET/Socket/0"}
+
+
+def test_sockets_between_nodes_fail_the_job_where_the_site_has_a_fabric_for_nccl(monkeypatch, capsys):
+    monkeypatch.setenv("FABRIC", "Slingshot")
+    own = doctor_in_job._look(SimpleNamespace(host="node1", rank=0, backend="gloo", device=torch.device("cpu")))
+    log = recorded_runs.text("15_nccl_sockets.out")
+    logs = (log, log.replace("Socket/0", "OFI/0/GDRDMA"))
+    socket, plugin = (dict(Counter(doctor_in_job.ways(text))) for text in logs)
+    for status, ways in ((1, socket), (0, plugin)):
+        said = job(fabric=own["fabric"], ways=ways)
+        look = partial(doctor.examine, {"channels": partial(doctor_in_job.channels, said)})
+        assert doctor.main(["--job"], examine_job=lambda look=look: list(look())) == status
+        printed = capsys.readouterr().out
+        assert ("12 via NET/OFI/GDRDMA; " in printed) != bool(status)
+        assert ("12 via NET/Socket over 2 nodes, which Slingshot connects" in printed) == bool(status)
+        assert ("-> load NCCL's plug-in for Slingshot in site_setup" in printed) == bool(status)
+    assert finding("channels", job(ways=socket))[0] == "warning", "a site that says nothing of its network"
+    assert finding("channels", job(fabric="Slingshot", host="node1", ways=socket))[0] == "warning", "one node"
+    for name in ("perlmutter", "polaris", "frontier", "lumi"):
+        assert " FABRIC=Slingshot" in stamp.site_named(name).settings["site_setup"]
 
 
 @pytest.mark.ranks

@@ -80,7 +80,8 @@ MUST_HAVE = [
       "NPROC_PER_NODE=${NPROC_PER_NODE:-4} ", "${MPIEXEC_FLAGS:---cpu-bind none}", "NCCL_COLLNET_ENABLE=1 "]),
     ("perlmutter", FILES[1], {"account": "m1234_g", "queue": "regular", "reservation": "class"},
      ["#SBATCH --account=m1234_g", "#SBATCH --constraint=gpu", "#SBATCH --gpus-per-node=4", "#SBATCH --qos=regular",
-      "#SBATCH --reservation=class", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0;"]),
+      "#SBATCH --reservation=class",
+      "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 FABRIC=Slingshot;"]),
     ("aurora", FILES[0], {"account": "Hands", "reservation": "R123456"},  # it is a queue there
      ["#PBS -q R123456\n", "${MPIEXEC_FLAGS:---cpu-bind list:4-27,56-79}",
       "&& export FI_MR_CACHE_MONITOR=userfaultfd CCL_PROCESS_LAUNCHER=torchrun CCL_ATL_TRANSPORT=ofi;"]),

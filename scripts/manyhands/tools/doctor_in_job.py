@@ -14,7 +14,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from manyhands.tools.doctor import GIB, SLOW_IMPORT_S, examine, warning
+from manyhands.tools.doctor import GIB, SLOW_IMPORT_S, error, examine, warning
 
 LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,P2P,SHM"}
 INHERITED = re.compile(r"(NCCL|RCCL|FI|GLOO|UCX)_\w+")
@@ -57,7 +57,8 @@ def _look(ranks):
     """Return what this rank has, as plain values: it travels to rank 0."""
     from manyhands.launch.machine import cpus
 
-    return {"host": ranks.host, "rank": ranks.rank, "cores": cpus(), "backend": ranks.backend, **_gpu(ranks.device)}
+    own = {"host": ranks.host, "rank": ranks.rank, "cores": cpus(), "backend": ranks.backend, **_gpu(ranks.device)}
+    return own | {"fabric": os.environ.get("FABRIC", "")}  # what the site says its nodes are connected by
 
 
 def _gpu(device):
@@ -158,6 +159,11 @@ def channels(said):
     if not kinds:
         return f"gloo, TCP over {len(nodes)} nodes; {told}" if len(nodes) > 1 else f"gloo on one node; {told}"
     said_of_kinds = ", ".join(f"{n} via {kind}" for kind, n in kinds.most_common())
+    fabric = next(filter(None, (one["fabric"] for one in said)), "")
+    if fabric and len(nodes) > 1 and any(kind.startswith("NET/Socket") for kind in kinds):
+        says = f"{said_of_kinds} over {len(nodes)} nodes, which {fabric} connects: NCCL does not use it; {told}"
+        remedy = f"load NCCL's plug-in for {fabric} in site_setup: the site's support knows the module's name"
+        raise error(says, f"{remedy}; unset what its page does not ask for")
     if any(kind.startswith("NET/Socket") for kind in kinds):
         remedy = "unset what your site's page does not ask for, then look for NET/IB : Using in the log"
         raise warning(f"{said_of_kinds}; {told}", remedy)
