@@ -93,6 +93,10 @@ MUST_HAVE = [
       "#SBATCH --partition=boost_usr_prod", "#SBATCH --qos=boost_qos_dbg"]),
     ("jean-zay", FILES[1], {"account": "abc@h100"},
      ["#SBATCH --account=abc@h100", "#SBATCH --constraint=h100", "#SBATCH --gres=gpu:4", "module load arch/h100;"]),
+    ("lumi", FILES[1], {"account": "project_1"},
+     ["#SBATCH --mem=480G", "module load lumi-aif-singularity-bindings && export ", "{ENGINE:-singularity} ",
+      "IMAGE=${IMAGE:-${SLURM_JOB_ID:+/appl/local/laifs/containers/lumi-multitorch-", "130625.sif}} ",
+      "IMAGE_FLAGS=${IMAGE_FLAGS:-} "]),
 ]  # fmt: skip
 
 
@@ -381,17 +385,21 @@ def test_a_slurm_job_with_gpus_has_a_rank_for_each(course, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "site", "job"), [(FILES[0], "aurora", "PBS_JOBID"), (FILES[1], "jean-zay", "SLURM_JOB_ID")]
+    ("name", "site", "job"),
+    [(FILES[0], "aurora", "PBS_JOBID"), (FILES[1], "jean-zay", "SLURM_JOB_ID"), (FILES[1], "lumi", "SLURM_JOB_ID")],
 )
 def test_a_sites_modules_and_device_are_for_its_jobs_alone(course, folder, tmp_path, name, site, job):
     stamp.stamp(site, account="Hands", folder=folder)
-    python = program(tmp_path / "bin" / "python", '[ "$2" = manyhands.course.pairs ] || echo "on $MANYHANDS_DEVICE"')
+    python = program(
+        tmp_path / "bin" / "python", '[ "$2" = manyhands.course.pairs ] || echo "on $MANYHANDS_DEVICE$IMAGE"'
+    )
     environ = {"VENV": "", "PATH": f"{python.parent}:{os.environ['PATH']}", "BASH_FUNC_module%%": "() { echo module; }"}
     assert run_job(course, folder / name, **environ, MANYHANDS_DEVICE="").stdout == "on \n"
     assert run_job(course, folder / name, **environ, MANYHANDS_DEVICE="cpu").stdout == "on cpu\n"
-    device = stamp.site_named(site).settings["MANYHANDS_DEVICE"]
+    known = stamp.site_named(site).settings
     said = run_job(course, folder / name, **environ, MANYHANDS_DEVICE="", **{job: "7"}).stdout
-    assert said == f"module\nmodule\non {device}\n"
+    modules = "module\n" * known["site_setup"].count("module ")
+    assert modules and said == f"{modules}on {known['MANYHANDS_DEVICE']}{known.get('IMAGE', '')}\n"
 
 
 @pytest.mark.parametrize("name", ALL_FILES[:2])
