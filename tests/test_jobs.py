@@ -83,8 +83,8 @@ MUST_HAVE = [
       "#SBATCH --reservation=class",
       "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 FABRIC=Slingshot;"]),
     ("aurora", FILES[0], {"account": "Hands", "reservation": "R123456"},  # it is a queue there
-     ["#PBS -q R123456\n", "${MPIEXEC_FLAGS:---cpu-bind list:4-27,56-79}",
-      "&& export FI_MR_CACHE_MONITOR=userfaultfd CCL_PROCESS_LAUNCHER=torchrun CCL_ATL_TRANSPORT=ofi;"]),
+     ["#PBS -q R123456\n", "STARTER=${STARTER:-mpiexec} ", "${MPIEXEC_FLAGS:---pmi=pmix --cpu-bind list:4-7:8-11:12",
+      "FI_MR_CACHE_MONITOR=userfaultfd CCL_PROCESS_LAUNCHER=pmix CCL_ATL_TRANSPORT=mpi CCL_KVS_MODE=mpi;"]),
     ("kempner", FILES[1], {"account": "lab", "queue": "kempner_h100", "gpus": 4, "mem": "360G"},
      ["#SBATCH --account=lab", "#SBATCH --partition=kempner_h100", "#SBATCH --mem=360G", "#SBATCH --gpus-per-node=4",
       "#SBATCH --cpus-per-task=64"]),

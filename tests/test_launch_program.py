@@ -15,12 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 from manyhands.course.lessons import find_lessons
+from manyhands.jobs import stamp
 from manyhands.launch import commands, program
 from manyhands.launch.allocation import ENGINES
 from manyhands.launch.commands import blame, command_for
 from manyhands.launch.processes import Torchrun
 from manyhands.launch.program import DIVERGED, NO_ROOM, STATUS_FILE
 from manyhands.notebook.small_programs import run_under
+from manyhands.tools.doctor_in_job import numbers_in
 from manyhands.tools.lesson_run import Run
 from manyhands.train.preemption import GRACE_S
 
@@ -84,6 +86,20 @@ def test_in_a_job_of_several_nodes_it_is_mpiexec_or_srun_with_the_sites_flags(no
         more = {"TORCHRUN_FLAGS": "--numa-binding=node", "HOST_SUFFIX": "i"}
         command = command_for(PROGRAM, environ | more, nproc=3, starter="torchrun")
         assert {"--numa-binding=node", f"--rdzv-endpoint={place.replace(':', 'i:')}"} < set(command)
+
+
+def test_on_aurora_mpiexec_starts_each_rank_on_cores_of_its_own(nodefile):
+    site = stamp.site_named("aurora").settings
+    environ = PBS | {"PBS_NODEFILE": str(nodefile), "MPIEXEC_FLAGS": site["MPIEXEC_FLAGS"]}
+    command = command_for(PROGRAM, environ, nproc=int(site["NPROC_PER_NODE"]), starter=site["STARTER"])
+    *start, cores = command[: -len(PROGRAM) - 1]
+    assert start == ["mpiexec", "-n", "24", "-ppn", "12", "--pmi=pmix", "--cpu-bind"]
+    kind, *lists = cores.split(":")
+    own = [set(numbers_in(one)) for one in lists]
+    assert kind == "list" and [len(one) for one in own] == [4] * 12 and len(set().union(*own)) == 48
+    assert not {0, 52} & set().union(*own), "the system keeps these"
+    for variable in ("CCL_PROCESS_LAUNCHER=pmix", "CCL_ATL_TRANSPORT=mpi", "CCL_KVS_MODE=mpi"):
+        assert f" {variable}" in site["site_setup"]
 
 
 IMAGE = {"IMAGE": "course.sif", "IMAGE_FLAGS": "--nv --bind '/a b'"}
