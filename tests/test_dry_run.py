@@ -202,6 +202,20 @@ def test_an_accelerator_that_is_not_cuda_is_asked_for_its_own_memory(monkeypatch
     assert start.memory_of_a_rank("cpu", 12) == 75 * 10**9
 
 
+def test_of_a_gpu_that_others_use_too_a_run_takes_what_is_free(monkeypatch):
+    options, taken = read_options(["--preset", "gpt2", "--train.precision", "bf16"]), {}
+    config = model_config(options, 50257)
+    for others in (1, 70):  # GiB in use: by this process's own context, and by somebody's job
+        gpu = SimpleNamespace(mem_get_info=lambda others=others: ((80 - others) * 2**30, 80 * 2**30))
+        monkeypatch.setattr(start.torch, "get_device_module", lambda kind, gpu=gpu: gpu)
+        room = start.memory_of_a_rank("cuda", 1)
+        chosen = with_micro_batch(options, config, 1, 1, room)
+        taken[others] = chosen.train.micro_batch
+        held = bytes_per_rank(config, resolve_layout(chosen, config, 1, 1), chosen).on_gpu
+        assert held < (80 - others) * 2**30, f"{others} GiB are in use, and {held / 2**30:.0f} more are planned"
+    assert taken[70] < taken[1], taken
+
+
 @pytest.mark.ranks
 def test_a_small_run_of_two_ranks_imports_nothing_of_the_search(tmp_path):
     script = tmp_path / "without_the_search.py"

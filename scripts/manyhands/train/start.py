@@ -24,6 +24,7 @@ from manyhands.launch.machine import available_memory_bytes, compiler_for
 from manyhands.launch.ranks import Agreement
 from manyhands.launch.settings import environment
 
+OWN = 0.1  # of a device's memory, in use before the model is there: this process's context; more is another process's
 SMALL = 2**24  # numbers: tokens of a rank's share, times what each of them has in all layers
 WAITS = ("timeout_s", "stall_s", "device", "hold_garbage")  # options that concern the machine, not the training
 HOSTS_OWN = ("config", "data.folder", "data.file")  # each host may have its own copy of what these name
@@ -148,9 +149,13 @@ def decided(options, config, layout, ranks):
 
 
 def memory_of_a_rank(kind, on_node):
-    """Return the accelerator's bytes, or on a CPU the share of the host's memory for one of `on_node` ranks."""
+    """Return the accelerator's bytes, or on a CPU the share of the host's memory for one of `on_node` ranks.
+
+    Of an accelerator that other processes use, too (a hub's, one under MPS), these are the bytes that they leave free.
+    """
     if kind != "cpu":
-        return torch.get_device_module(kind).mem_get_info()[1]
+        free, all_bytes = torch.get_device_module(kind).mem_get_info()
+        return all_bytes if all_bytes - free <= OWN * all_bytes else free
     return available_memory_bytes() // on_node
 
 
