@@ -163,7 +163,10 @@ def nothing_unseen(lesson):
 
 
 @want(
-    "cell tagged `parameters`", "`n_ranks`, and for each name a comment that is its help and states its range", own=True
+    "cell tagged `parameters`",
+    "`n_ranks`, and for each name a comment that is its help and states its range; "
+    '"at least 2" of `n_ranks` is the fewest that hub, preflight and script start',
+    own=True,
 )
 def the_parameters(lesson):
     known = {one.name: one for one in parameters_of(lesson.script)}
