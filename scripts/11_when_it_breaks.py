@@ -627,9 +627,10 @@ victim = ____  # your turn: 0 or 1
 guess_started = ____  # your turn: type a number
 
 # %% jupyter={"source_hidden": true}
-# %%ranks --timeout 300
+# %%ranks --timeout 600
 import shutil
 import signal
+from datetime import timedelta
 
 from manyhands.launch.processes import Torchrun
 
@@ -645,6 +646,7 @@ if rank < n_children:  # first the run that nobody interrupts
 dist.barrier()
 given = (where / "program.py", where, steps, every)
 setting = {"n_ranks": n_children, "log": where / "torchrun.txt", "timeout_s": 280}
+patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))  # both of rank 0's torchruns may take long
 chosen = [victim if victim in range(n_children) else n_children - 1]
 dist.broadcast_object_list(chosen)
 last = now = {"processes": []}
@@ -668,7 +670,7 @@ if rank == 0 and (where / "requeue.json").exists():
     with Torchrun(*given, **setting) as child:
         status = child.wait()
     say(f"stopped and saved after step {asked['step']}, started again, ended with status {status}")
-dist.barrier()
+dist.barrier(patient)
 
 # %%
 # %%ranks
