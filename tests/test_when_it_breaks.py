@@ -91,7 +91,6 @@ def test_a_run_that_is_killed_and_preempted_lies_on_the_undisturbed_one_bit_for_
     assert [step for step, loss in lives if loss != losses[step]] == []
 
 
-@pytest.mark.usefixtures("real_python")
 def test_the_ranks_that_wait_for_rank_0s_programs_wait_as_long_as_these_may_take(root):
     """Where a torchrun imports torch for a minute, the others would else give up before rank 0 says why."""
     cells = (root / "scripts/11_when_it_breaks.py").read_text().split("\n# %%")
@@ -102,6 +101,7 @@ def test_the_ranks_that_wait_for_rank_0s_programs_wait_as_long_as_these_may_take
     assert re.findall(r"^dist.barrier\((.*)\)", cell, re.MULTILINE)[-1] == group
 
 
+@pytest.mark.usefixtures("real_python")
 def test_nothing_is_left_of_a_child_that_ignores_every_request(tmp_path):
     deaf = tmp_path / "deaf.py"
     deaf.write_text(
