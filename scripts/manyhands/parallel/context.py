@@ -84,7 +84,8 @@ class _Ring(torch.autograd.Function):
                 arrive = _pass_on(kv, group) if step < n - 1 else None
                 rows, columns = _meeting(me, owner, q.shape[-2])
                 hidden = _hidden(rows, columns, me, owner, documents)
-                out, log = block(q[..., rows, :], *kv[..., columns, :], owner == me, hidden)
+                keys, values = kv[..., columns, :]
+                out, log = block(q[..., rows, :], keys, values, owner == me, hidden)
                 new = torch.logaddexp(logs[..., rows, :], log)
                 sums[..., rows, :] *= (logs[..., rows, :] - new).exp()
                 sums[..., rows, :] += out * (log - new).exp()
@@ -113,7 +114,8 @@ class _Ring(torch.autograd.Function):
                 rows, columns = _meeting(me, owner, q.shape[-2])
                 hidden = _hidden(rows, columns, me, owner, ctx.documents)
                 of_rows = [x[..., rows, :] for x in (d_out, q, out, logs)]
-                d_rows, *d_columns = ctx.block_gradients(*of_rows, *kv[..., columns, :], owner == me, hidden)
+                keys, values = kv[..., columns, :]
+                d_rows, *d_columns = ctx.block_gradients(*of_rows, keys, values, owner == me, hidden)
                 d_q[..., rows, :] += d_rows
                 if gradients_arrive:
                     d_kv = gradients_arrive()
