@@ -1,6 +1,7 @@
 """Context parallelism: its ring and the trainer's runs on it are one process's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -67,6 +68,22 @@ def test_in_low_precision_keys_travel_low_and_their_gradients_in_float32(pool):
         assert apart < 0.05 and dtypes == {low}
         assert products == {(low, low, wide)} and kept == {low, wide}, "wide: the log of each query's sum"
         assert (forward, backward) == (2 * numbers, (2 + 2 * 4) * numbers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, True), ({"since": (8, 0)}, True), ({"since": (7, 5)}, False), ({"K": 320}, False), ({"K": 60}, False),
+        ({"bytes": 4}, False), ({"is_cuda": False}, False), ({"documents": []}, False),
+    ],
+)  # fmt: skip
+def test_flash_attention_works_on_a_block_where_its_kernel_can(monkeypatch, changes, chosen):
+    of = {"since": (9, 0), "K": 64, "bytes": 2, "is_cuda": True, "documents": None} | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: of["since"])
+    q = SimpleNamespace(
+        shape=(1, 2, 1, 8, of["K"]), is_cuda=of["is_cuda"], device="cuda", element_size=lambda: of["bytes"]
+    )
+    assert context._is_flash(q, of["documents"]) == chosen
 
 
 @pytest.mark.parametrize("n", [2, 4])

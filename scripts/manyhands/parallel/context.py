@@ -14,8 +14,8 @@ home. Lesson 09 builds all of it.
 In zig-zag order a rank has two of 2 n equal pieces of a sequence, one from the front and its mirror image from the
 back. Of another rank's block it then needs exactly half of the query-key pairs, so that all have as much to do.
 
-On NVIDIA's GPUs FlashAttention works on a block in 16 bits (Dao 2023), and holds no scores. Elsewhere, and where
-documents are kept apart, factors are as wide as the model computes, scores and sums have float32 at least (see
+On NVIDIA's GPUs since Ampere FlashAttention works on a block in 16 bits (Dao 2023), and holds no scores. Elsewhere, and
+where documents are kept apart, factors are as wide as the model computes, scores and sums have float32 at least (see
 `gpt.products`), and the scores of one block are whole for a moment, B h s s numbers, in the backward with their
 gradients.
 
@@ -183,8 +183,9 @@ def _plain_gradients(d_out, q, out, logs, k, v, causal, hidden):
 
 
 def _is_flash(q, documents):
-    low = q.dtype in (torch.bfloat16, torch.float16)
-    return documents is None and low and q.is_cuda and not torch.version.hip and q.shape[-1] % 8 == 0
+    if documents is not None or not q.is_cuda or torch.version.hip or q.element_size() != 2:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _flash(q, k, v, causal, _):
