@@ -82,13 +82,14 @@ def remember():
 def start_lab(open_browser):
     """Replace this process by JupyterLab on loopback, with the first lesson open. It asks for a token.
 
-    Raises ValueError where there is no lesson.
+    Raises ValueError where there is no notebook.
     """
     from jupyter_core.paths import jupyter_runtime_dir
 
     course = course_here()
-    lessons = [lesson for lesson in find_lessons(course) if lesson.notebook.exists()]
-    if not lessons:
+    lessons = [lesson.notebook for lesson in find_lessons(course) if lesson.notebook.exists()]
+    notebooks = lessons or sorted((course / "notebooks").glob("*.ipynb"))  # somebody's own alone will do
+    if not notebooks:
         raise ValueError(f"there are no notebooks below {course}; run `make sync`, or start in the course's folder")
     _ask_no_questions()
     environ = {"JUPYTER_PREFER_ENV_PATH": "1", **environment()}  # not another checkout's kernel of the same name
@@ -100,7 +101,7 @@ def start_lab(open_browser):
         print(f"{home()} cannot be written: JupyterLab's own files go to {place}, and are gone with it")
     command = [
         sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={course}", "--ServerApp.ip=127.0.0.1",
-        f"--LabApp.default_url=/lab/tree/notebooks/{lessons[0].notebook.name}",
+        f"--LabApp.default_url=/lab/tree/notebooks/{notebooks[0].name}",
         "--log-level=ERROR", "--LabApp.log_level=ERROR",  # else forty lines bury the address
     ]  # fmt: skip
     if not open_browser:
