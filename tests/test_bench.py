@@ -74,6 +74,19 @@ def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeyp
     assert logs.keys() == {"world0", "world1"}
 
 
+@pytest.mark.parametrize("only", ["serving", "trainer", "switches", "notebook"])
+def test_each_part_alone_ends_with_its_table(tmp_path, monkeypatch, only):
+    monkeypatch.setattr(bench, "engine_number", lambda: bench.Number("serving", 1.0, "", 0.8, at_least=True))
+    monkeypatch.setattr(bench, "take_turn", lambda row, folder, steps: row.tokens_per_s.append(1.0))
+    ways = [{"way": "notebook", "version": "1", "why": "not here"}]
+    monkeypatch.setattr(notebook_bench, "all_measured", lambda: ways)
+    monkeypatch.setattr(notebook_bench, "table", lambda ways: [way["way"] for way in ways])
+    bench.main([f"--only={only}", "--rounds=1", f"--output={tmp_path}"], root=tmp_path)
+    assert {"trainer": "2 ranks"}.get(only, bench.PLAIN_SWITCHES if only == "switches" else only) in (
+        tmp_path / "bench.txt"
+    ).read_text()
+
+
 def reporting(monkeypatch, reports):
     """Rows whose turns report these tokens per second, turn by turn and world by world; None: the turn fails."""
     given = {name: iter(turns) for name, turns in reports.items()}

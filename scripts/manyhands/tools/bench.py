@@ -124,7 +124,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     write_whole(output / "bench.json", json.dumps(content, indent=1) + "\n")
     legend = SWITCHES_LEGEND if options.only == "switches" else LEGEND
     tables = [trainer_table(rows), legend] * bool(rows) + [number_table(numbers)] * (not ways)
-    tables += ["\n".join(notebook_bench.table(ways))] * bool(ways)
+    if ways:
+        tables.append("\n".join(notebook_bench.table(ways)))
     kept = Console(file=io.StringIO(), width=120)
     for console in (Console(), kept):
         for table in tables:
