@@ -1293,7 +1293,7 @@ mine = tuple(
     [next(h for h, other in enumerate(heads) if torch.allclose(head, other)) for head in own]
     for own, heads in zip(queries_and_keys(shared), queries_and_keys(llama), strict=True)
 )
-assert mine == my_heads(HEADS, 2, t, group.rank())
+assert mine == tuple(map(list, my_heads(HEADS, 2, t, group.rank())))
 say(f"query heads {mine[0]}, KV heads {mine[1]}: as my_heads says")
 
 # %% [markdown]

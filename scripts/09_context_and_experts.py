@@ -1246,7 +1246,7 @@ def turned(x_K, at):
 
 q_K, k_K = normal(30, K), normal(31, K)
 by_distance = turned(q_K, torch.arange(1 - T, T)) @ turned(k_K, torch.zeros(1))[0]  # 1 - T to T - 1, from a key at 0
-at = [zig_zag(T, c, r).to(device) for r in range(c)]
+at = [torch.as_tensor(zig_zag(T, c, r)).to(device) for r in range(c)]
 wanted_sT = by_distance[at[me][:, None] - torch.cat(at) + T - 1]
 for name, places in (("by zig_zag", at), ("from 0 on each rank", [torch.arange(T // c)] * c)):
     scores_sT = turned(q_K, places[me]) @ torch.cat([turned(k_K, there) for there in places]).T
