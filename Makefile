@@ -175,7 +175,7 @@ hub: environment
 	  "$(BIN)/uv" pip install -q --compile-bytecode -p "$(HUB)/bin/python" -c requirements.txt -r tests/hub_requirements.txt && \
 	  npm install --silent --no-fund --no-audit --prefix "$(HUB)" configurable-http-proxy@5.3.0 && touch "$(HUB)/complete"; }
 
-test-full: environment hub  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
+test-full: environment hub site slides  ## everything: full-length lessons, schedulers, browser, many seeds; some need root, slurm-wlm, munge and chromium, and say so
 	@$(TESTS) $(ARGS) || { test $$? = 1 && $(ALONE); }
 
 test-gpu: environment  ## the tests that only GPUs can make (MANYHANDS_DEVICE=xpu: Intel's); they fail where there is none
