@@ -138,7 +138,9 @@ def test_a_site_sets_the_ranks_of_notebooks_whose_parameters_nobody_has_changed(
 
 def test_a_lesson_says_how_many_ranks_it_needs_and_gets_no_fewer(monkeypatch, capsys):
     known = read_cell("n_ranks = 4  # processes, at least 2")
-    assert validate(known, {"n_ranks": 2}) == {"n_ranks": 2} and least_ranks(read_cell("n_ranks = 4  # processes")) == 1
+    assert validate(known, {"n_ranks": 2}) == {"n_ranks": 2}
+    for said, least in (("", 1), (", at least 3", 3), (", > 1", 2), (", 2 to 8", 2), (", < 9", 1)):
+        assert least_ranks(read_cell(f"n_ranks = 4  # processes{said}")) == least
     with pytest.raises(ParameterError, match="n_ranks = 1 is not accepted: it takes a whole number >= 2"):
         validate(known, {"n_ranks": 1})
     monkeypatch.setenv("MANYHANDS_RANKS", "1")

@@ -104,8 +104,8 @@ def read_cell(source: str) -> list[Parameter]:
 
 def least_ranks(parameters: Sequence[Parameter]) -> int:
     """Return the fewest ranks that a lesson with these parameters runs on; 1 where it does not say."""
-    said = [p.limits.removeprefix(">= ") for p in parameters if p.name == LAUNCHERS_OWN and p.limits]
-    return max([1, *map(int, said)])
+    said = [re.match(r"(>?)=? ?(\d+)", p.limits) for p in parameters if p.name == LAUNCHERS_OWN]
+    return max([1, *(int(least[2]) + bool(least[1] and "=" not in least[0]) for least in said if least)])
 
 
 def parse(parameters: Sequence[Parameter], argv: Sequence[str]) -> dict:
