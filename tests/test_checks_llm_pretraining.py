@@ -44,7 +44,7 @@ REJECTED = {
         (" for r in range(n)]", ", 0] for r in range(n)]", "== r]", "== r", "those are the keys alone"),
         ("range(n)]", "range(n - 1)]", "should be a list of 3 tensors, not 2 of them"),
         ("[:, 0] % n", "[:, 0] // n", "the parcel for rank 0"),
-        ("return [", "return torch.cat([", "range(n)]", "range(n)])", "not Tensor"),
+        ("return [", "return torch.cat([", "range(n)]", "range(n)])", "not the Tensor"),
     ],
     "colliding": [
         ("combinations(sorted(documents), 2)", "((min(documents), j) for j in documents if j > min(documents))",
