@@ -4,6 +4,7 @@
     python scripts/serve.py       # what lesson 13 or scripts/align.py made last; before that, assets/models/plays
     python scripts/serve.py outputs/mine --step newest --port 8123  # a run's checkpoints; or a .safetensors file
     python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones, if they are not worse
+    python scripts/launch.py --nproc 2 scripts/serve.py -- outputs/mine    # two ranks share the model: tensor parallel
 
 You should see one line with the model, and the address of a chat page with the token in it: open it, or give both to
 `openai.OpenAI(base_url=".../v1", api_key=...)`. Behind a hub: the same page by jupyter-server-proxy, .../proxy/PORT/.
@@ -76,26 +77,39 @@ def default_source():
     return PLAYS
 
 
-def make_service(options, load, token):
-    """The Service of the model that `load(step)` returns. Raises CheckpointError or ValueError."""
+def make_service(options, load, token, shared=None):
+    """The Service of the model that `load(step)` returns, which `shared` ranks share. CheckpointError, ValueError."""
     import torch
     from manyhands.checkpoint.export import described
     from manyhands.serve import gate
+    from manyhands.serve.engine import Runner
     from manyhands.serve.service import Service
     from manyhands.serve.vocabulary import Vocabulary
 
     model, metadata = load(options.step)
+    about = described(model, metadata)
     if model.num_params() < SMALL:  # sharing such small products costs more than it gains
         torch.set_num_threads(1)
-    held_out_ids = gate.held_out(Vocabulary(metadata), options.gate_text)
-    service = Service(model, metadata, token, held_out_ids, load, options.name, options.cap, options.gate_tolerance)
+    if shared is not None:
+        held_out_ids, load, runner = None, _no_other, shared.lead
+    else:
+        held_out_ids, runner = gate.held_out(Vocabulary(metadata), options.gate_text), Runner
+    service = Service(
+        model, metadata, token, held_out_ids, load, options.name, options.cap, options.gate_tolerance, runner
+    )
     print(
-        f"{described(model, metadata)}, context {service.context}; "
-        f"cache {service.engine.cache.num_bytes() / 2**20:.1f} MiB; "
+        f"{about}, context {service.context}; cache {service.engine.cache.num_bytes() / 2**20:.1f} MiB"
+        f"{f' on each of {shared.size} ranks' if shared is not None else ''}; "
         f"{'chat template' if service.words.speaks_template else 'base model'}",
         flush=True,
     )
     return service
+
+
+def _no_other(step):
+    from manyhands.checkpoint.manifest import CheckpointError
+
+    raise CheckpointError("a model that ranks share is not changed while it serves; start the server again")
 
 
 def tell_address(options, address, token, path):
@@ -111,21 +125,16 @@ def tell_address(options, address, token, path):
         print(f"--host {options.host}: others on the network reach it, and what is sent is not encrypted", flush=True)
 
 
-def serve(options):
+def serve(options, shared=None):
     """Run until a signal. Raises CheckpointError, ValueError or OSError if it cannot start."""
-    from manyhands.checkpoint.export import DTYPES, load_model
     from manyhands.launch.devices import device_named
     from manyhands.launch.run_folder import outputs_folder
     from manyhands.serve import http
 
     token, device = http.make_token(os.environ), device_named(options.device)
-
-    def load(step):
-        model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
-        return model.to(device, DTYPES[options.dtype]), metadata
-
+    load = partial(loaded, options, device) if shared is None else lambda step: (shared.model, shared.metadata)
     with closing(http.listen(options.host, options.port)) as bound:
-        app = http.make_app(make_service(options, load, token), options.source, options.watch_s)
+        app = http.make_app(make_service(options, load, token, shared), options.source, options.watch_s)
         address = http.address_of(bound)
         path = outputs_folder() / "serve" / f"serving-{bound.getsockname()[1]}.json"
         tell = partial(tell_address, options, address, token, path)  # not before a signal ends it as it should
@@ -135,14 +144,49 @@ def serve(options):
             path.unlink(missing_ok=True)
 
 
+def loaded(options, device, step):
+    """(model, metadata) of a step, on a device. Raises CheckpointError."""
+    from manyhands.checkpoint.export import DTYPES, load_model
+
+    model, metadata = load_model(options.source, step, lambda text: print(text, file=sys.stderr, flush=True))
+    return model.to(device, DTYPES[options.dtype]), metadata
+
+
+def serve_on_ranks(options):
+    """`serve` on rank 0, while the other ranks compute with it: they share the model."""
+    import signal
+
+    from manyhands.launch.join import join, leave
+    from manyhands.serve.tensor_ranks import TensorRanks
+
+    if options.watch_s is not None or options.gate_text is not None:
+        raise ValueError("ranks that share a model serve one checkpoint; leave --watch-s and --gate-text out")
+    same = {name: str(getattr(options, name)) for name in ("source", "step", "dtype")}
+    ranks = join(name="serve", device=options.device, options=same)
+    shared = TensorRanks(ranks, partial(loaded, options, "cpu", options.step))
+    if ranks.rank == 0:
+        try:
+            serve(options, shared)
+        finally:
+            shared.end()
+    else:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 first finishes what was asked for
+            signal.signal(number, signal.SIG_IGN)
+        shared.follow()
+    leave()
+
+
 def main(argv=None):
+    from manyhands.launch.launchers import resolve
+    from manyhands.launch.program import end
+
     try:
         options = parsed(Options, sys.argv[1:] if argv is None else argv, "serve.py", __doc__)
-        serve(replace(options, source=options.source or default_source()))
+        options = replace(options, source=options.source or default_source())
+        serve(options) if resolve().world_size == 1 else serve_on_ranks(options)
         return 0
     except (ValueError, OSError) as error:
-        print(f"serve.py: {error}", file=sys.stderr)
-        return 2
+        end(f"serve.py: {error}", 2)
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ FORKED = [
     "test_side_by_side.py", "test_jobs.py", "test_pairs.py", "test_bench.py", "test_chat_page.py",
     "test_contributing.py", "test_when_it_breaks.py", "test_meshes_and_planning.py", "test_browser.py",
     "test_widgets_browser.py", "test_every_strategy_ends.py",
-    "test_recipes.py", "test_doctor_in_job.py", "test_size.py",
+    "test_recipes.py", "test_doctor_in_job.py", "test_size.py", "test_tensor_serving.py",
 ]  # fmt: skip
 
 

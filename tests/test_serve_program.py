@@ -41,13 +41,14 @@ def exported(tmp_path_factory):
     return file, text
 
 
-def start(root, exported, folder, *flags, stdout=None, **environ):
-    file, text = exported
+def start(root, exported, folder, *flags, stdout=None, program="serve.py", **environ):
+    """(process, file with its address) of a server of `exported` (none: what the flags say), in `folder`."""
     environ = {k: v for k, v in os.environ.items() if k != "MANYHANDS_SERVE_TOKEN"} | {
         "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1", **environ,
     }  # fmt: skip
-    program = str(root / "scripts" / "serve.py")
-    command = [sys.executable, program, *([str(file)] if file else []), "--gate-text", str(text), *flags]
+    file, text = exported or (None, None)
+    given = [*([str(file)] if file else []), *(["--gate-text", str(text)] if text else [])]
+    command = [sys.executable, str(root / "scripts" / program), *given, *flags]
     log = open(folder / "log", "wb")  # noqa: SIM115 - it belongs to the process
     process = subprocess.Popen(command, stdout=stdout or log, stderr=log, env=environ, cwd=folder)
     deadline = time.monotonic() + 100
@@ -130,7 +131,9 @@ def test_what_cannot_be_served_is_one_sentence_and_status_2(
     monkeypatch.chdir(tmp_path)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert program.main([str(exported[0]) if flag == "MODEL" else flag for flag in flags]) == 2
+    with pytest.raises(SystemExit) as ended:
+        program.main([str(exported[0]) if flag == "MODEL" else flag for flag in flags])
+    assert ended.value.code == 2
     told = capfd.readouterr()
     assert told.err.startswith("serve.py: ") and told.err.count("\n") == 1, told.err
     assert sentence in told.err

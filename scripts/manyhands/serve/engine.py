@@ -9,6 +9,9 @@ One process, no server, no clock. A step sends the positions of all sequences, p
 layers as one row (Yu et al. 2022, Orca, section 3.2, selective batching).
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -21,32 +24,68 @@ from manyhands.serve.scheduler import CachedSequence, Scheduler
 NOT_FINITE = "not_finite"  # finish reason of a sequence whose logits are NaN or infinite; others are unaffected
 
 
+class Row(NamedTuple):
+    """The new positions of all sequences, one behind another: what a step computes, on each rank of the model."""
+
+    taken: list[int]  # blocks in which other sequences' numbers may be left
+    tables: list[list[int]]  # the blocks of each sequence
+    lengths: list[int]  # and how many of the positions are its own
+    ids_N: list[int]
+    positions_N: list[int]
+    starts_N: list[int]  # of each position's document
+
+
+class Runner:
+    """A model with its cache of `num_blocks` blocks; of `tensor` ranks each has its share of the heads."""
+
+    def __init__(self, model: GPT, num_blocks: int, block_size: int, tensor: int = 1):
+        self.model, weight = model.eval(), next(model.parameters())
+        heads = max(1, model.config.kv_heads // tensor)
+        self.cache = PagedCache(model.config, num_blocks, block_size, weight.dtype, weight.device, heads)
+
+    @torch.inference_mode()
+    def logits(self, row: Row) -> torch.Tensor:
+        """Return the logits [N, V] of a row's positions. The layers see one sequence; only attention differs."""
+        device = self.cache.device
+        self.cache.clear(row.taken)
+        positions_N = torch.tensor(row.positions_N, device=device)
+        starts_N = torch.tensor(row.starts_N, device=device)
+        attend = self.cache.attend_for(row.tables, row.lengths, positions_N, starts_N)
+        return run(self.model, torch.tensor([row.ids_N], device=device), positions_N[None], attend)[0]
+
+
 class Engine:
     """An engine that serves one model at a time. Ids from `vocab_size` on are not tokens and are never drawn.
 
-    Raise ValueError if the blocks cannot hold one sequence of full length.
+    `runner` makes the Runner of a model; tensor ranks have their own. Raise ValueError if the blocks cannot hold one
+    sequence of full length.
     """
 
     def __init__(
-        self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None
-    ):
+        self, model, version, num_blocks=256, block_size=16, max_running=32, prefill_tokens=256, vocab_size=None,
+        runner: Callable[[GPT, int, int], Runner] = Runner,
+    ):  # fmt: skip
         if num_blocks * block_size < (context := model.config.context):
             why = f"{num_blocks} blocks of {block_size} positions do not hold one sequence of {context}"
             raise ValueError(f"{why}; use {-(-context // block_size)} or more")
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_running, prefill_tokens)
+        self.scheduler, self.make_runner = Scheduler(self.pool, max_running, prefill_tokens), runner
         self.prompt_nats, self.prompt_tokens = 0.0, 0  # the summed loss on prompts: see `service.Metrics`
         self.change_model(model, version, vocab_size)
 
     def change_model(self, model: GPT, version: str, vocab_size: int | None = None) -> None:
         """Serve another model from the next step on. All sequences of the old model must be finished."""
-        weight, pool = next(model.parameters()), self.pool
         # first the steps that may fail, so that a failure changes nothing
-        cache = PagedCache(model.config, pool.num_blocks, pool.block_size, weight.dtype, weight.device)
+        runner = self.make_runner(model, self.pool.num_blocks, self.pool.block_size)
         assert not self.scheduler.unfinished(), "sequences of the old model are unfinished"
         self.pool.forget_all()
-        self.cache, self.model, self.version = cache, model.eval(), version
+        self.runner, self.config, self.version = runner, model.config, version
         self.vocab_size = vocab_size or model.config.vocab_size
+
+    @property
+    def cache(self) -> PagedCache:
+        """Return the cache of the model's keys and values."""
+        return self.runner.cache
 
     def new_sequence(
         self, prompt: list[int], max_tokens: int, sampling: Sampling | None = None, seed: int | None = None,
@@ -56,7 +95,7 @@ class Engine:
 
         Raise ValueError if it exceeds the model's context.
         """
-        context = self.model.config.context
+        context = self.config.context
         if not prompt:
             raise ValueError("the prompt is empty; send at least one token")
         if max_tokens < 1:
@@ -81,8 +120,6 @@ class Engine:
         If logits are NaN or infinite, the token is None and `finish` is NOT_FINITE.
         """
         works = sorted(self.scheduler.plan(), key=lambda work: work.stop - work.start)
-        self.cache.clear(self.pool.taken)
-        self.pool.taken.clear()
         failed, drawing, rows = [], [], []
         for work, logits_TV, finite in self._logits(works):
             if not finite:  # do not share its blocks: a mask does not remove NaN of earlier positions
@@ -105,17 +142,17 @@ class Engine:
         return not self.scheduler.waiting and not self.scheduler.running
 
     def _logits(self, works):
-        """Return (work, logits [T, V], all finite?) for each. The layers see one row; only attention differs."""
+        """Return (work, logits [T, V], all finite?) for each."""
         if not works:
             return []
-        device, lengths = self.cache.device, [work.stop - work.start for work in works]
-        ids_1N = torch.tensor([[i for w in works for i in w.sequence.ids[w.start : w.stop]]], device=device)
-        positions_1N = torch.tensor([[i for w in works for i in range(w.start, w.stop)]], device=device)
-        tables = [work.sequence.block_table[: self.pool.blocks_for(work.stop)] for work in works]
-        separator = self.model.config.separator
-        starts = [start for w in works for start in w.sequence.starts_of_documents(separator)[w.start : w.stop]]
-        attend = self.cache.attend_for(tables, lengths, positions_1N[0], torch.tensor(starts, device=device))
-        logits_NV = run(self.model, ids_1N, positions_1N, attend)[0]
+        taken, self.pool.taken = self.pool.taken, []
+        lengths, separator = [work.stop - work.start for work in works], self.config.separator
+        logits_NV = self.runner.logits(Row(
+            taken, [work.sequence.block_table[: self.pool.blocks_for(work.stop)] for work in works], lengths,
+            [i for w in works for i in w.sequence.ids[w.start : w.stop]],
+            [i for w in works for i in range(w.start, w.stop)],
+            [start for w in works for start in w.sequence.starts_of_documents(separator)[w.start : w.stop]],
+        ))  # fmt: skip
         finite_N = iter(logits_NV.isfinite().all(-1).tolist())
         finite = [all([next(finite_N) for _ in range(length)]) for length in lengths]
         return zip(works, logits_NV.split(lengths), finite, strict=True)

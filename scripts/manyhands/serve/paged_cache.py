@@ -126,10 +126,12 @@ FIRST_BLOCKS = 256  # of a cache: it grows when more are in use
 class PagedCache:
     """The tensors of up to `num_blocks` blocks for each layer, which grow with use; the pool manages holders."""
 
-    def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu"):
+    def __init__(self, config, num_blocks, block_size, dtype=torch.float32, device="cpu", heads=None):
+        """Make a cache of the model's heads of keys, or of fewer where tensor ranks share them out."""
         # keys and values of a position are adjacent: one write and one gather for both; block b is at b + 1, and the
         # first one stays zero
-        shape = (config.n_layer, 1 + min(num_blocks, FIRST_BLOCKS), block_size, config.kv_heads, 2, config.head_size)
+        heads = heads or config.kv_heads
+        shape = (config.n_layer, 1 + min(num_blocks, FIRST_BLOCKS), block_size, heads, 2, config.head_size)
         self.block_size, self.device, self.most = block_size, torch.device(device), num_blocks
         self._set(torch.zeros(shape, dtype=dtype, device=device))
 

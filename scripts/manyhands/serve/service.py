@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from manyhands.checkpoint.export import not_finite
 from manyhands.gpt.model import GPT
 from manyhands.serve import gate
-from manyhands.serve.engine import NOT_FINITE, Engine
+from manyhands.serve.engine import NOT_FINITE, Engine, Runner
 from manyhands.serve.scheduler import CachedSequence
 from manyhands.serve.schema import ChatRequest, CompletionRequest, Limits, Refusal
 from manyhands.serve.vocabulary import TextSoFar, TooLong, Vocabulary
@@ -124,13 +124,14 @@ class Service:
     """The server without HTTP. `name`: the model's name for clients.
 
     `held_out_ids` [n] are the text for judging a new checkpoint, and `tolerance` is the nats per token by which it may
-    be worse. `load(step)` returns a checkpoint's (model, metadata); without it none can be loaded. Raise ValueError for
-    a model with a weight that is NaN or infinite.
+    be worse; without them none is judged. `load(step)` returns a checkpoint's (model, metadata); without it none can be
+    loaded. `runner` is the engine's. Raise ValueError for a model with a weight that is NaN or infinite.
     """
 
     def __init__(
-        self, model: GPT, metadata: dict, token: str, held_out_ids: torch.Tensor,
+        self, model: GPT, metadata: dict, token: str, held_out_ids: torch.Tensor | None,
         load: Callable[[str], tuple] | None = None, name="manyhands", limits=Limits(), tolerance=0.02,  # noqa: B008
+        runner: Callable[[GPT, int, int], Runner] = Runner,
     ):  # fmt: skip
         if (bad := not_finite(model)) is not None:
             raise ValueError(f"{bad} of step {metadata['step']} holds NaN or infinity; serve another checkpoint")
@@ -140,7 +141,8 @@ class Service:
         size, running = limits.block_size, limits.running
         trained = running * -(-model.config.block_size // size)
         blocks = limits.blocks or max(trained, -(-self.context // size))
-        self.engine = Engine(model, self.live.version, blocks, size, running, limits.prefill_tokens, len(self.words))
+        sizes = blocks, size, running, limits.prefill_tokens, len(self.words)
+        self.engine = Engine(model, self.live.version, *sizes, runner)
         self.waited_for: dict[CachedSequence, tuple[Ticket, Choice]] = {}  # those that are not over for the engine
         self.changes: deque[tuple | None] = deque()  # changes to apply to the engine before its next step
         self.failed = False  # the last step did
@@ -320,6 +322,8 @@ class Service:
 
     async def _look_at_held_out(self):
         live = self.live
+        if self.held_out_ids is None:
+            return
         nats = await asyncio.to_thread(gate.loss_on, live.model, self.held_out_ids)
         if live is self.live:
             self.metrics.held_out_nats.set(nats)
