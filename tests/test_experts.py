@@ -176,18 +176,22 @@ def test_data_ranks_take_the_steps_of_one_process(pool, references, case):
 
 
 @pytest.mark.parametrize(
-    "parallel",
+    ("config", "parallel"),
     [
-        dict(context=2, expert=2),
+        (MIXTURE, dict(context=2, expert=2)),
         *more_of(
-            dict(context=2), dict(strategy="fsdp", context=2, tensor=2),
-            dict(strategy="fsdp", tensor=2, loss_parallel=True),
+            (MIXTURE, dict(context=2)), (MIXTURE, dict(strategy="fsdp", context=2, tensor=2)),
+            (MIXTURE, dict(strategy="fsdp", tensor=2, loss_parallel=True)),
+            (MIXTRAL, dict(context=2, expert=2)), (MIXTRAL, dict(strategy="fsdp", context=2, expert=4)),
+            (MIXTRAL, dict(strategy="fsdp", context=2, tensor=2, expert=2)),
         ),
     ],
 )  # fmt: skip
-def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(pool, parallel):
-    wanted = one_process(options_with(loss=0.0), MIXTURE)
-    assert_equal(pool.run(4, steps_of, options_with(loss=0.0, **parallel), MIXTURE), wanted)
+def test_parts_of_sequences_and_of_the_loss_take_the_steps_of_one_process_without_the_balancing_loss(
+    pool, config, parallel
+):
+    wanted = one_process(options_with(loss=0.0), config)
+    assert_equal(pool.run(4, steps_of, options_with(loss=0.0, **parallel), config), wanted)
 
 
 def warnings_of(ranks, options, config):

@@ -244,19 +244,6 @@ def test_it_reads_and_writes_up_to_max_positions_and_not_further():
         Engine(model, "", num_blocks=1)
 
 
-def test_a_few_steps_learn_a_repeating_text():
-    model = build()
-    ids_BT = (torch.arange(9) % 4).repeat(4, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(ids_BT[:, :-1], ids_BT[:, 1:])[1]
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
-    assert model.generate(ids_BT[:1, :4], 12, temperature=0).tolist() == [[0, 1, 2, 3] * 4]
-
-
 @pytest.mark.parametrize("changes", [{}, {"norm": "layer", "clip_qkv": 0.05}, {"head_dim": 10, "tie": True}], ids=str)
 def test_a_server_writes_what_the_models_own_forward_draws_from_a_cache_of_its_heads_of_keys(changes, monkeypatch):
     """Prompts of unequal lengths in pieces of 5 tokens, blocks of 4; three run at a time and the others wait."""

@@ -1,6 +1,7 @@
 """The GPT: its size by formula, causality, sampling that leaves no trace."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,8 +90,9 @@ def test_a_model_built_on_meta_gets_the_weights_of_one_built_at_once():
     assert all(torch.equal(a, b) for a, b in zip(late.parameters(), early.parameters(), strict=True))
 
 
-def test_a_few_steps_learn_a_repeating_text():
-    model = build()
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, style="llama", n_kv_head=1)], ids=["gpt", "llama"])
+def test_a_few_steps_learn_a_repeating_text(config):
+    model = build(config)
     ids_BT = (torch.arange(9) % 4).repeat(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):

@@ -357,6 +357,11 @@ def assert_samples_are_one_processs(pool, case, config):
 # --- compilation
 
 
+def more_of(*cases):
+    """Cases that `make test-full` adds."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
 def compiled_steps(ranks, options, config, backend):
     import torch._dynamo
 
@@ -371,22 +376,31 @@ def compiled_steps(ranks, options, config, backend):
 
 
 @pytest.mark.parametrize(
-    ("n_layer", "case"),
+    ("n", "config", "case"),
     [
-        pytest.param(2, dict(strategy="ddp", all_reduce="buckets"), marks=pytest.mark.full),
-        (10, dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2)),
+        (1, replace(CONFIG, n_layer=10), dict(strategy="fsdp", activation_checkpointing="block", micro_batch=2)),
+        *more_of(
+            (1, CONFIG, dict(strategy="ddp", all_reduce="buckets")),
+            (1, replace(LLAMA, n_layer=10), dict(strategy="fsdp", activation_checkpointing="selective", micro_batch=2)),
+            (2, OLMO, dict(strategy="zero1")),
+            (2, LLAMA, dict(strategy="tp")),
+            (2, replace(LLAMA, n_kv_head=1), dict(strategy="tp", sequence_parallel=True)),
+        ),
     ],
-)
-def test_one_graph_serves_all_blocks_and_another_the_loss(pool, n_layer, case):
-    config = replace(CONFIG, n_layer=n_layer, n_embd=16)  # torch gives a function up that it compiled 8 times
+)  # fmt: skip
+def test_one_graph_serves_all_blocks_and_another_the_loss(pool, n, config, case):
+    """Of 10 layers: torch gives a function up that it compiled 8 times."""
     # the graphs are what is tested: turning them into machine code takes a minute
-    ((result, num_graphs),) = pool.run(1, compiled_steps, options_of(compile=True, **case), config, "aot_eager")
-    assert_equal([result], one_process(options_of(), config))
-    assert num_graphs == 2
+    found = pool.run(n, compiled_steps, options_of(compile=True, **case), config, "aot_eager")
+    assert_equal([result for result, _ in found], one_process(options_of(), config))
+    assert [num_graphs for _, num_graphs in found] == [2] * n
 
 
 @pytest.mark.full
-def test_machine_code_computes_what_python_does(pool):
-    config, options = replace(CONFIG, n_layer=2, n_embd=16), options_of("fp32", compile=True, strategy="ddp")
-    results = pool.run(2, compiled_steps, options, config, "inductor")
+@pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("strategy", ["ddp", "tp"])
+def test_machine_code_computes_what_python_does(pool, config, strategy):
+    config = replace(config, n_layer=2)
+    options = options_of("fp32", compile=True, strategy=strategy)
+    results = pool.run(2, compiled_steps, options, config, "inductor", timeout_s=240)
     assert_equal([result for result, _ in results], one_process(options_of("fp32"), config), budget=1e-5)
