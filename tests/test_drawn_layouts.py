@@ -19,7 +19,7 @@ def composition(seed):
     """(ranks, options, model) of `test_saves.drawn`'s layout, with more that changes how it is computed, or None."""
     case, draw = drawn(seed), random.Random(-seed)
     tie, vocab = case.tie or draw.random() < 0.3, draw.choice((65, 35))
-    config = replace(draw.choice(MODELS), vocab_size=vocab, tie=tie, n_layer=4)
+    config = replace(draw.choice([m for m in MODELS if m.experts == case.experts]), vocab_size=vocab, tie=tie, n_layer=4)
     words = case.layout
     if "--parallel.tensor" in words or "strategy tp" in words:
         words += draw.choice(("", " --parallel.sequence-parallel"))
@@ -64,6 +64,6 @@ def test_the_drawn_compositions_hold_what_they_are_drawn_for():
     pipelines = [config for parallel, config in pairs if parallel.strategy == "pp" or (parallel.pipeline or 1) > 1]
     assert sum(config.tie for config in pipelines) >= 4
     assert sum(parallel.context > 1 for parallel, _ in pairs) >= 4
-    assert sum(parallel.expert > 1 for parallel, _ in pairs) >= 5
+    assert sum(parallel.expert > 1 for parallel, _ in pairs) >= 2
     copies = [c for parallel, c in pairs if c.kv_heads < (parallel.tensor or 1)]
     assert len(copies) >= 5, "tensor ranks that hold a head of keys alike"
