@@ -5,7 +5,6 @@
     python scripts/bench.py --only trainer   # beside a plain PyTorch loop
     python scripts/bench.py --only switches  # what makes a step faster, each switched off once: for a GPU
     python scripts/bench.py --only notebook  # a notebook's ranks beside other packages that are installed here
-    python scripts/bench.py --lesson 03
 
 You see the tables that `outputs/bench/bench.txt` keeps; `bench.json` beside it holds every sample and the machine.
 Nothing is asserted: a number belongs to the machine that it was taken on. Exit status: 0, or 1 where something could

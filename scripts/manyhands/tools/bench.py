@@ -1,7 +1,7 @@
-"""Measure the course's promises about speed: ranks' first answer, lessons' time, the trainer against a plain loop.
+"""Measure the course's promises about speed: the trainer and the server against plain loops, a notebook's ranks.
 
-Lessons are runs of the preflight. In every round each row of the trainer runs once, as people start it, and reports its
-tokens per second in a `steps.jsonl`. A ratio compares runs of one round, so that the machine's load affects both.
+In every round each row of the trainer runs once, as people start it, and reports its tokens per second in a
+`steps.jsonl`. A ratio compares runs of one round, so that the machine's load affects both.
 """
 
 import io
@@ -12,29 +12,23 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from manyhands.course.folders import ROOT, SCRIPTS, make_private, write_whole
-from manyhands.course.lessons import AIM_BYTES, find_lessons
 from manyhands.launch.flags import Flags
 from manyhands.launch.processes import sigterm_interrupts, supervise
 from manyhands.launch.settings import environment, for_python
-from manyhands.tools.lesson_run import Run, positive
+from manyhands.tools.lesson_run import positive
 from manyhands.tools.preflight import gather_metadata
 from manyhands.tools.reference_loops import MODEL, SEQUENCES
 
-FIRST_OUTPUT_AIM_S = 15
 START_UP_AIM_S = 10
-DDP_AIM = 0.9  # of the library's tokens per second
-RING_AIM = 2.0  # times gloo's own time
-RING_BYTES = 16 * 2**20
 LINE_STEPS = 10  # steps per line of steps.jsonl
 WARM_UP_LINES = 2
-LESSON_S, RUN_S = 600, 300  # when a lesson, or a run of the trainer, is stopped
+RUN_S = 300  # when a run of the trainer is stopped
 PLAIN = "plain loop"
 NANOGPT, NANOCHAT = "nanoGPT's train.py", "nanochat's model and optimizer"
 APART = "2 that never communicate"
@@ -80,22 +74,14 @@ def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Return the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
-    parts = ("lessons", "trainer", "serving", "switches", "notebook")
-    add("--only", choices=parts, help="one part (default: the first three)")
-    add("--lesson", action="append", metavar="03", help="only this lesson (repeatable)")
+    parts = ("trainer", "serving", "switches", "notebook")
+    add("--only", choices=parts, help="one part (default: the first two)")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
     add("--nanogpt", type=Path, metavar="CLONE", help="a row for nanoGPT's train.py on the same sizes")
     add("--nanochat", type=Path, metavar="CLONE", help="a row for nanochat's model and optimizer on the same sizes")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
     options = parser.parse_args(argv)
-    if options.lesson:
-        options.only = "lessons"
-    try:
-        lessons = find_lessons(root, options.lesson) if options.only in (None, "lessons") else []
-    except ValueError as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 2
     output = (options.output or root / "outputs" / "bench").resolve()
     metadata = {**gather_metadata(root), "load before": f"{os.getloadavg()[0]:.2f}"}
     numbers, rows, ways = [], [], []
@@ -104,8 +90,6 @@ def main(argv=None, description=None, root=ROOT) -> int:
             from manyhands.tools import notebook_bench  # late: it brings the notebook's ranks
 
             ways = notebook_bench.all_measured()
-        if lessons:
-            numbers += lesson_numbers(lessons, output / "runs")
         if options.only in (None, "serving"):
             numbers.append(engine_number())
         if options.only in (None, "trainer"):
@@ -144,55 +128,6 @@ def number_table(numbers):
         measured = "-" if n.value is None else f"{n.value:.3g} {n.unit}".strip()
         table.add_row(n.what, measured, f"{'at least' if n.at_least else 'at most'} {n.aim:g}", n.verdict)
     return table
-
-
-# ------------------------------------------------------------------ lessons
-
-
-def lesson_numbers(lessons, folder) -> list[Number]:
-    """Each lesson run headless: its seconds and memory, what it measured, and how soon its ranks answered."""
-    found, starts = [], []
-    for lesson in lessons:
-        print(f"{lesson.name}, headless ...", flush=True)
-        outcome = Run(lesson, "notebook", None, folder / lesson.name).carry_out(LESSON_S)
-        print(f"{lesson.name}: {outcome.words}", flush=True)
-        seconds, gib = (outcome.ended.seconds, outcome.ended.peak_bytes / 2**30) if not outcome.error else (None, None)
-        why = str(outcome.error or "")
-        found.append(Number(f"{lesson.name} headless", seconds, "s", lesson.aim_s, note=why))
-        found.append(Number(f"{lesson.name} memory", gib, "GiB", AIM_BYTES / 2**30, note=why))
-        measured = (outcome.metrics or {}).get("measured", {})
-        if lesson.number == "02":
-            found.append(Number("time of our ring / gloo's, 16 MiB", ring_to_gloo(measured), "", RING_AIM))
-        if lesson.number == "03":
-            ratio = measured.get("ours_to_library")
-            found.append(Number("tokens/s of our DDP / the library's", ratio, "", DDP_AIM, at_least=True))
-        if (start_s := seconds_to_first_output(outcome.run.executed)) is not None:
-            starts.append(start_s)
-    first_s = statistics.median(starts) if starts else None
-    note = f"median of {len(starts)}, {min(starts):.1f} to {max(starts):.1f} s" if starts else ""
-    return [Number("first cell until ranks have answered", first_s, "s", FIRST_OUTPUT_AIM_S, note=note), *found]
-
-
-def seconds_to_first_output(executed) -> float | None:
-    """From the start of an executed notebook's first cell to the end of its first on the ranks; None: there is none."""
-    if not Path(executed).exists():
-        return None
-    cells = json.loads(Path(executed).read_text("utf-8"))["cells"]
-    timed = [cell for cell in cells if cell.get("metadata", {}).get("papermill", {}).get("end_time")]
-    on_ranks = [cell for cell in timed if "".join(cell["source"]).startswith("%%ranks")]
-    if not on_ranks:
-        return None
-    begun, ended = timed[0]["metadata"]["papermill"]["start_time"], on_ranks[0]["metadata"]["papermill"]["end_time"]
-    return (datetime.fromisoformat(ended) - datetime.fromisoformat(begun)).total_seconds()
-
-
-def ring_to_gloo(measured) -> float | None:
-    """Time of our ring over time of gloo's all-reduce at 16 MiB, from lesson 02's metrics; None if it is not there."""
-    sizes, times = measured.get("sizes_b", []), measured.get("all_reduce_s", {})
-    if RING_BYTES not in sizes or not {"our ring", "gloo"} <= times.keys():
-        return None
-    at = sizes.index(RING_BYTES)
-    return times["our ring"][at] / times["gloo"][at]
 
 
 # ------------------------------------------------------------------ the trainer

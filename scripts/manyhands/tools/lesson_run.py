@@ -1,6 +1,6 @@
 """One run of a lesson: how it is started, what came of it, and what went wrong first, on which rank.
 
-Who runs lessons starts them here: the preflight, the bench, the tests.
+Who runs lessons starts them here: the preflight, the tests.
 """
 
 import argparse
