@@ -30,7 +30,7 @@ LINE_STEPS = 10  # steps per line of steps.jsonl
 WARM_UP_LINES = 2
 RUN_S = 300  # when a run of the trainer is stopped
 PLAIN = "plain loop"
-NANOGPT, NANOCHAT = "nanoGPT's train.py", "nanochat's model and optimizer"
+NANOGPT = "nanoGPT's train.py"
 APART = "2 that never communicate"
 COMPILED = ", compiled"
 PLAIN_SWITCHES = "as it is"
@@ -79,7 +79,6 @@ def main(argv=None, description=None, root=ROOT) -> int:
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
     add("--nanogpt", type=Path, metavar="CLONE", help="a row for nanoGPT's train.py on the same sizes")
-    add("--nanochat", type=Path, metavar="CLONE", help="a row for nanochat's model and optimizer on the same sizes")
     add("--output", type=Path, metavar="FOLDER", help="default: outputs/bench")
     options = parser.parse_args(argv)
     output = (options.output or root / "outputs" / "bench").resolve()
@@ -93,14 +92,14 @@ def main(argv=None, description=None, root=ROOT) -> int:
         if options.only in (None, "serving"):
             numbers.append(engine_number())
         if options.only in (None, "trainer"):
-            rows = all_rows() + reference_rows(options)
+            rows = all_rows() + reference_rows(options.nanogpt)
             rows = measure(output / "runs" / "trainer", options.rounds, options.steps, rows)
             numbers += trainer_numbers(rows)
         if options.only == "switches":
             from manyhands.launch.devices import gpus_here  # late: it brings torch
 
             kind, _ = gpus_here()
-            rows = switch_rows(kind) + reference_rows(options, kind)
+            rows = switch_rows(kind) + reference_rows(options.nanogpt, kind)
             rows = measure(output / "runs" / "switches", options.rounds, options.steps, rows)
     judged = [{**asdict(n), "verdict": n.verdict} for n in numbers]
     content = {"metadata": metadata, "numbers": judged, "rows": [asdict(row) for row in rows], "ways": ways}
@@ -168,11 +167,10 @@ def switch_rows(kind) -> list[Row]:
     return [Row(PLAIN_SWITCHES, flags=base)] + [Row(name, flags=(*base, *flags)) for name, flags in SWITCHES.items()]
 
 
-def reference_rows(options, kind="cpu") -> list[Row]:
-    """Return a row for each clone that the command line names: of MODEL, or of GPT-2 on a GPU."""
+def reference_rows(clone, kind="cpu") -> list[Row]:
+    """Return a row for nanoGPT if there is a clone of it: of MODEL, or of GPT-2 on a GPU."""
     preset = None if kind == "cpu" else "gpt2"
-    clones = ((NANOGPT, "nanogpt", options.nanogpt), (NANOCHAT, "nanochat", options.nanochat))
-    return [Row(name, loop=loop, given=(str(clone.resolve()), preset, kind)) for name, loop, clone in clones if clone]
+    return [Row(NANOGPT, loop="nanogpt", given=(str(clone.resolve()), preset, kind))] if clone else []
 
 
 def measure(folder, rounds, steps, rows) -> list[Row]:

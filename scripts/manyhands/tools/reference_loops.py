@@ -2,7 +2,6 @@
 
     plain(steps=100, line_steps=10)                        # as nanoGPT's train.py writes it, with the trainer's model
     nanogpt("/path/nanoGPT", steps=100, line_steps=10)     # its train.py, started as its users start it
-    nanochat("/path/nanochat", steps=100, line_steps=10)   # its model and its optimizer
 
 Each writes lines as the trainer does, into train/latest/steps.jsonl of the outputs folder: the tokens per second of
 `line_steps` steps. `preset`: sizes of the trainer's presets, None: MODEL. `kind`: of device, such as cuda.
@@ -132,41 +131,3 @@ def nanogpt(clone, preset=None, kind="cpu", *, steps, line_steps):
             if found and found[1] != "0":  # with the first step comes an evaluation
                 step_done(float(found[2]) / 1000)
     sys.exit(running.returncode)
-
-
-def nanochat(clone, preset=None, kind="cpu", *, steps, line_steps):
-    """nanochat's model and optimizer (https://github.com/karpathy/nanochat) in the loop of its base_train.py.
-
-    It has weights that the trainer's GPT has not, and orthogonalizes updates (Muon). On a GPU the model is compiled.
-    """
-    import torch
-
-    from manyhands.data.corpus import load_corpus
-
-    sys.path.insert(0, str(clone))
-    from nanochat.gpt import GPT, GPTConfig
-
-    corpus, sizes = load_corpus(), sizes_of(preset)
-    vocab_size = len(corpus.vocab) if preset is None else PRESETS[preset]["model"]["vocab_size"]
-    sequences, micro_batch = (SEQUENCES, SEQUENCES) if preset is None else (GPU_SEQUENCES, GPU_MICRO_BATCH)
-    T, count = sizes["block_size"], sequences // micro_batch
-    heads = {"n_layer": sizes["n_layer"], "n_embd": sizes["n_embd"], "n_kv_head": sizes["n_head"]}
-    config = GPTConfig(T, vocab_size, n_head=sizes["n_head"], window_pattern="L", **heads)
-    torch.manual_seed(1337)
-    with torch.device("meta"):
-        model = GPT(config)
-    model.to_empty(device=kind)
-    model.init_weights()
-    optimizer = model.setup_optimizer()
-    step_of = model if kind == "cpu" else torch.compile(model, dynamic=False)
-    drawn = batches(corpus.train_ids, T, micro_batch)
-    with lines_of_steps(line_steps, sequences * T) as step_done:
-        for _ in range(steps):
-            for _ in range(count):
-                inputs_bT, targets_bT = (part.to(kind) for part in next(drawn))
-                loss = step_of(inputs_bT, targets_bT) / count
-                loss.backward()
-            optimizer.step()
-            model.zero_grad(set_to_none=True)
-            loss.item()  # as it does, it waits for the device
-            step_done()
