@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
-"""Measure what the course promises about speed: each number beside its aim.
+"""Measure what the course promises about speed: each number beside its aim, on a machine that does nothing else.
 
-    python scripts/bench.py                  # or `make bench`: everything, on a machine that does nothing else
-    python scripts/bench.py --only trainer   # beside a plain PyTorch loop
+    python scripts/bench.py                  # or `make bench`: the trainer, beside a plain PyTorch loop
     python scripts/bench.py --only switches  # what makes a step faster, each switched off once: for a GPU
     python scripts/bench.py --only notebook  # a notebook's ranks beside other packages that are installed here
 

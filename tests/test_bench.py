@@ -5,10 +5,8 @@ from dataclasses import asdict
 
 import psutil
 import pytest
-import torch
 from manyhands.config.options import read_options
 from manyhands.data.corpus import load_corpus
-from manyhands.serve import load_test
 from manyhands.tools import bench, notebook_bench
 from manyhands.tools.bench import APART, PLAIN, Row, all_rows
 
@@ -53,9 +51,8 @@ def test_a_round_measures_its_rows_and_says_why_one_is_missing(tmp_path, monkeyp
     assert logs.keys() == {"world0", "world1"}
 
 
-@pytest.mark.parametrize("only", ["serving", "trainer", "switches", "notebook"])
+@pytest.mark.parametrize("only", ["trainer", "switches", "notebook"])
 def test_each_part_alone_ends_with_its_table(tmp_path, monkeypatch, only):
-    monkeypatch.setattr(bench, "engine_number", lambda: bench.Number("serving", 1.0, "", 0.8, at_least=True))
     monkeypatch.setattr(bench, "take_turn", lambda row, folder, steps: row.tokens_per_s.append(1.0))
     ways = [{"way": "notebook", "version": "1", "why": "not here"}]
     monkeypatch.setattr(notebook_bench, "all_measured", lambda: ways)
@@ -138,22 +135,6 @@ def test_a_clone_of_nanogpt_runs_on_the_same_sizes_and_its_steps_are_read(tmp_pa
     two, gpt = Row("2 ranks", 2, tokens_per_s=[150.0, 250.0]), Row(bench.NANOGPT, tokens_per_s=[100.0, 200.0])
     (number,) = [n for n in bench.trainer_numbers(bench.compared([two, gpt])) if "nanoGPT" in n.what]
     assert (number.value, number.aim, number.verdict) == (1.375, 1.25, "within")
-
-
-def test_the_engine_is_held_against_a_plain_loop_that_writes_the_same_tokens(one_thread, monkeypatch, tmp_path):
-    model = load_test.random_model(tmp_path / "random.safetensors")
-    first = torch.arange(3)[:, None]
-    written = load_test.plain_loop(model, first, 5)
-    assert [len(ids) for ids in written] == [5, 5, 5]
-    ids = first
-    for _ in range(5):  # without any cache
-        ids = torch.cat([ids, model(ids)[0][:, -1:].argmax(-1)], 1)
-    assert ids[:, 1:].tolist() == written
-    (ratio,) = load_test.share_of_plain_loop(model, clients=3, n=5, rounds=1)
-    assert ratio > 0
-    monkeypatch.setattr(load_test, "plain_loop", lambda model, first, n: [[0] * n] * len(first))
-    with pytest.raises(RuntimeError, match="write different tokens"):
-        load_test.share_of_plain_loop(model, clients=3, n=5, rounds=1)
 
 
 def test_the_page_that_compares_notebooks_shows_the_recorded_run(root):

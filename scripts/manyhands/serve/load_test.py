@@ -29,17 +29,14 @@ if __name__ == "__main__":  # first, so that Ctrl-C in the imports below prints 
     from manyhands.launch import entry
 
 import torch
-import torch.nn.functional as F
 
 from manyhands.checkpoint.export import weights_of, write_export
 from manyhands.config.command_line import parsed
 from manyhands.course.folders import SCRIPTS
 from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.model import GPT
-from manyhands.gpt.sampling import Sampling
 from manyhands.serve.client import Client
-from manyhands.serve.decoder import run
-from manyhands.serve.engine import Engine, generate
+from manyhands.serve.engine import generate
 
 VOCAB = list("\n !,.:?") + [chr(c) for c in range(ord("A"), ord("Z") + 1)] + [chr(c) for c in range(97, 123)]
 SAMPLES = 5  # samples of each measurement
@@ -135,45 +132,6 @@ def compare_cache(model, n: int = 256) -> None:
     print(f"KV cache: {median(times[False]) / median(times[True]):.1f} times as fast", flush=True)
 
 
-@torch.inference_mode()
-def plain_loop(model: GPT, ids_B1: torch.Tensor, n: int) -> list[list[int]]:
-    """Return the n likeliest tokens after one token each of B sequences, by a minimal loop with a one-tensor cache."""
-    config, (B, _) = model.config, ids_B1.shape
-    shape, grouped = (config.n_layer, 2, B, config.kv_heads, n, config.head_size), config.kv_heads < config.n_head
-    cache_L2BKSE, written = torch.zeros(shape), []
-    for t in range(n):
-
-        def attend(layer, q_BH1E, k_BK1E, v_BK1E, t=t):
-            cache_L2BKSE[layer, :, :, :, t] = torch.stack((k_BK1E[:, :, 0], v_BK1E[:, :, 0]))
-            keys_BKSE, values_BKSE = cache_L2BKSE[layer, ..., : t + 1, :]
-            return F.scaled_dot_product_attention(q_BH1E, keys_BKSE, values_BKSE, enable_gqa=grouped)
-
-        ids_B1 = run(model, ids_B1, torch.full((B, 1), t), attend)[:, -1:].argmax(-1)
-        written.append(ids_B1)
-    return torch.cat(written, 1).tolist()
-
-
-def share_of_plain_loop(model: GPT, clients: int = 16, n: int = 64, rounds: int = SAMPLES) -> list[float]:
-    """Return, per round, the engine's tokens per second of processor time as a share of the plain loop's.
-
-    Both write the n likeliest tokens of equally many sequences, in turn. Raise RuntimeError if they differ.
-    """
-    first = torch.arange(clients).remainder(model.config.vocab_size)[:, None]
-    engine = Engine(model, "", clients * -(-(n + 1) // 16) + model.config.context // 16, max_running=clients)
-    ratios = []
-    for _ in range(rounds):
-        began_s = time.process_time()
-        plain = plain_loop(model, first, n)
-        plain_s, began_s = time.process_time() - began_s, time.process_time()
-        sequences = [engine.add(ids, n, Sampling(temperature=0)) for ids in first.tolist()]
-        while engine.step():
-            pass
-        ratios.append(plain_s / (time.process_time() - began_s))
-        if [sequence.ids[1:] for sequence in sequences] != plain:
-            raise RuntimeError("the engine and the plain loop write different tokens")
-    return ratios
-
-
 def random_model(file: Path) -> GPT:
     """Export a GPT with random weights to `file`."""
     torch.set_num_threads(1)
@@ -212,8 +170,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         with tempfile.TemporaryDirectory() as name:
             file = Path(name) / "random.safetensors"
-            compare_cache(model := random_model(file))
-            print(f"engine: {spread(share_of_plain_loop(model), 'of a plain batched loop per CPU second', 2)}")
+            compare_cache(random_model(file))
             with started(file, file.parent) as address_file:
                 client = Client.from_file(address_file)
                 throughput(client, 2, 8)  # the first requests warm up

@@ -1,4 +1,4 @@
-"""Measure the course's promises about speed: the trainer and the server against plain loops, a notebook's ranks.
+"""Measure the course's promises about speed: the trainer against a plain loop, a notebook's ranks.
 
 In every round each row of the trainer runs once, as people start it, and reports its tokens per second in a
 `steps.jsonl`. A ratio compares runs of one round, so that the machine's load affects both.
@@ -9,7 +9,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,8 +73,8 @@ def main(argv=None, description=None, root=ROOT) -> int:
     """Measure, print, write. Return the exit status."""
     parser = Flags(description=description)
     add = parser.add_argument
-    parts = ("trainer", "serving", "switches", "notebook")
-    add("--only", choices=parts, help="one part (default: the first two)")
+    parts = ("trainer", "switches", "notebook")
+    add("--only", choices=parts, default="trainer", help="default: trainer")
     add("--rounds", type=positive, default=5, metavar="N", help="of the trainer (default: 5)")
     add("--steps", type=positive, default=100, metavar="N", help="of each of its runs (default: 100)")
     add("--nanogpt", type=Path, metavar="CLONE", help="a row for nanoGPT's train.py on the same sizes")
@@ -89,9 +88,7 @@ def main(argv=None, description=None, root=ROOT) -> int:
             from manyhands.tools import notebook_bench  # late: it brings the notebook's ranks
 
             ways = notebook_bench.all_measured()
-        if options.only in (None, "serving"):
-            numbers.append(engine_number())
-        if options.only in (None, "trainer"):
+        if options.only == "trainer":
             rows = all_rows() + reference_rows(options.nanogpt)
             rows = measure(output / "runs" / "trainer", options.rounds, options.steps, rows)
             numbers += trainer_numbers(rows)
@@ -241,16 +238,6 @@ def compared(rows) -> list[Row]:
         if apart and row.ranks == apart.worlds:
             row.scaling = [mine / theirs for mine, theirs in zip(row.tokens_per_s, apart.tokens_per_s, strict=False)]
     return rows
-
-
-def engine_number() -> Number:
-    """Return the server's speed, with paged cache and scheduler, as a share of a plain batched loop's."""
-    from manyhands.serve.load_test import random_model, share_of_plain_loop
-
-    with tempfile.TemporaryDirectory() as folder:
-        shares = share_of_plain_loop(random_model(Path(folder) / "random.safetensors"))
-    what = "the server's engine, 16 texts: tokens per CPU second / a plain loop's"
-    return Number(what, statistics.median(shares), "", 0.8, at_least=True)
 
 
 def trainer_numbers(rows) -> list[Number]:

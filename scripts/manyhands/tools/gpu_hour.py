@@ -80,7 +80,6 @@ def one_gpu() -> list[Row]:
         Row("smollm2-135m", "--preset smollm2-135m --train.global-batch 32 --train.compile"),
         *(Row(f"llama3.2-1b, micro-batch {m}", f"{LLAMA} --train.micro-batch {m}", limit_s=400) for m in (2, 4, 8)),
         Row("experts", "--preset shakespeare-moe --train.precision bf16"),
-        Row("the server, beside a plain loop", command="bench.py --only serving", limit_s=300),
         Row("notebooks", command="preflight.py --ranks 1 --short --notebooks --output outputs/gpu_hour/notebooks",
             limit_s=1200),
     ]  # fmt: skip
