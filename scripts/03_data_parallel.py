@@ -70,7 +70,7 @@ ddp = "ours"  # which DDP trains the GPT, one of ours, library
 repeats = 5  # samples of each timing, at least 1
 
 # %% [markdown]
-# The next cell starts the ranks. After it, a cell that begins with `%%ranks` runs on all of them.
+# The next cell starts the ranks:
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -101,16 +101,17 @@ new_model, batch, sgd_steps = shakespeare.new_model, shakespeare.batch, shakespe
 # What every section uses:
 #
 # - `new_model()` returns **ShakespeareGPT**, which reads 64 characters and guesses the next: 816,705 parameters;
-# - `batch(step)` returns this rank's share of one [**global batch**](../assets/glossary.md#global-batch), everything that
-#   all ranks process in one step. Every rank reads *different* text.
-# - `sgd_steps(model, finish)` trains a few steps. After each `loss.backward()` it calls `finish()`, before the update.
-# - `spread(tensors)` is the largest difference between any two ranks. **0.0 means that the replicas are bit-identical.**
+# - `batch(step)` returns this rank's own part of one [**global batch**](../assets/glossary.md#global-batch), the text
+#   that all ranks process in one step;
+# - `sgd_steps(model, finish)` trains a few steps, and calls `finish()` between `loss.backward()` and the update;
+# - `spread(tensors)` is the largest difference between any two ranks. **0.0 means bit-identical.**
 #
-# `lesson` is this lesson's module of the package: plots, and what a look at the training prints.
+# `lesson` draws and prints for this lesson.
 
 # %% [markdown]
 # **Predict.** A model of 7 billion parameters trains on 8 GPUs, then on 512, with the same work for each GPU. Each must now
-# average with 511 others. How much of its speed does a GPU keep, in percent? Replace the blank, `____`, by your guess.
+# average with 511 others. How much of its speed does a GPU keep, in percent? This one you can only guess: replace the
+# blank, `____`.
 
 # %%
 # %%ranks
@@ -119,8 +120,8 @@ guess_kept = ____  # your turn: type a number, in %
 # %% [markdown]
 # ## One averaged step (CORE, 7 min)
 #
-# Each of several processes gets a *replica of the model* and its own *share of the text*. What must they exchange so that you
-# end up with one model, not four?
+# In **data parallel** training each rank has a **replica** of the model and its own part of the text. What must the ranks
+# exchange so that you end up with one model, not four?
 #
 # ![Four ranks hold the same weight and one row each; each computes its own gradient, an all-reduce averages the four, and
 # all make the same update](../assets/03_two_copies.svg)
@@ -136,8 +137,7 @@ x, y = rank + 1, [3, 4, 7, 6][rank % 4]
 say(f"x = {x}, y = {y}: my gradient is {w.grad.item():.0f}")
 
 # %% [markdown]
-# A single process that sees all rows gets the mean of these gradients. Which collective of lesson 02 gives every rank the
-# sum?
+# One process that reads all four rows would get the mean of these gradients.
 #
 # ### Build A: average the gradients
 #
@@ -178,8 +178,7 @@ torch.optim.SGD([w], lr=0.01).step()
 say(f"averaged gradient {w.grad.item():.0f}; w is now {w.item():.2f}; the replicas are {spread([w])} apart")
 
 # %% [markdown]
-# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was ever sent**. The rest of this
-# lesson makes the all-reduce cheap.
+# Exactly 0.0: every rank applied the same update to the same weight, and **no weight was sent**.
 
 # %% [markdown]
 # ## The same start (CORE, 7 min)
@@ -197,18 +196,18 @@ guess_gap = ____  # your turn: type "smaller", "the same" or "larger"
 # %%
 # %%ranks
 model = new_model(seed=rank)  # the mistake
-say_once(f"apart before: {spread(model.parameters()):.4f}")
+before = spread(model.parameters())
 sgd_steps(model, lambda: average_gradients(model), 2 * repeats)
-say_once(f"after {2 * repeats} averaged steps: {spread(model.parameters()):.4f}")
-compare("the gap after averaged steps", "guess_gap", "the same")
+gap = f"{before:.4f} before, {spread(model.parameters()):.4f} after {2 * repeats} steps"
+compare("the gap after averaged steps", "guess_gap", "the same", because=gap)
 
 # %% [markdown]
 # ![Two paths in the plane of two weights: from different starts the same steps lead to different ends, the gap stays; from
 # the same start the paths are one](../assets/03_same_start.svg)
 #
 # Every replica moves by the same amount, so the gap cannot change. Averaging gradients keeps replicas equal; it never
-# *makes* them equal. So before the first step, every rank must take rank 0's weights, and its
-# [*buffers*](../assets/glossary.md#buffer) too: numbers that a layer keeps without learning them, such as BatchNorm's
+# *makes* them equal. So every rank first takes rank 0's weights, and its
+# [**buffers**](../assets/glossary.md#buffer): numbers that a layer keeps without learning them, such as BatchNorm's
 # running mean.
 #
 # ### Build B: the same start
@@ -246,9 +245,6 @@ sgd_steps(model, lambda: average_gradients(model), 2 * repeats)
 say(f"after a broadcast and more averaged steps the replicas are {spread(model.parameters())} apart")
 
 # %% [markdown]
-# The optimizer has state, too: when you resume a run, every rank must load the same (lesson 11).
-
-# %% [markdown]
 # ## Fifty calls (CORE, 2 min)
 #
 # You have a correct data parallel step. What does its averaging send?
@@ -262,9 +258,8 @@ with wire.watch() as seen:
 say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f} MB together")
 
 # %% [markdown]
-# Correct but slow: one call for each gradient, while every GPU idles. A call for a LayerNorm's 512 bytes costs almost
-# only latency (lesson 02). Two cures follow: **call less often**, and **start the call while backward still
-# runs**.
+# Correct but slow: one call for each gradient, while nobody computes. A call for a LayerNorm's 512 bytes costs almost
+# only latency (lesson 02). There are two cures: **call less often**, and **start the call while backward still runs**.
 
 # %% [markdown]
 # ## Buckets that leave early (CORE, 13 min)
@@ -274,8 +269,9 @@ say(f"{seen.count('all_reduce')} all-reduces of {seen.payload_bytes() / 1e6:.2f}
 # ![The parameters from the last to the first fill four buckets; when a bucket is full, one all-reduce
 # starts](../assets/03_buckets.svg)
 #
-# **Hooks.** When backward has passed a layer, that layer's gradient is final and can travel while the layers below are still
-# being computed. `p.register_post_accumulate_grad_hook(f)` calls `f(p)` at that moment.
+# **Hooks.** When backward has passed a layer, that layer's gradient is final. `p.register_post_accumulate_grad_hook(f)`
+# calls `f(p)` at that moment. So the gradient can travel while backward goes on: communication and computing
+# [**overlap**](../assets/glossary.md#overlap).
 #
 # ![Forward runs from the embedding to the head, backward from the head to the embedding; each layer's gradient is ready when
 # backward has passed it, and its hook fires](../assets/03_hooks.svg)
@@ -340,12 +336,10 @@ checks.bucket_start(start_all_reduce, ranks)
 # %% [markdown]
 # ### Build D: the hook of a bucket
 #
-# Backward calls your hook when `p.grad` is final.
-#
-# One rule is easy to miss: **all ranks must start their buckets in the same order**, because ranks match all-reduces by
-# their order, not by their content. If rank 0 starts bucket 1 first and rank 1 bucket 0, the two are added. So
-# `waiting` lists the buckets that have not started, in the order in which they must start. A bucket that fills early
-# waits. When the first is full, several may leave at once.
+# **All ranks must start their buckets in the same order**, because ranks match all-reduces by order, not by content. If
+# rank 0 starts bucket 1 first and rank 1 bucket 0, the two are added. So `waiting` lists the buckets that have not
+# started, in the order in which they must start. A bucket that fills early waits. When the first is full, several may
+# leave at once.
 
 
 # %%
@@ -376,8 +370,7 @@ checks.bucket_hook(bucket_hook, ranks)
 # ### Build E: finish
 #
 # Backward is over. Some buckets may not have started, because this rank's loss did not use all parameters: `waiting`
-# lists them. Others may still travel. Start what has not started, then wait for **all** `buckets`, with the handles of
-# build C.
+# lists them. Start these. Then wait for **all** `buckets`, with the handles of build C.
 
 
 # %%
@@ -407,8 +400,8 @@ checks.finish(finish, ranks)
 # </details>
 
 # %% [markdown]
-# Now put your pieces together. `lesson.pack` lists the parameters in the order of backward, in lists of at most
-# `bucket_mib`. A step is `loss.backward(); model.finish()`.
+# Now put your pieces together. `lesson.pack` splits the parameters, in the order of backward, into lists of at most
+# `bucket_mib`.
 
 
 # %%
@@ -451,9 +444,8 @@ class BucketedDDP(torch.nn.Module):
 # %% [markdown]
 # ## Three ways to one gradient (CORE, 4 min)
 #
-# Is it right? Your DDP, the library's and one process that reads the whole global batch must get the same *gradients*,
-# under plain SGD, in float64. (Adam divides by the gradient's size and hides a wrong factor; a falling loss hides
-# nearly everything.)
+# Is it right? Your DDP, the library's and one process that reads the whole global batch must get the same *gradients*, in
+# float64, under plain SGD. (Adam divides by the gradient's size, which hides a wrong factor.)
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -482,13 +474,13 @@ lesson.expect_equal(found, shakespeare.metrics)
 # %% [markdown]
 # ## Train ShakespeareGPT (CORE, 5 min)
 #
-# The loop below is a loop for one process with two lines more: yours, `BucketedDDP(...)` and `finish()`. With the
-# library's `DDP` the second is not needed: the end of its backward waits. Two habits to copy:
+# The loop is that of one process, with two lines more: `BucketedDDP(...)` and `finish()`. (The library's `DDP` needs no
+# `finish()`: its backward waits.) Two habits to copy:
 #
 # - **Evaluate on all ranks.** Each takes its share of the validation batches; one all-reduce gives the mean.
-# - **Average the losses once, at the end.** Each rank keeps the loss of its own share until the last step.
+# - **Average the losses once, at the end.** Until then each rank keeps its own.
 #
-# `diary.look` prints the validation loss and lets the model write, at steps 0, 50, 100 and 150.
+# At four steps `diary.look` prints the validation loss and lets the model write.
 
 
 # %%
@@ -508,7 +500,7 @@ for step in range(steps):
 diary.look(model.module, steps)
 
 # %% [markdown]
-# A model that has learned nothing gives each of the 65 tokens the same probability: loss ln 65 = 4.17.
+# A model that knows nothing gives each of the 65 characters the same probability: its loss is ln 65 = 4.17.
 
 # %%
 # %%ranks
@@ -518,8 +510,7 @@ diary.draw(losses)
 diary.record(losses, model)
 
 # %% [markdown]
-# Your run ends here. The course's trainer went on: a larger model, 36 plays, 14,000 steps on one GPU, in four minutes
-# ([how it was made](../assets/models/README.md)). It writes like this:
+# After 14,000 steps on 36 plays, four minutes on one GPU, a [larger model](../assets/models/README.md) writes like this:
 
 # %%
 # %%ranks
@@ -540,10 +531,13 @@ lesson.say_what_a_trained_model_writes(ranks)
 # Many small buckets start early and pay the latency many times. One large bucket pays once and starts when backward is over.
 # A laptop cannot show which is best, because its ranks compute and send on the same cores. The [**virtual
 # network**](../assets/glossary.md#virtual-network) can: ranks and messages are real, the *time* is computed. Backward takes
-# 20 ms, a message 0.1 ms plus its bytes at 0.4 GB/s, and sending uses no CPU core.
+# 20 ms, and a message 0.1 ms plus its bytes at 0.4 GB/s. On four ranks the ring of a bucket has six messages, each a
+# quarter of it.
 #
-# **Predict.** Four ranks average 3.3 MB. Averaged after backward in one bucket, the step takes 33 ms. Which is fastest: 1, 8 or
-# 32 buckets?
+# One bucket of 3.3 MB starts after backward: 20 + 6 · (0.1 + 2.05) = 33 ms. Smaller ones are ready at equal intervals
+# during backward, and travel one after the other.
+#
+# **Predict.** Which is fastest: 1, 8 or 32 buckets?
 
 # %%
 # %%ranks
@@ -559,12 +553,12 @@ compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s
 lesson.draw_spans(network, took_s)
 
 # %% [markdown]
-# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up: each
-# bucket waits for the one before, and the network is busy until long after backward. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
+# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up, and the
+# network is busy until 32 ms. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
 #
-# **What is left on 512 GPUs?** Below are others' measurements on H100s, with the work per GPU fixed ([**weak
+# **What is left on 512 GPUs?** Others measured it on H100s, with the work per GPU fixed ([**weak
 # scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (fully sharded data parallel, lesson 06), which
-# sends 1.5 times DDP's bytes and overlaps in the same way. How good was your guess from the start?
+# sends 1.5 times DDP's bytes and overlaps in the same way.
 
 # %%
 # %%ranks
@@ -573,8 +567,8 @@ lesson.draw_kept_per_gpu(ranks)
 
 # %% [markdown]
 # Source: [MosaicML's benchmarks](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72/scripts/train/benchmarking/README.md)
-# of MPT, last changed in April 2024, 12 steps per run; the network is not stated. What would be left without overlap,
-# they do not say. So the 91 % do not show that overlap did it.
+# of MPT, last changed in April 2024; the network is not stated. There is no run without overlap, so the 91 % do not show
+# what overlap saves.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: overlap</summary>
@@ -609,14 +603,13 @@ for name, model in {"suspect": clear_and_wrong(new_model()), "library": DDP(new_
     say(f"{name}: losses {losses}; gradients {spread(p.grad for p in model.parameters()):.1e} apart")
 
 # %% [markdown]
-# Both losses fall. Without the library's line, would you have noticed? Only the spread of the **gradients** gives it
-# away.
+# Both losses fall. Only the spread of the **gradients** gives it away.
 #
 # <details><summary>Answer</summary>
 #
-# A *post-accumulate* hook is handed the **parameter**. So the line that says `gradient` averages the weights, and each rank keeps
-# its own gradient. Between backward and the update the weights are 0.0 apart, because the hooks have just averaged them: look
-# there, and all seems well. ([picotron#39](https://github.com/huggingface/picotron/issues/39))
+# A *post-accumulate* hook is handed the **parameter**. So the line that says `gradient` averages the weights, and each rank
+# keeps its own gradient. Right after backward the weights are 0.0 apart, because the hooks have just averaged them.
+# ([picotron#39](https://github.com/huggingface/picotron/issues/39))
 #
 # </details>
 #
