@@ -18,9 +18,8 @@
 #
 # **50 minutes** for the sections marked CORE, 110 with those marked MORE.
 #
-# A model does not fit into the memory of a GPU. More GPUs do not help under data parallelism, because each holds
-# everything. You make it fit in three steps, the **rungs**: shard the optimizer, then the gradients, then the
-# parameters.
+# A model does not fit into the memory of a GPU. **How can several GPUs hold it together?** You make it fit in three
+# **stages**, the rungs of this lesson: shard the optimizer, then the gradients, then the parameters.
 #
 # After this lesson **you can**
 # - build the three stages of ZeRO, and say what each holds and sends;
@@ -69,8 +68,8 @@ steps = 3  # steps of SGD that are compared, at least 1
 # %% [markdown]
 # ## Start (CORE, 1 min)
 #
-# The first cell starts four ranks. The second makes lesson 03's **ShakespeareGPT**, with `P` parameters. A
-# reduce-scatter or an all-gather of all of them counts as 1 P, and an all-reduce, which is both, as 2 P.
+# The cells start four ranks and prepare lesson 03's **ShakespeareGPT**, which has `P` parameters. A reduce-scatter or an
+# all-gather of all of them counts as 1 P, an all-reduce, which is both, as 2 P.
 
 # %% tags=["active-ipynb"]
 # import sys; sys.path.insert(0, "../scripts")
@@ -101,9 +100,9 @@ rungs = lesson.Rungs(shakespeare, memory_mb)
 # %% [markdown]
 # ## A model that does not fit (CORE, 3 min)
 #
-# [DDP](../assets/glossary.md#ddp) trains the model on four ranks with AdamW. A GPU may have 80 GB; here each rank has 12
-# MB. `rungs.climb` trains three steps, compares the losses with one process's, and says what a rank holds and sends. If a
-# step ever needs more than 12 MB, it raises `OutOfMemory`; `try_to_climb` prints that.
+# A GPU may have 80 GB; here each rank has 12 MB. `rungs.climb` trains three steps with AdamW, and says what a rank holds
+# and sends. A step that needs more than 12 MB raises `OutOfMemory`, which `try_to_climb` prints. First
+# [**DDP**](../assets/glossary.md#ddp):
 
 # %%
 # %%ranks
@@ -112,8 +111,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 rungs.try_to_climb("DDP", lambda model: (DDP(model, gradient_as_bucket_view=True), adamw(model.parameters())))
 
 # %% [markdown]
-# On a GPU you would now read `CUDA out of memory`. 6 MB are activations. The rest is weights, gradients and Adam's two
-# moments.
+# On a GPU you would read `CUDA out of memory`. The 13.07 MB are weights, gradients and Adam's two moments.
 #
 # **Predict.** On 64 ranks instead of four, how many MB of weights, gradients and moments does each rank hold?
 
@@ -126,13 +124,13 @@ guess_64 = ____  # your turn: type MB
 compare("MB that a rank holds under DDP on 64 ranks", "guess_64", round(16 * P / 1e6, 1), "MB")
 
 # %% [markdown]
-# More ranks save no memory. Every rank holds 16 bytes for each parameter: 4 of weight, 4 of gradient, and 8 for Adam's
-# two moments. All ranks hold *the same numbers*. Is that necessary?
+# More ranks save no memory. Each holds 16 bytes for each parameter: 4 of weight, 4 of gradient, 8 of Adam's two moments.
+# All ranks hold *the same numbers*.
 
 # %% [markdown]
 # ## Who needs what, and when? (CORE, 2 min)
 #
-# [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this question for each kind of number:
+# [**ZeRO**](../assets/glossary.md#zero) (Rajbhandari et al. 2020) asks this for each kind of number:
 #
 # | number | who needs it | when | sharded from |
 # |---|---|---|---|
@@ -140,13 +138,11 @@ compare("MB that a rank holds under DDP on 64 ranks", "guess_64", round(16 * P /
 # | gradient, summed | the same rank | from backward to the update | ZeRO-2 |
 # | parameter | every rank | while its layer computes | ZeRO-3 |
 #
-# A step of ZeRO-1 or ZeRO-2 communicates 2 P, like DDP, a step of ZeRO-3 3 P.
 #
 # ![Bytes per rank without sharding and in three stages: stage 1 cuts the optimizer's, stage 2 also the gradients',
 # stage 3 all](../assets/06_stages.svg)
 #
-# (The figure has 7.5 billion parameters in mixed precision, also 16 bytes each.) Only in stage 3 does everything shrink
-# with the number of ranks.
+# (Mixed precision also takes 16 bytes.) Only in stage 3 does everything shrink with the number of ranks.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: who needs what</summary>
@@ -161,17 +157,17 @@ compare("MB that a rank holds under DDP on 64 ranks", "guess_64", round(16 * P /
 # ## Rung 1: shard the optimizer (CORE, 13 min)
 #
 # To update one weight, AdamW needs that weight, its gradient and its moments. So a rank can update a *piece* of the
-# model, with the moments of that piece only. Put all parameters into one row, the **flat parameter**, and cut it into n
-# equal pieces. Each rank owns one, its [**shard**](../assets/glossary.md#shard) or share. (In names the ending `_P` is
-# the whole row, `_p` this rank's shard of it: `row_P`, `share_p`.)
+# model with that piece's moments. Put all parameters into one row, the **flat parameter**, and cut it into n equal pieces.
+# Each rank owns one, its [**shard**](../assets/glossary.md#shard) or share. (In names `_P` is the whole row, `_p` this
+# rank's share.)
 #
 # ![38 weights on two ranks: under DDP both hold all, under FSDP each holds 19; an all-gather makes them whole for a
 # moment](../assets/06_two_halves.svg)
 #
 # ### Build A: your share of the row
 #
-# `row_P` has P numbers. If n does not divide P, append as few zeros as needed: `F.pad(row, (0, 2))` appends two.
-# Return piece number `rank` of n equal ones. Clone it, because a view keeps the whole row in memory.
+# If n does not divide the row's length, append as few zeros as needed: `F.pad(row, (0, 2))` appends two. Clone your
+# piece, because a view keeps the whole row in memory.
 
 
 # %%
@@ -196,8 +192,8 @@ checks.my_share(my_share, ranks)
 # </details>
 
 # %% [markdown]
-# A [**unit**](../assets/glossary.md#unit) is a set of parameters in one row. Filling the row fills the model, because the
-# parameters become views of it. Only `share_p` goes to the optimizer.
+# A [**unit**](../assets/glossary.md#unit) is a set of parameters in one row. They become views of it: filling the row fills
+# the model. Only `share_p` goes to the optimizer.
 
 
 # %%
@@ -231,9 +227,9 @@ class Unit:
 #
 # 1. Call the half of the all-reduce that writes this rank's piece of the sum into `sum_p`.
 # 2. Put the *average* over the ranks into `unit.share_p.grad`.
-# 3. Set each parameter's own `grad` to None, so that its memory is free.
+# 3. Set each parameter's own `grad` to None, which frees its memory.
 #
-# After the update, `all_gather` calls the other half: it fills `pieces` with the shares of all ranks.
+# After the update, `all_gather` calls the other half.
 
 
 # %%
@@ -278,8 +274,7 @@ checks.all_gather(all_gather, ranks)
 # </details>
 
 # %% [markdown]
-# That is ZeRO-1. A step calls your two halves, with AdamW on `unit.share_p` between them. Here the whole model is one
-# unit.
+# That is ZeRO-1. A step calls your two halves, with AdamW on the share between them. Here the whole model is one unit.
 
 
 # %%
@@ -304,8 +299,7 @@ class ShardedOptimizer:
 rungs.try_to_climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.parameters())])))
 
 # %% [markdown]
-# Each rank has a quarter of the moments, and still runs out of memory: it has all gradients, and a row of them. The step
-# sends 2 P, as under DDP: the two halves of the all-reduce, with the update between them.
+# Each rank has a quarter of the moments, but all gradients, and a row of them. The step sends 2 P, as under DDP.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 1</summary>
@@ -320,14 +314,13 @@ rungs.try_to_climb("ZeRO-1", lambda model: (model, ShardedOptimizer([Unit(model.
 # %% [markdown]
 # ## Rung 2: shard the gradients (CORE, 6 min)
 #
-# Each rank still holds all gradients until backward ends. But backward finishes block by block, and a finished block
-# can be reduced at once. So each block becomes a unit. Embeddings, final norm and head are one more, the **root**.
+# Each rank holds all gradients until backward ends. But backward finishes block by block, and a finished block can be
+# reduced at once. So each block becomes a unit. Embeddings, final norm and head are one more, the **root**.
 #
 # ### Build C: reduce during backward
 #
-# PyTorch calls your `gradient_is_there(p)` when the gradient of parameter `p` is complete. `ready` lists these
-# parameters. When it has all parameters of the unit, reduce the unit with build B. (`then()` is for rung 3. Backward
-# has the same order on all ranks, so their collectives match.)
+# PyTorch calls `gradient_is_there(p)` when the gradient of parameter `p` is complete. `ready` lists these parameters. When
+# it has all of the unit, reduce the unit with build B. (`then()` is for rung 3.)
 
 
 # %%
@@ -384,20 +377,18 @@ def zero_2(model):
 rungs.try_to_climb("ZeRO-2", lambda model: (model, ShardedOptimizer(zero_2(model))))
 
 # %% [markdown]
-# Still 2 P, in one message per unit, after which the unit's full gradients are freed. Little is missing now.
+# Each unit's full gradients are freed as soon as they are reduced.
 
 # %% [markdown]
 # ## Rung 3: shard the parameters (CORE, 9 min)
 #
-# Only the weights are still whole. Every rank needs all of them, but **not at the same time**: a block's weights are
-# needed while it computes, in forward and in backward. So a rank gathers a unit before it computes, and frees it
-# afterwards.
+# Only the weights are still whole. Every rank needs all of them, but **not at the same time**. So it gathers each unit
+# before the unit computes, in forward and in backward, and frees it afterwards.
 #
 # ![One unit, one step: all-gather, forward, free; all-gather, backward, reduce-scatter, free; update of the
 # share](../assets/06_fsdp_step.svg)
 #
-# `gather(unit)` fills the row if it is empty; the library calls this *unshard*. `free(unit)` empties the row's memory, so
-# that only the share stays; the library calls it [*reshard*](../assets/glossary.md#reshard).
+# The library calls `gather` **unshard**, and `free` [**reshard**](../assets/glossary.md#reshard):
 
 
 # %%
@@ -417,9 +408,9 @@ def free(unit):  # only the share stays; whoever reads a parameter now reads not
 # %% [markdown]
 # ### Build D: gather and free at the right moments
 #
-# Register `come` and `go` so that the unit is whole while its modules compute, forward and backward, and empty
-# otherwise. The modules compute one after the other: `modules[0]` is the first in forward and the last in backward.
-# With `stays=True` the unit stays whole from forward to backward (in the library: `reshard_after_forward=False`).
+# Register `come` and `go` so that the unit is whole while its modules compute, and empty otherwise. `modules[0]` is the
+# first in forward and the last in backward. With `stays=True` the unit stays whole from forward to backward (in the
+# library: `reshard_after_forward=False`).
 #
 # | this | calls f |
 # |---|---|
@@ -469,7 +460,7 @@ checks.gather_when_needed(gather_when_needed, ranks)
 # </details>
 
 # %% [markdown]
-# The root stays whole, because backward begins with it. (`units` lists the modules of each unit: here one block.)
+# The root stays whole, because backward begins with it. (`units` lists each unit's modules: here one block.)
 
 
 # %%
@@ -492,8 +483,7 @@ def zero_3(model, wrapping="block"):
 rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # out of memory, this cell would fail
 
 # %% [markdown]
-# It fits, and it computes what one process computes. Beside the shares one block and the root are whole ("unsharded").
-# Most of the rest are activations, which sharding leaves as they are.
+# It fits. The largest part now is activations, which sharding leaves as they are.
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -511,8 +501,8 @@ calls = f"in thousands of numbers: {lesson.in_words(seen)}"
 compare("all-gathers of two blocks and the root", "guess_gathers", seen.count("all_gather"), because=calls)
 
 # %% [markdown]
-# From left to right: forward gathers the root, block 0 and block 1. Backward gathers and reduces block 1, then block 0,
-# and reduces the root last. The root is gathered only once, so a step sends a little less than 3 P.
+# Forward gathers the root, block 0 and block 1. Backward gathers and reduces block 1, then block 0, and reduces the root
+# last. The root is gathered only once, so a step sends a little less than 3 P.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: rung 3</summary>
@@ -545,16 +535,16 @@ guess_tokens = ____  # your turn: type a number
 compare("tokens per GPU that hide a gather", "guess_tokens", 400e12 / (8 * 50e9), "tokens")
 
 # %% [markdown]
-# Backward needs more, so it sets the limit: 4w FLOPs per token, 2w bytes to gather, and 4w bytes of fp32 gradients to
-# reduce, which makes 1,500 tokens per GPU. Llama 3 405B had 1,024 tokens per GPU ([16 M per step on 16,384
-# GPUs](https://arxiv.org/abs/2407.21783)). So FSDP alone could not hide its messages: it took tensor and pipeline ranks
-# as well.
+# Backward sets the limit: 4w FLOPs per token, 2w bytes to gather, and 4w bytes of fp32 gradients to reduce. That makes
+# 1,500 tokens per GPU. Llama 3 405B had 1,024 tokens per GPU ([16 M per step on 16,384
+# GPUs](https://arxiv.org/abs/2407.21783)). So FSDP alone could not hide its messages; it took tensor and pipeline ranks,
+# too.
 #
-# FSDP on up to 512 H100s, as others published it ([MPT
+# Others published FSDP on up to 512 H100s ([MPT
 # 7B](https://github.com/mosaicml/llm-foundry/blob/8c8dd48f72168c5d51e2f7b151595892a8fba43d/scripts/train/benchmarking/README.md),
 # [Llama 3.1
 # 8B](https://github.com/pytorch/torchtitan/blob/31a17bfdb70bab6f62a13d21816a5339b911d6e3/benchmarks/llama3_h100_202412_torchtitan.md)).
-# Each GPU of the MPT run had 12,288 tokens, far more than 1,500, so expect its line to be nearly flat:
+# Each GPU of the MPT run had 12,288 tokens, far more than 1,500. So expect a nearly flat line:
 
 # %%
 # %%ranks
@@ -590,8 +580,8 @@ rungs.try_to_climb("fully_shard", lambda model: (by_library(model), adamw(model.
 
 # %% [markdown]
 # Again five all-gathers. In backward the library gathers block 0 *before* it reduces block 1, so that the gather can
-# hide. Each weight is a [`DTensor`](../assets/glossary.md#dtensor): a rank holds some of its rows. Your share is a
-# piece of one long row instead. This matters below.
+# hide. Each weight is a [**DTensor**](../assets/glossary.md#dtensor): a rank holds some of its rows. Your share is a
+# piece of one long row instead.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the library</summary>
@@ -607,18 +597,18 @@ rungs.try_to_climb("fully_shard", lambda model: (by_library(model), adamw(model.
 # %% [markdown]
 # ## A bug from the zoo (CORE, 4 min)
 #
-# Somebody says: "Any optimizer of torch works on a share." Two matrices are trained with four optimizers, in one process,
-# with your flat share, and with `fully_shard`:
+# "Any optimizer of torch works on a share." Four optimizers train two matrices in three ways: in one process, with your
+# flat share, with `fully_shard`.
 #
-# | optimizer | its update, in a sentence |
+# | optimizer | its update |
 # |---|---|
 # | SGD with momentum | a running mean of the gradient |
 # | AdamW | that mean, divided by the root of a running mean of its square |
-# | Adafactor | as AdamW, but of the squares it keeps only the means of each row and each column of the matrix |
-# | Muon | the running mean as a matrix, replaced by the nearest orthogonal matrix |
+# | Adafactor | as AdamW, but of the squares it keeps only the means of each row and column of the matrix |
+# | Muon | the orthogonal matrix that is nearest to the running mean |
 #
-# **Find it.** Which of the four go wrong on a flat share, and why? Decide, then run the cell. ("Off by 0.004 of 0.008":
-# weights that moved by 0.008 are wrong by 0.004.)
+# **Find it.** Which of the four go wrong on a flat share? Decide, then run the cell. ("Off by 0.004 of 0.008": the weights
+# moved by 0.008.)
 
 
 # %%
@@ -636,16 +626,13 @@ lesson.compare_optimizers(ranks, {
 # <details><summary>What is wrong?</summary>
 #
 # SGD and AdamW work number by number. **Adafactor** needs the means of a matrix's rows and columns, **Muon** the whole
-# matrix. A piece of a long row has no rows and columns. Muon raises an error. Adafactor silently uses another rule for
-# tensors with one dimension: the loss falls, but the updates are wrong.
+# matrix. A piece of a long row has neither. Muon raises an error. Adafactor silently uses another rule for
+# one-dimensional tensors: the loss falls, but the updates are wrong.
 #
-# With DTensors Muon is right, apart from its bf16 rounding. The Adafactor of torch 2.13 raises an error. One cure is to
-# gather each matrix for the update ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)); the
-# handbook has another.
+# With DTensors Muon is right; the Adafactor of torch 2.13 raises an error. One cure is to gather each matrix for the
+# update ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)).
 #
 # </details>
-#
-# Before you shard an optimizer, ask: does it look at one number at a time, or at the whole tensor?
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the zoo</summary>

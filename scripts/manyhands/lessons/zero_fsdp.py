@@ -91,7 +91,7 @@ class Rungs:
         peak = self.peaks[name]
         if peak.total > self.limit:
             kind = max(peak.bytes, key=peak.bytes.get)
-            name_of = {"other": "messages and copies"}.get(kind, kind.replace("_", " "))
+            name_of = {"other": "other (messages and copies)"}.get(kind, kind.replace("_", " "))
             raise OutOfMemory(
                 f"{name} needs {peak.total / 1e6:.1f} MB at once, and a rank has {self.limit / 1e6:.1f}; "
                 f"the largest part: {name_of}, {peak.bytes[kind] / 1e6:.1f} MB"
