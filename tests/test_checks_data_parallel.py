@@ -153,6 +153,8 @@ REJECTED = {
         (LOOP, "    if not bucket.missing:\n        waiting.remove(bucket)\n        bucket.start()",
          "before bucket 0: the n-th all-reduce of a rank meets the n-th of the others"),
         ("while", "if", "was not started: it was complete before, and waited for this one"),
+        (LOOP, "    while waiting and not waiting[0].missing:\n        bucket.start()\n        waiting.remove(bucket)",
+         "is not in `waiting` any more: only the first in line may start, waiting.pop(0)"),
         ("waiting[0]", "waiting[-1]", "pop(0)", "pop()",
          "bucket 0 was not started: nothing is missing, and it is first"),
         (LOOP, "    for one in waiting:\n        if one.missing:\n            break\n        one.start()",

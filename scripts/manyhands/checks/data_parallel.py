@@ -127,7 +127,7 @@ def bucket_hook(answer, ranks):
     n = ranks.world_size
     for step in range(2):
         buckets = [_Slot(number, 1 + number % 2, ranks) for number in range(4)]
-        waiting, taken = list(buckets), []
+        waiting, taken = _Line(buckets), []
         arriving = [(bucket, p) for bucket in buckets for p in bucket.parameters]
         luck(100 * step + ranks.rank).shuffle(arriving)
         with wire.watch() as seen:
@@ -198,6 +198,15 @@ def _expect_started(buckets, waiting):
         raise Wrong("`waiting` should list what has not started yet, in order: remove a bucket from its front, pop(0)")
 
 
+class _Line(list):
+    """Buckets that wait for their turn. Removing one that does not wait is a slip with a sentence, no ValueError."""
+
+    def remove(self, bucket):
+        if bucket not in self:
+            raise Wrong(f"{bucket} is not in `waiting` any more: only the first in line may start, waiting.pop(0)")
+        super().remove(bucket)
+
+
 class _Slot:
     """A bucket that counts how often it was started and which parameters it took, and tells in `told` what it did."""
 
@@ -207,6 +216,9 @@ class _Slot:
         self.parameters = [nn.Parameter(torch.full((1,), float(i))) for i in range(size)]
         self.missing = set(self.parameters)
         self.flat_P = torch.tensor([self.value(number, ranks.rank)], dtype=torch.float64)
+
+    def __repr__(self):
+        return f"bucket {self.number}"
 
     @staticmethod
     def value(number, rank):
