@@ -53,6 +53,7 @@ from manyhands.notebook.fork_server import MARK, ForkServer
 OURS = f"manyhands-{platform.node()}-"  # then the kernel's process and something random: a folder of a notebook's ranks
 LAST_LINES = 10  # of what a process printed, in an error
 START_S = 300  # a cold environment on a parallel file system is read slowly
+LEAVING_S = 4.0  # that ranks have to go by themselves
 NEVER_S = 86_400  # the kernel ends what it no longer waits for
 PORTS, PORT_RANGE = 20, range(10_000, 20_000)  # of a controller, and where they are: below those of connections
 # A rank is there after its second heartbeat: at ipyparallel's 3 s that is most of the start. Missed for 30 s, as there.
@@ -309,7 +310,12 @@ class Processes:
         if segments:  # else they are not known, as where /proc does not show a process's mark: `end_all` looks for them
             write_whole(self.folder / SEGMENTS, "\n".join(segments).encode())
 
-    def stop(self):
+    def stop(self, told=False):
+        """Leave no process. `told`: the ranks have heard that they go, so mpiexec ends by itself, with status 0."""
+        for child in self._children:
+            if told and child.name == "engines" and not self._died():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(LEAVING_S)
         end_all(self.mark, self.folder, self._began_s)
         for child in self._children:
             child.kill()

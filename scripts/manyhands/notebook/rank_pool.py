@@ -175,7 +175,7 @@ class RankPool:
         if client is not None:
             client.close()
         if processes is not None:
-            processes.stop()
+            processes.stop(told=control is not None)
         atexit.unregister(self.stop)
 
     def _touch(self):
