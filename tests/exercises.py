@@ -12,6 +12,7 @@ REJECTED = {"bits_per_byte": [("/ math.log(2)", "* math.log(2)", "divide by ln 2
 is asked for is judged: `pytest tests/test_checks_x.py -k NAME` is quick.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -72,6 +73,14 @@ def judge_solutions(ranks, checks, lesson, solutions, around=(), in_a_folder=(),
     }
 
 
+def judge_on_gpus(ranks, *of_lesson, **given):
+    """The same where each rank has a GPU of its own, a stand-in."""
+    from stand_in_device import GPU, StandIn  # it brings torch._dynamo
+
+    with StandIn():
+        return judge_solutions(dataclasses.replace(ranks, device=GPU), *of_lesson, **given)
+
+
 def edited(answer, *edits):
     """A function of a lesson, or a tuple of them, with other text: edits are old, new, old, new, ..."""
     functions = answer if isinstance(answer, tuple) else (answer,)
@@ -116,12 +125,13 @@ class Answers:
     solutions: {check: name or names in the lesson}, where it is not the check's own; `around`, `given`: further
         names and {global: value} that they use.
     elsewhere: checks that other tests look at. worlds: further numbers of ranks by which solutions are judged.
-    in_a_folder: checks that are given a folder of all ranks.
+    in_a_folder: checks that are given a folder of all ranks. patient: checks that draw more than a stand-in for a GPU
+        computes in their time.
     """
 
     lesson = checks = None
     rejected, right, solutions, around, given, elsewhere, worlds = {}, {}, {}, (), {}, (), (2,)
-    in_a_folder = ()
+    in_a_folder = patient = ()
 
     @classmethod
     def wrong_answers(cls):
@@ -239,10 +249,17 @@ class Answers:
         assert all(len(answers) >= 4 for answers in self.rejected.values()) and all(self.right.values())
 
     def test_the_lessons_solutions_are_accepted_on_other_numbers_of_ranks(self, pool, world, tmp_path):
-        solutions = self.named_solutions()
+        self.judge_in(pool, world, judge_solutions, tmp_path, self.named_solutions())
+
+    @pytest.mark.full
+    def test_the_lessons_solutions_are_accepted_where_each_rank_has_a_gpu(self, pool, tmp_path):
+        quick = {check: named for check, named in self.named_solutions().items() if check not in self.patient}
+        self.judge_in(pool, 2, judge_on_gpus, tmp_path, quick)
+
+    def judge_in(self, pool, world, judge, folder, solutions):
+        environ = {"MANYHANDS_OUTPUTS": str(folder)}
         of_lesson = self.checks.__name__, self.lesson, solutions, self.around, self.in_a_folder
-        judge, environ = functools.partial(judge_solutions, **self.given), {"MANYHANDS_OUTPUTS": str(tmp_path)}
-        for found in pool.run(world, judge, *of_lesson, environ=environ):
+        for found in pool.run(world, functools.partial(judge, **self.given), *of_lesson, environ=environ):
             assert found == dict.fromkeys(solutions, "correct")
 
 

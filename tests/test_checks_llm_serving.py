@@ -208,7 +208,7 @@ HANDED = {
 
 class TestAnswers(Answers):
     lesson, checks, around, rejected, right = "14_llm_serving", checks, ("drawn", "remember"), WRONG, RIGHT
-    given, elsewhere = {"BANDWIDTH": 3.35e12, "PEAK": 989e12}, ("hand_over",)
+    given, elsewhere, patient = {"BANDWIDTH": 3.35e12, "PEAK": 989e12}, ("hand_over",), ("judged",)
 
 
 class TestHandOver(AnswersOfRanks):

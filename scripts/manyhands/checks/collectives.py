@@ -70,8 +70,8 @@ def _picture(number, after, call):
     @exercise(f"A{number}", f"picture {number}", in_place=True)
     def check(answer, ranks):
         n, rank = ranks.world_size, ranks.rank
-        x = torch.tensor([(3, 1, 4, 2)[rank % 4]], device=ranks.device)
-        parts = torch.arange(n, device=ranks.device) + 10 * rank
+        x = torch.tensor([(3, 1, 4, 2)[rank % 4]])
+        parts = torch.arange(n) + 10 * rank
         found = call(answer, x, parts, rank, n)
         wanted = after(rank, n)
         if wanted is None:  # the picture leaves this rank empty: what it holds is scratch space

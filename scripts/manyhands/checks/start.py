@@ -25,8 +25,7 @@ def sum_over_ranks(answer, ranks):
     """answer(x) -> the sum of all ranks' tensors, float32 like x, on every rank, by one all-reduce; x stays."""
     runs = []
     for shape in drawn.in_turn([(1,), (2, 3)]):
-        all_ = torch.stack([drawn.normal(10 * r + len(shape), *shape) for r in range(ranks.world_size)])
-        all_ = all_.to(ranks.device, torch.float32)
+        all_ = torch.stack([drawn.normal(10 * r + len(shape), *shape) for r in range(ranks.world_size)]).float()
         mine = all_[ranks.rank].clone()
         with wire.watch() as seen:
             found = answer(mine)
