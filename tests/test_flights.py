@@ -67,6 +67,8 @@ def test_on_gpus_that_nobody_names_runs_take_turns_with_no_more_ranks_than_gpus(
     monkeypatch.setattr(devices, "gpus_here", lambda environ=None: ("cuda", 1))
     assert {(run.device, run.n_ranks) for run in planned("--device", "cuda")[1]} == {("cuda", 1)}
     assert {run.device for run in planned()[1]} == {"cpu"}  # the ranks of a lesson would not take one GPU
+    monkeypatch.setenv("MANYHANDS_RANKS", "1")  # a site's: here attendees' notebooks take it
+    assert {(run.device, run.n_ranks) for run in planned()[1]} == {("cuda", 1)}
 
 
 def test_in_a_job_of_several_nodes_notebooks_and_scripts_have_ranks_on_all_of_them(planned, tmp_path, monkeypatch):

@@ -336,7 +336,11 @@ def test_ranks_short_and_device_reach_notebooks_and_scripts_also_by_what_a_repor
         assert run.environ({"MANYHANDS_DEVICE": "cuda"}).items() >= hidden.items()
     [on_gpus] = preflight.plan(find_lessons(tmp_path), tmp_path, device="cuda", notebooks_only=True)
     assert on_gpus.environ({})["MANYHANDS_DEVICE"] == "cuda"
-    assert "MANYHANDS_DEVICE" not in preflight.plan(find_lessons(tmp_path), tmp_path)[0].environ({})
+    usual, *_ = preflight.plan(find_lessons(tmp_path), tmp_path)
+    assert "MANYHANDS_DEVICE" not in usual.environ({})
+    of_site = {"MANYHANDS_RANKS": "2", "MANYHANDS_RANK": "0"}  # a notebook on its own number of ranks has the site's
+    assert "MANYHANDS_RANKS" not in notebook.environ(of_site) and "MANYHANDS_RANK" not in usual.environ(of_site)
+    assert usual.environ(of_site)["MANYHANDS_RANKS"] == "2"
 
 
 def test_a_short_parameter_that_the_lesson_does_not_have_is_refused(tmp_path, monkeypatch):

@@ -230,7 +230,9 @@ def without_launchers(environ: Environ, *others: str, only: str = "") -> dict[st
     outer mpiexec's variables.
     """
     foreign = (*others, *(start for row in LAUNCHERS if only in ("", row.name) for start in row.sets))
-    return {name: value for name, value in environ.items() if not name.startswith(foreign)}
+    return {
+        name: value for name, value in environ.items() if name == "MANYHANDS_RANKS" or not name.startswith(foreign)
+    }  # which is a site's
 
 
 def expand_hosts(nodelist: str) -> list[str]:

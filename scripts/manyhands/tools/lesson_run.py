@@ -136,6 +136,8 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "JUPYTER_PATH": os.pathsep.join(filter(None, [str(self.folder / "jupyter"), environ.get("JUPYTER_PATH")])),
         }
+        if self.n_ranks:
+            environ.pop("MANYHANDS_RANKS", None)  # what a site sets for notebooks of which nothing is asked
         if self.device:
             environ["MANYHANDS_DEVICE"] = self.device  # join() obeys it, or refuses
         if self.device == "cpu":  # nor does a lesson see a GPU

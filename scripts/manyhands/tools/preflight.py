@@ -195,10 +195,14 @@ class Preflight:
 
 
 def usual_device(named) -> str:
-    """Return the device that `named` means. "auto" is the CPU if there is one GPU, as lessons have more ranks."""
+    """Return the device that `named` means. "auto" is the CPU if there is one GPU, as lessons have more ranks.
+
+    But MANYHANDS_RANKS=1, of a site whose nodes have one, means that GPU.
+    """
     from manyhands.launch import devices
 
     alone = Allocation.find().kind == "local" and devices.gpus_here()[1] == 1
+    alone = alone and environment().get("MANYHANDS_RANKS") != "1"
     return "cpu" if named == "auto" and alone else devices.device_named(named)
 
 
