@@ -1,9 +1,12 @@
 """Lesson 15's surroundings: the container's definition, the presets in full size, Polaris as the figure shows it."""
 
+import contextlib
 import http.server
 import os
+import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +25,33 @@ def parts(root):
     text = (root / "jobs" / "manyhands.def").read_text()
     found = re.findall(r"^%(\w+)\n((?:    .*\n|\n)*)", text, re.MULTILINE)
     return {name: [line[4:] for line in body.splitlines() if line.strip()] for name, body in found}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("image", ["manyhands.def", "Dockerfile", ""])
+def test_a_plain_mpiexec_in_a_container_of_a_slurm_job_starts_its_ranks_where_the_image_says_how(parts, root, image):
+    """The job's variables are there, and no srun. Without the image's line mpiexec asks for srun, and hangs."""
+    host, only = platform.node(), f"{sys.prefix}/bin"
+    job = {"JOB_ID": "7", "NNODES": "1", "NODELIST": host, "NTASKS": "2", "TASKS_PER_NODE": "2"}
+    job |= {"JOB_NODELIST": host, "JOB_NUM_NODES": "1", "JOBID": "7"}
+    dockerfile = (root / "jobs" / "Dockerfile").read_text()
+    lines = {
+        "manyhands.def": [line for line in parts["environment"] if "srun" in line],
+        "Dockerfile": [f"export {line[4:]}" for line in dockerfile.splitlines() if line.startswith("ENV ")],
+        "": [],
+    }[image]
+    start = subprocess.Popen(
+        ["/bin/sh", "-c", "\n".join([*lines, "exec mpiexec -n 2 python -c 'print(7)'"])], start_new_session=True,
+        env={"PATH": only} | {f"SLURM_{name}": value for name, value in job.items()},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        said = start.communicate(timeout=60)[0] if image else start.stdout.readline()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(start.pid, signal.SIGKILL)
+        start.wait()
+    assert said.split() == ["7", "7"] if image else "execvp error on file srun" in said
 
 
 STAND_INS = {  # in front of PATH: nothing is downloaded, and nothing of this machine is removed
