@@ -19,7 +19,9 @@ def composition(seed):
     """(ranks, options, model) of `test_saves.drawn`'s layout, with more that changes how it is computed, or None."""
     case, draw = drawn(seed), random.Random(-seed)
     tie, vocab = case.tie or draw.random() < 0.3, draw.choice((65, 35))
-    config = replace(draw.choice([m for m in MODELS if m.experts == case.experts]), vocab_size=vocab, tie=tie, n_layer=4)
+    config = replace(
+        draw.choice([m for m in MODELS if m.experts == case.experts]), vocab_size=vocab, tie=tie, n_layer=4
+    )
     words = case.layout
     if "--parallel.tensor" in words or "strategy tp" in words:
         words += draw.choice(("", " --parallel.sequence-parallel"))

@@ -22,7 +22,7 @@ def project(root):
     return tomllib.loads((root / "pyproject.toml").read_text())["project"]
 
 
-OPT_IN = {"deepspeed", "tensorboard", "wandb", "profile"}  # extras that requirements.txt leaves out
+OPT_IN = {"deepspeed", "liger", "tensorboard", "wandb", "profile"}  # extras that requirements.txt leaves out
 
 
 def asked_for(project):

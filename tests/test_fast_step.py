@@ -1,11 +1,15 @@
 """What makes a step faster changes nothing of it: a loss in chunks, a stream in 16 bits, and what is chosen unasked."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from manyhands.config.layout import resolve_layout
 from manyhands.config.options import read_options
-from manyhands.gpt.chunked_loss import chunked_loss
+from manyhands.gpt.chunked_loss import chunked_loss, liger_loss
 from manyhands.gpt.config import GPTConfig
-from manyhands.gpt.model import GPT
+from manyhands.gpt.model import GPT, Head
 from manyhands.launch.ranks import Ranks
 from manyhands.measure.memory_timeline import MemoryTimeline
 from manyhands.train import start
@@ -56,6 +60,56 @@ def test_a_loss_in_chunks_is_the_loss_and_so_are_its_gradients(rows, padding):
     assert not gradients[1][50:].any()
     with torch.no_grad():
         assert chunked_loss(x, weight, bias, targets, 50, rows).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("padding", [0, 14])
+def test_ligers_loss_is_given_what_makes_it_ours(monkeypatch, padding, biased):
+    """Its kernels need a GPU: here its function is what its documentation says, the mean loss of a linear layer."""
+    given = []
+
+    def stand_in(x, weight, targets, bias=None, accum_dtype=None):
+        given.append((x.dtype, weight.dtype, bias if bias is None else bias.dtype, accum_dtype))
+        return cross_entropy(torch.nn.functional.linear(x, weight, bias).double(), targets)
+
+    module = SimpleNamespace(liger_fused_linear_cross_entropy=stand_in)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", module)
+    torch.manual_seed(1)
+    head = Head(8, 50, bias=biased).double()
+    head.multiple, head.at_once = 50 + padding, 7 * 50
+    x, targets = torch.randn(3, 20, 8, dtype=torch.float64, requires_grad=True), torch.randint(50, (3, 20))
+    found = []
+    for head.fused in (None, liger_loss):
+        loss = head(x, targets)
+        found.append([loss, *torch.autograd.grad(2 * loss, (x, *head.parameters()))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head(x.float(), targets).item() == pytest.approx(loss.item(), rel=1e-2)
+    low = torch.bfloat16
+    assert given[-1] == (low, low, low if biased or padding else None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--train.loss-kernel liger", "train.loss_kernel=liger needs a GPU and the package liger-kernel on"),
+        ("--train.flash FA3", "(No module named 'flash_attn_interface'); install its package, or leave it out"),
+        ("--train.loss-kernel liger --parallel.strategy tp", "train.loss_kernel=liger needs the whole head on each"),
+    ],
+)
+def test_kernels_that_are_not_there_are_refused_before_the_first_step(pool, flags, words):
+    assert all(words in said for said in pool.run(2, refusal, read_options(flags.split())))
+
+
+def refusal(ranks, options):
+    try:
+        resolve_layout(options, CONFIG, ranks.world_size)
+        start.refuse_missing(options, ranks)
+    except ValueError as error:
+        return str(error)
 
 
 def peak_of(at_once):

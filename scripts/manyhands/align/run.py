@@ -32,7 +32,7 @@ from manyhands.train import dry_run
 from manyhands.train.preemption import PreemptionHandler
 from manyhands.train.report import about_run
 from manyhands.train.run import Diverged, Run, carry_out
-from manyhands.train.start import of_all_ranks, refuse_compile, refuse_size
+from manyhands.train.start import of_all_ranks, refuse_missing, refuse_size
 
 STAGES = {"sft": Imitation, "dpo": Preference, "grpo": Reinforcement}
 SHOWN = 4  # answers in a sample
@@ -206,7 +206,7 @@ def align(wanted):
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             # a GPT is whole on every rank
             refuse_size(config, ranks, None if isinstance(base, GPT) else ranks.world_size // layout.replicate)
-            refuse_compile(options, ranks)
+            refuse_missing(options, ranks)
             run = Alignment(wanted, base, config, layout, corpus, ranks, preemption, metadata)
         except Refused as error:
             refuse(str(error))

@@ -116,7 +116,8 @@ def records_graph(config: "GPTConfig", layout: Layout, options: Options) -> bool
     plain = parallel.strategy == "ddp" and layout.tensor == layout.pipeline == layout.context == 1
     kept = parallel.activation_checkpointing == "none" and getattr(config, "separator", None) is None
     small = options.model.experts == 1 and config.num_params() <= MOST_RECORDED
-    return train.cuda_graphs and train.precision != "fp16" and plain and kept and small
+    waits = train.loss_kernel == "liger"  # for the number of its targets, which a graph cannot
+    return train.cuda_graphs and train.precision != "fp16" and plain and kept and small and not waits
 
 
 def stage_owners(schedule: str, pipeline: int, stages_per_rank: int) -> list[int]:
@@ -234,6 +235,9 @@ def _combinations(options, degrees):
     if tensor > 1 and train.compile and parallel.activation_checkpointing == "block":
         why = f"parallel.activation_checkpointing=block does not go with train.compile and {tensor} tensor ranks"
         yield f"{why}; use parallel.activation_checkpointing=selective or --train.no-compile"
+    if train.loss_kernel != "ours" and (tensor > 1 or degrees["pipeline"] > 1 or parallel.strategy == "deepspeed"):
+        why = f"train.loss_kernel={train.loss_kernel} needs the whole head on each rank"
+        yield f"{why}; leave out tensor and pipeline ranks, and deepspeed, or this"
     if degrees["pipeline"] == 1:
         return
     if parallel.loss_parallel:

@@ -98,6 +98,9 @@ class TrainOptions:
     compile: bool | None = None
     low_stream: bool = True  # in bf16 what the blocks add to has 16 bits, too
     chunk_loss: bool = True  # of many logits, a chunk of them at a time; tensor ranks and pipelines have all
+    # liger: head and loss by the package liger-kernel, on GPUs, where ours would go in chunks
+    loss_kernel: Literal["ours", "liger"] = "ours"
+    flash: Literal["torch", "FA3", "FA4"] = "torch"  # on GPUs: another FlashAttention, where its package is installed
     # what a GPU does in a micro-batch is recorded once and played back (ddp, small models)
     cuda_graphs: bool = True
     # on GPUs in 16 bits the head computes with zeros up to a multiple of 64 tokens; tensor ranks do without

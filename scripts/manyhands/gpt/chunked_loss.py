@@ -17,6 +17,8 @@ import torch.nn.functional as F
 
 from manyhands.gpt.products import wide_product
 
+NEVER = -1e4  # a logit whose probability is 0 in every precision
+
 
 def chunked_loss(x_BD, weight_VD, bias_V, targets_B, tokens, rows, share=None):
     """Return the mean cross-entropy in nats, computed from `rows` positions at a time.
@@ -26,6 +28,29 @@ def chunked_loss(x_BD, weight_VD, bias_V, targets_B, tokens, rows, share=None):
     """
     learns = torch.is_grad_enabled()  # asked here: within a Function it is always off
     return _ChunkedLoss.apply(x_BD, weight_VD, bias_V, targets_B, tokens, rows, share or chunk_share, learns)
+
+
+def liger_loss(x_BD, weight_VD, bias_V, targets_B, tokens):
+    """Return `chunked_loss` by the kernels of the package liger-kernel (Hsu et al. 2024, arXiv:2410.10989).
+
+    The weight's gradient is rounded to the precision of the products once, after the sum over chunks.
+    """
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    low = _low(x_BD, weight_VD)
+    if tokens < len(weight_VD):
+        bias_V = weight_VD.new_zeros(len(weight_VD)) if bias_V is None else bias_V
+        bias_V = bias_V.masked_fill(torch.arange(len(bias_V), device=bias_V.device) >= tokens, NEVER)
+    bias_V = None if bias_V is None else bias_V.to(low)
+    return liger_fused_linear_cross_entropy(
+        x_BD.to(low), weight_VD.to(low), targets_B, bias=bias_V, accum_dtype=torch.promote_types(low, torch.float32)
+    )
+
+
+def _low(x, weight):
+    """Return the precision of products: autocast's, or that of the weight."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 def chunk_share(logits_bV, targets_b, tokens):
@@ -42,8 +67,7 @@ def chunk_share(logits_bV, targets_b, tokens):
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BD, weight_VD, bias_V, targets_B, tokens, rows, share, learns):
-        kind = x_BD.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
+        low = _low(x_BD, weight_VD)
         x, weight, bias = x_BD.to(low), weight_VD.to(low), None if bias_V is None else bias_V.to(low)
         loss = torch.zeros((), dtype=torch.promote_types(low, torch.float32), device=x.device)
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=loss.dtype)

@@ -173,6 +173,7 @@ class Head(nn.Linear):
     # With targets it gives the loss, and holds at most this number of logits at once. None: all of them.
     at_once: int | None = None
     share = staticmethod(chunk_share)  # of a chunk of rows; or what torch.compile makes of it
+    fused = None  # another package's in their place: `liger_loss`
 
     def forward(self, x, targets=None):
         """Logits for each vector of `x` [..., D]; with `targets` [...] their mean cross-entropy, and no logits."""
@@ -182,6 +183,8 @@ class Head(nn.Linear):
             weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
         if targets is None:
             return F.linear(x, weight, bias)[..., : self.out_features]
+        if self.fused is not None:
+            return self.fused(x.flatten(0, -2), weight, bias, targets.flatten(), self.out_features)
         count = math.ceil(targets.numel() * self.out_features / self.at_once)
         while targets.numel() % count:  # chunks of one size: code is built for it once
             count += 1

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from manyhands.config.layout import AXES, Layout, logits_at_once, records_graph, starts_in_shares
 from manyhands.config.options import Options
+from manyhands.gpt.chunked_loss import liger_loss
 from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.experts import move_biases
 from manyhands.gpt.model import checkpoint_activations, document_blocks
@@ -90,6 +91,7 @@ class MeshStrategy(Strategy):
             if layout.tensor == 1 and options.train.pad_vocab and pads_vocabulary(ranks.device, low):
                 model.head.multiple = VOCABULARY_MULTIPLE
             model.head.at_once = logits_at_once(layout, options)
+            model.head.fused = liger_loss if options.train.loss_kernel == "liger" else None
             if low is torch.bfloat16 and options.train.low_stream:
                 model.stream = low
             if layout.pipeline == 1:

@@ -37,6 +37,8 @@ SWITCHES = {
     "not compiled": ("--train.no-compile",),
     "without CUDA graphs": ("--train.no-cuda-graphs",),
     "all logits at once": ("--train.no-chunk-loss",),
+    "liger's loss, and no CUDA graphs": ("--train.loss-kernel=liger",),
+    "FlashAttention 3": ("--train.flash=FA3",),
     "a stream of 32 bits": ("--train.no-low-stream",),
     "vocabulary not padded": ("--train.no-pad-vocab",),
     "micro-batches of 4": ("--train.micro-batch=4",),

@@ -77,6 +77,8 @@ def one_gpu() -> list[Row]:
         Row("gpt2, micro-batches of 8", GPT2 + " --train.compile --train.micro-batch 8"),
         Row("gpt2, heads of 128", GPT2 + " --train.compile --model.n-head 6"),
         Row("gpt2, all logits at once", GPT2 + " --train.compile --train.no-chunk-loss"),
+        Row("gpt2, liger's loss", GPT2 + " --train.compile --train.loss-kernel liger"),
+        Row("gpt2, FlashAttention 3", GPT2 + " --train.compile --train.flash FA3"),
         Row("smollm2-135m", "--preset smollm2-135m --train.global-batch 32 --train.compile"),
         *(Row(f"llama3.2-1b, micro-batch {m}", f"{LLAMA} --train.micro-batch {m}", limit_s=400) for m in (2, 4, 8)),
         Row("experts", "--preset shakespeare-moe --train.precision bf16"),

@@ -39,7 +39,7 @@ from manyhands.train.start import (
     of_all_ranks,
     prompt_ids,
     random_state,
-    refuse_compile,
+    refuse_missing,
     refuse_size,
     refuse_text,
     resume,
@@ -335,7 +335,7 @@ def train(options):
                 start = without_numbers
             shares = layout.shard if starts_in_shares(config, layout, options) else 1
             refuse_size(config, ranks, shares if start is full_model else ranks.world_size // layout.replicate)
-            refuse_compile(options, ranks)
+            refuse_missing(options, ranks)
             options, sentence = decided(options, config, layout, ranks)
             layout = resolve_layout(options, config, ranks.world_size, ranks.local_world_size)
             run = Run(options, config, layout, corpus, ranks, preemption, start, source)

@@ -8,6 +8,7 @@ of the same or another layout, and seed each rank's dropout.
 import dataclasses
 import platform
 import time
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -170,10 +171,22 @@ def may_not_fit(options, config, layout):
     return tokens * (config.n_layer * config.n_embd + config.vocab_size) > SMALL
 
 
-def refuse_compile(options, ranks):
-    """Raise OptionError on all ranks if train.compile finds no compiler on one of the hosts. All ranks call it."""
+def refuse_missing(options, ranks):
+    """Raise OptionError on all ranks if a host lacks a compiler or a package that `options` need. All ranks call it.
+
+    Another FlashAttention than torch's is switched on here, for this process.
+    """
+    train, on = options.train, f"on {platform.node()}"
 
     def look():
+        if train.loss_kernel == "liger" and not (find_spec("liger_kernel") and ranks.device.type != "cpu"):
+            raise OptionError(f"train.loss_kernel=liger needs a GPU and the package liger-kernel {on}; leave it out")
+        if train.flash != "torch":
+            try:
+                torch.nn.attention.activate_flash_attention_impl(train.flash)
+            except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+                why = f"train.flash={train.flash} does not start {on} ({' '.join(str(error).split())[:200]})"
+                raise OptionError(f"{why}; install its package, or leave it out") from None
         if options.train.compile and compiler_for(ranks.device.type, environment()) is None:
             needs = "C++ compiler (CXX or g++)" if ranks.device.type == "cpu" else "C compiler (CC, gcc or clang)"
             raise OptionError(
