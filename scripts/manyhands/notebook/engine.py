@@ -275,6 +275,12 @@ def _listen():
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             elif message["do"] == "exit":
                 break
+    if settings.value("MPI_LOCALRANKID"):  # mpiexec kills all others when a rank goes without this line of PMI
+        with contextlib.suppress(OSError, ValueError):
+            launcher = socket.socket(fileno=int(settings.value("PMI_FD", "")))
+            launcher.settimeout(1)
+            launcher.sendall(b"cmd=finalize\n")
+            launcher.recv(4096)  # its answer would break on a line that is closed
     _exit(0)  # the kernel is gone or told us to go; the main thread may hang, so no farewells
 
 
