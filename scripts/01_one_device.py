@@ -18,7 +18,7 @@
 #
 # **40 minutes** for the sections marked CORE, 106 with those marked MORE.
 #
-# A model has 3.3 MB of parameters. One training step of it takes 28 MB. In this lesson you find where these bytes are.
+# A model has 3.3 MB of parameters. One training step of it holds more. In this lesson you find where these bytes are.
 # You write a function, the **ledger**, that predicts them for any GPT, and you make the peak smaller.
 #
 # After this lesson **you can**
@@ -40,7 +40,7 @@
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the whole lesson</summary>
 #
-# Minutes of the CORE: start 1, nine times the model 4, ledger 14, does it fit 5, forget 7, time 5, zoo 3, card 1. A build
+# Minutes of the CORE: start 1, what a step holds 4, ledger 14, does it fit 5, forget 7, time 5, zoo 3, card 1. A build
 # takes about three minutes; walk around while people write.
 #
 # *Say:* "Before you use two devices, know what one is doing." Every later lesson divides a number of this lesson by n.
@@ -115,7 +115,7 @@ def batch(step=0):
 
 
 # %% [markdown]
-# ## Nine times the model (CORE, 4 min)
+# ## What a step holds (CORE, 4 min)
 #
 # **ShakespeareGPT** reads 64 characters and guesses the next one. It has 0.8 million parameters of 4 bytes: 3.3 MB. It takes
 # one training step with AdamW, on 8 sequences.
@@ -165,8 +165,8 @@ def watch_step(run_block):
 # %%ranks
 seen = watch_step(keep_all)
 weights = 4 * shakespeare.num_params()
-compare("peak of the step", "guess_peak", round(seen.peak.total / 1e6, 1), "MB")
-say(f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weights:.1f} times that")
+times = f"{weights / 1e6:.1f} MB of parameters; the peak is {seen.peak.total / weights:.1f} times that"
+compare("peak of the step", "guess_peak", round(seen.peak.total / 1e6, 1), "MB", times)
 
 # %% [markdown]
 # What else is in memory? There are four kinds:
@@ -333,11 +333,10 @@ guess_bytes = ____  # your turn: type a number
 from manyhands.predict.memory import RECIPES
 
 mixed = RECIPES["bf16 + fp32 master"]
-compare("bytes per parameter with bf16 weights", "guess_bytes", mixed.total)
-for name, config in large_models.items():
-    say(
-        f"{name:9} {2 * config.num_params() / 1e9:6,.1f} GB of weights, {mixed.total * config.num_params() / 1e9:7,.1f} GB of state"
-    )
+said = "{}: {:,.1f} GB of weights, {:,.1f} GB of state"
+num_params = {name: config.num_params() for name, config in large_models.items()}
+lines = [said.format(name, 2 * P / 1e9, mixed.total * P / 1e9) for name, P in num_params.items()]
+compare("bytes per parameter with bf16 weights", "guess_bytes", mixed.total, because=lines)
 
 # %% [markdown]
 # 2 + 2 + 4 + 8 = **16 again**. So bf16 saves nothing here. It halves the activations, and it makes matrix products
