@@ -429,18 +429,18 @@ compare("the exit status after SIGKILL", "guess_status", 128 + 9)
 
 # %%
 # %%ranks
-first_rank = ____  # your turn: a number
-first_error = ____  # and a name such as "ValueError"
+guess_rank = ____  # your turn: a number
+guess_error = ____  # and a name such as "ValueError"
 
 if rank == 0:
-    checks.first_error((first_rank, first_error))
+    checks.first_error((guess_rank, guess_error))
 
 # %% [markdown] tags=["solution"]
 # <details><summary>Solution C</summary>
 #
 # ```python
-# first_rank = 3  # not 1: that is its local rank, its number on node2
-# first_error = "IndexError"
+# guess_rank = 3  # not 1: that is its local rank, its number on node2
+# guess_error = "IndexError"
 # ```
 #
 # </details>
@@ -456,9 +456,9 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-if rank == 0:
-    log, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node2"))
-    say("\n".join([*(line for line in node2 if line.startswith("[rank3]")), log[-1]]))
+log, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node2"))
+lines = [*(line for line in node2 if line.startswith("[rank3]") and "^" not in line), log[-1]]
+compare("the rank that failed first", "guess_rank", 3, because=lines)
 
 # %% [markdown]
 # The launcher's last line agrees. With NCCL there may be no echo: ranks that no launcher ends wait until a

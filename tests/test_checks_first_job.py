@@ -128,7 +128,7 @@ def test_the_answers_that_are_no_functions_are_correct_or_not_attempted():
     for label in "AC":
         exec(folded[label], lesson)
     assert first_job.why_it_waits(lesson["acts"]) == CORRECT
-    assert first_job.first_error((lesson["first_rank"], lesson["first_error"])) == CORRECT
+    assert first_job.first_error((lesson["guess_rank"], lesson["guess_error"])) == CORRECT
     assert first_job.why_it_waits({**ACTS, 4705: ...}) == NOT_ATTEMPTED
     assert first_job.first_error((..., ...)) == NOT_ATTEMPTED
 
