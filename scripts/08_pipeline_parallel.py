@@ -679,9 +679,8 @@ def gathers(stays):
 
 
 found = {"freed after each forward": gathers(stays=False), "held from first to last": gathers(stays=True)}
-if rank == 0 and p > 1:
-    say(", ".join(f"{name}: {count}" for name, count in found.items()))
-compare("gathers of a block, 1F1B with 8 micro-batches", "guess_gathers", 9)
+because = ", ".join(f"{name}: {count}" for name, count in found.items()) if p > 1 else ""
+compare("gathers of a block, 1F1B with 8 micro-batches", "guess_gathers", 9, because=because)
 
 # %% [markdown]
 # Every action that finds the weights freed gathers them, here marked: F\* F\* F\* F\* B\* F B\* F B\* F B\* F B\* B B B. These
