@@ -26,7 +26,7 @@
 # - compute exact attention on several ranks, none of which holds all keys;
 # - lay out positions so that a causal mask leaves no rank idle;
 # - route tokens to experts on other ranks and back, with two all-to-alls;
-# - find experts' gradients that are n times too large;
+# - find experts' gradients that are wrong by a factor;
 # - balance the experts by a bias.
 #
 # **You need** send, receive and [all-to-all](../assets/glossary.md#all-to-all) from [lesson 02](02_collectives.ipynb).
@@ -969,9 +969,8 @@ def ratios(found):
 
 found = ratios(gradients(theirs))
 assert all(math.isclose(ratio, c) for ratio in found[1:])
-compare("experts' gradients on four ranks, times what they should be", "guess_factor", 4)
-if rank == 0:
-    say("theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found))
+because = "theirs: gradient / one process's: router {:.4f}, up {:.4f}, down {:.4f}".format(*found)
+compare("experts' gradients on four ranks, times what they should be", "guess_factor", 4, because=because)
 
 # %% [markdown]
 # An expert's rows come from *all* ranks, and backward brings the gradients of all n losses. So its gradient is already
