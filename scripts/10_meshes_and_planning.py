@@ -81,6 +81,7 @@ import torch
 import torch.distributed as dist
 from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import meshes_and_planning as checks
+from manyhands.checks.predictions import unanswered
 from manyhands.lessons import meshes_and_planning as lesson
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -117,21 +118,12 @@ MICRO_S = 6 * own * TOKENS / (0.5 * 989.4e12)  # forward and backward of one, at
 BEHIND_S = {"data": 2 / 3 * MICRO_S, "pipeline": 0.0, "tensor": 0.0}  # only gradients travel behind a backward
 
 
-def order_of(given):
-    """The axes in the order that the learner typed, or None where that does not name each of them once."""
-    names = list(given) if isinstance(given, (tuple, list)) else []
-    if sorted(map(str, names)) == sorted(AXES):
-        return tuple(names)
-    if given is not None and rank == 0:
-        say(f"an order names each of {', '.join(AXES)} once, not {given!r}")
-    return None
-
-
-def draw_waits(rows, title, name):
-    """Draw {order: {axis: ms}} on rank 0."""
+def draw_waits(rows, title, name, folded=""):
+    """Draw {order: {axis: ms}} on rank 0; `folded` as for `show`."""
     if rank == 0:
         told = "; ".join(f"{order} {sum(row.values()):,.0f} ms" for order, row in rows.items())
-        show(lesson.draw_waits(rows, title), name, f"milliseconds of a step that a GPU waits for messages: {told}")
+        alt = f"milliseconds of a step that a GPU waits for messages: {told}"
+        show(lesson.draw_waits(rows, title), name, alt, folded)
 
 
 # %% [markdown]
@@ -349,8 +341,8 @@ for axis in AXES:
 # %% [markdown]
 # ### Round 1: the fewest bytes
 #
-# Back to the job on 16 GPUs. `crossing` adds up the bytes between the two nodes of 8. Set `fewest` to the order of the
-# axes with the fewest bytes.
+# Back to the job on 16 GPUs. `crossing` adds up the bytes between the two nodes of 8. Set `guess_fewest` to the
+# order of the axes with the fewest bytes.
 
 
 # %%
@@ -364,19 +356,20 @@ def crossing(order, sizes, payloads, per_node):
     }
 
 
-fewest = ____  # your turn: all three axes in order, such as ("tensor", "pipeline", "data")
+guess_fewest = ____  # your turn: all three axes in order, such as "tensor x pipeline x data"
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from itertools import permutations
 
-yours = order_of(fewest)
+sums, lines = {}, []
 for order in permutations(AXES):
     found = {axis: size / 1e9 for axis, size in crossing(order, SIZES, PAYLOADS, PER_NODE).items()}
-    if rank == 0:
-        told = ", ".join(f"{axis} {size:.1f}" for axis, size in found.items() if size)
-        mark = "  <- yours" * (order == yours)
-        say(f"{' x '.join(order):24} {sum(found.values()):6.1f} GB between nodes: {told}{mark}")
+    told = ", ".join(f"{axis} {size:.1f}" for axis, size in found.items() if size)
+    sums[name := " x ".join(order)] = round(sum(found.values()), 6)
+    lines.append(f"{name}: {sums[name]:.1f} GB between nodes: {told}")
+least = min(sums, key=lambda name: (sums[name], name != guess_fewest))  # of two that are equal, yours
+compare("the order with the fewest bytes between nodes", "guess_fewest", least, because=lines)
 
 # %% [markdown]
 # Tensor outermost is by far the worst. With the **pipeline** outermost the fewest bytes cross, three times fewer than
@@ -432,7 +425,7 @@ checks.exposed_s(exposed_s, ranks)
 #
 # A group on both nodes sends 50 GB/s for each rank that it has on a node: each has a card. `SENT` has the bytes that a
 # GPU sends: 3.4 GB for data, 1.1 GB for pipeline, 103 GB for tensor. `BEHIND_S` has the seconds that it computes
-# meanwhile: 0.11 s for data, else 0. Set `fastest` to the order with the least waiting.
+# meanwhile: 0.11 s for data, else 0. Set `guess_fastest` to the order with the least waiting.
 
 
 # %%
@@ -448,23 +441,22 @@ def waited_ms(order):
     return found
 
 
-fastest = ____  # your turn: all three axes in order, the outermost first
+guess_fastest = ____  # your turn: all three axes in order, the outermost first
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
 from itertools import permutations
 
-compared = [("pipeline", "data", "tensor"), ("data", "pipeline", "tensor")]
-yours = order_of(fastest)
-if yours and yours not in compared:
-    compared.append(yours)
-in_order = {order: {axis: waited_ms(order)[axis] for axis in AXES} for order in compared}
-named = {" x ".join(order) + " (yours)" * (order == yours): row for order, row in in_order.items()}
-draw_waits(named, "waiting for messages in a step", "game")
-if rank == 0:
-    sums = [sum(row.values()) for row in in_order.values()]
-    say(f"pipeline outermost: 17 GB between nodes, {sums[0]:.0f} ms; data outermost: 54 GB, {sums[1]:.0f} ms")
-metrics.exact(waited_ms={" x ".join(order): round(sum(waited_ms(order).values()), 6) for order in permutations(AXES)})
+rows = {" x ".join(order): waited_ms(order) for order in permutations(AXES)}
+sums = {name: round(sum(row.values()), 6) for name, row in rows.items()}
+least = min(sums, key=lambda name: (sums[name], name != guess_fastest))  # of two that are equal, yours
+compared = dict.fromkeys(["pipeline x data x tensor", "data x pipeline x tensor", str(guess_fastest)])
+told = "pipeline outermost: 17 GB between nodes, {:.0f} ms; data outermost: 54 GB, {:.0f} ms"
+told = told.format(*(sums[name] for name in list(compared)[:2]))
+compare("the order with the least waiting", "guess_fastest", least, because=told)
+named = {name: {axis: rows[name][axis] for axis in AXES} for name in compared if name in rows}
+draw_waits(named, "waiting for messages in a step", "game", unanswered())
+metrics.exact(waited_ms=sums)
 
 # %% [markdown]
 # **Three times the bytes, and less waiting**: with data outermost, the gradients travel while backward computes. Llama
@@ -544,6 +536,7 @@ single = full_model(config, options_of()).to(device)
 loss_1 = single(*data_share(0, 1))[1]
 loss_1.backward()
 metrics.close(float64_loss=loss_1.detach())
+lines = []
 for product in PRODUCTS:
     options = options_of(**product)
     layout = resolve_layout(options, config, world_size)
@@ -553,9 +546,8 @@ for product in PRODUCTS:
     gradients = parallel.named_full_gradients()  # all ranks
     apart += [(gradients[name] - p.grad.cpu()).abs().max().item() for name, p in single.named_parameters()]
     assert max(apart) < 1e-10, f"{layout}: {max(apart):.1e} away"
-    if rank == 0:
-        say(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
-compare("different batches that 2 x 2 x 2 ranks read", "guess_batches", 2)
+    lines.append(f"{layout}: loss and {len(apart) - 1} gradients are one process's, to {max(apart):.0e}")
+compare("different batches that 2 x 2 x 2 ranks read", "guess_batches", 2, because=lines)
 
 # %% [markdown]
 # Only the two data ranks read different sequences. Tensor ranks and pipeline stages compute parts of the model on the
@@ -662,12 +654,13 @@ trial = {"n_layer": 72, "n_head": 64}
 planned = [
     predicted_tflops(PublishedRun(**bloom | trial | {k: one[k] for k in ("tensor", "pipeline")})) for one in trials
 ]
+compare("tensor ranks of the slowest of BLOOM's trials", "guess_tensor", 8)
 if rank == 0:
     figure = lesson.draw_layouts(trials, planned, "181B parameters on 384 A100s, February 2022")
-    show(figure, "layouts", "published and predicted TFLOP/s per GPU of five layouts; eight tensor ranks are slowest")
+    alt = "published and predicted TFLOP/s per GPU of five layouts; eight tensor ranks are slowest"
+    show(figure, "layouts", alt, unanswered())
     off = [guess / one["points"][-1][1] - 1 for guess, one in zip(planned, trials, strict=True)]
     say(f"the planner is between {min(off):+.0%} and {max(off):+.0%} off")
-compare("tensor ranks of the slowest of BLOOM's trials", "guess_tensor", 8)
 
 # %% [markdown]
 # The planner finds the slow layouts, but cannot tell the fast ones apart. Nor can the trials: 4 and 2 tensor ranks reach

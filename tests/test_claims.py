@@ -228,7 +228,7 @@ def test_lesson_10_says_what_its_gpus_send():
     text = said("10_meshes_and_planning")
     given = {}
     folded = (ROOT / "scripts" / "10_meshes_and_planning.py").read_text("utf-8")
-    exec(folded[folded.index("SIZES, PER_NODE =") : folded.index("def order_of")], given)  # noqa: S102
+    exec(folded[folded.index("SIZES, PER_NODE =") : folded.index("def draw_waits")], given)  # noqa: S102
     sent = {axis: size / 1e9 for axis, size in given["SENT"].items()}
     told = f"{sent['data']:.1f} GB for data, {sent['pipeline']:.1f} GB for pipeline, {sent['tensor']:.0f} GB for tensor"
     assert told in text and f"{given['BEHIND_S']['data']:.2f} s for data, else 0" in text
