@@ -193,7 +193,7 @@ if rank == 0:
 
 # %% [markdown]
 # ![Four ranks and the calls that each has made in this group: three have called the sixth all-reduce and wait in it,
-# rank 2 has called five](../assets/11_missing_call.svg)
+# one has called only five](../assets/11_missing_call.svg)
 #
 # ### Build A: the call that was not made
 #
@@ -242,9 +242,8 @@ checks.missing_call(missing_call, ranks)
 # %%ranks
 found = missing_call(calls_in("train", records)) if any(records) else None
 number, odd = found or (0, [])
-if rank == 0:
-    say(f"call {number} was not made by ranks {odd}" if found else "nobody is missing")
-compare("the rank at fault", "guess_rank", odd[0] if odd else "nobody")
+because = f"call {number} was not made by ranks {odd}" if found else "nobody is missing"
+compare("the rank at fault", "guess_rank", odd[0] if odd else "nobody", because=because)
 
 # %% [markdown]
 # Now you know the rank. On a cluster look at what it does: `py-spy dump --pid PID` on its node prints its Python stack
@@ -658,7 +657,7 @@ if rank == 0 and failures != "none":
         say(f"rank {chosen[0]}, process {last['processes'][chosen[0]]}, was killed after step {last['step']}")
         child.until(lambda: heard_so_far(where)[-1]["processes"] != last["processes"])
         now = next(line for line in heard_so_far(where) if line["processes"] != last["processes"])
-        say(f"torchrun started processes {now['processes']}; they went on with step {now['step']}")
+        say(f"torchrun started again, and training went on with step {now['step']}")
         if failures == "two":
             child.until(lambda: heard_so_far(where)[-1]["step"] >= 2 * every + 1)
             child.signal(signal.SIGTERM)  # what a scheduler sends first when it wants the node back
@@ -675,7 +674,8 @@ dist.barrier(patient)
 # %%
 # %%ranks
 if now["processes"]:
-    compare("processes that torchrun started", "guess_started", len(set(now["processes"]) - set(last["processes"])))
+    started = [process for process in now["processes"] if process not in last["processes"]]
+    compare("processes that torchrun started", "guess_started", len(started), because=f"processes {started}")
 
 # %% [markdown]
 # torchrun ends the other rank and starts **all** again. So all ranks lose the steps since the last checkpoint. Later
