@@ -88,6 +88,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from manyhands import ____, Metrics, card, compare, join, leave, refuse, say, show
 from manyhands.checks import llm_pretraining as checks
+from manyhands.checks.predictions import unanswered
 from manyhands.measure import wire
 
 ranks = join(globals())
@@ -365,19 +366,19 @@ with wire.watch() as seen:
 # %%ranks
 calls = [call.bytes for call in seen.calls if call.op == "all_to_all"]  # received: counts and rows, three times
 n_docs, share = len(pile), (world_size - 1) / world_size  # of what a rank receives, this share is from the others
-gather_kb = 4 * hashes * n_docs * share / 1e3
-compare("kB of records that a rank of 4 receives", "guess_kb", round(8 * 16 * 1024 * 3 / 16 / 1e3, 1))
+by_keys_kb, gather_kb = sum(calls) * share / 1e3, 4 * hashes * n_docs * share / 1e3
+told = f"this rank received {calls[1]:,} bytes of records, {calls[3]:,} of pairs, {calls[5]:,} of signatures"
+told += f"\nfrom the others about {by_keys_kb:.0f} kB; by the all-gather {gather_kb:.0f} kB"
+compare("kB of records that a rank of 4 receives", "guess_kb", round(8 * 16 * 1024 * 3 / 16 / 1e3, 1), because=told)
 copies = {second: first for part in everyone(dropped) for second, first in part.items()}
 found = len({(first, second) for second, first in copies.items()} & planted)
 truth = len(planted)
 if rank == 0:
     say(f"{world_size} ranks found {found} of {truth} planted copies, and {len(copies) - found} other pairs")
-    say(f"this rank received {calls[1]:,} bytes of records, {calls[3]:,} of pairs, {calls[5]:,} of signatures")
-    by_keys_kb = sum(calls) * share / 1e3
-    say(f"from the others about {by_keys_kb:.0f} kB; by the all-gather {gather_kb:.0f} kB")
     say(f"for comparison, all texts together: {sum(len(text.encode()) for text in pile) / 1e3:.0f} kB")
     figure = lesson.draw_received(n_docs, hashes, world_size, by_keys_kb)
-    show(figure, "received", "kB that a rank receives against the number of ranks: all-gather stays, keys fall")
+    alt = "kB that a rank receives against the number of ranks: all-gather stays, keys fall"
+    show(figure, "received", alt, unanswered())
 metrics.exact(copies=sorted(copies.items()), key_bytes=everyone(calls[1]))
 
 # %% [markdown]
@@ -730,27 +731,17 @@ guess_times = ____  # your turn: type a number
 valleys = {budget: lowest([p["params"] for p in rows], [p["val_loss"] for p in rows])
            for budget, rows in by_budget(points).items()}  # fmt: skip
 exponent = np.polyfit(np.log(list(valleys)), np.log([params for params, _ in valleys.values()]), 1)[0]
-compare("how many times larger the best model is for ten times the FLOPs", "guess_times", round(10**exponent, 1))
 published = recorded_runs.published("12_isoflop")
+best = {one["budget_flops"]: lowest(*zip(*lesson.by_size(one), strict=True)) for one in published}
+their_exponent = np.polyfit(np.log(list(best)), np.log([params for params, _ in best.values()]), 1)[0]
+said = "{:.0e} FLOPs: best {:.1e} parameters, {:.0f} tokens each, loss {:.2f}"
+lines = [said.format(budget, P, budget / 6 / P**2, loss) for budget, (P, loss) in (valleys | best).items()]
+lines.append(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
+more = round(10**exponent, 1)
+compare("how many times larger the best model is for ten times the FLOPs", "guess_times", more, because=lines)
 if rank == 0:
-    figure = lesson.draw_valleys(by_budget(points), valleys, live, published, lowest)
-    show(
-        figure,
-        "isoflop",
-        "loss against parameters: three valleys here, and three of published runs, all go right and down",
-    )
-    for budget, (params, loss) in valleys.items():
-        say(
-            f"{budget:.0e} FLOPs: best {params:6,.0f} parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.3f}"
-        )
-    for one in published:
-        budget, (params, loss) = one["budget_flops"], lowest(*zip(*lesson.by_size(one), strict=True))
-        say(
-            f"{budget:.0e} FLOPs: best {params / 1e9:.1f}e9 parameters, {budget / 6 / params**2:3.0f} tokens each, loss {loss:.2f}"
-        )
-    theirs = [(one["budget_flops"], lowest(*zip(*lesson.by_size(one), strict=True))[0]) for one in published]
-    their_exponent = np.polyfit(*np.log(theirs).T, 1)[0]
-    say(f"best size ~ budget^{exponent:.2f} here, budget^{their_exponent:.2f} there")
+    alt = "loss against parameters: three valleys here, and three of published runs, all go right and down"
+    show(lesson.draw_valleys(by_budget(points), valleys, live, published, lowest), "isoflop", alt, unanswered())
 
 # %% [markdown]
 # The runs on the right (read from a figure of Hoffmann et al.) cost about a billion times as much. But our best
