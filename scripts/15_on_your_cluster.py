@@ -258,7 +258,8 @@ compare("GB on each of 64 GPUs, 1B under DDP", "guess_gb", round(16 * P_of["gpt-
 if rank == 0:
     rungs = {"1B, DDP": on_a_gpu("gpt-1b"), "7B, DDP": on_a_gpu("gpt-7b")}
     rungs |= {f"7B, FSDP on {n}": on_a_gpu("gpt-7b", n) for n in (8, 64, 1024)}
-    show(lesson.draw_held_against_limit(rungs, 80e6, "GB on each GPU"), "presets", "GB on each GPU: the 7B needs FSDP")
+    figure = lesson.draw_held_against_limit(rungs, 80e6, "GB on each GPU")
+    show(figure, "presets", "GB on each GPU: the 7B needs FSDP", unanswered())
 
 # %% [markdown]
 # DDP's memory stays the same; FSDP's shrinks as ranks are added. Activations come on top: `train.py --dry-run` counts
@@ -394,9 +395,8 @@ guess_calls = ____  # your turn: questions
 # %%
 # %%ranks
 traced = recorded_runs.numbers("15_import_torch.json")
-compare("file-system calls of 256 ranks that import torch", "guess_calls", 256 * traced["calls"])
-if rank == 0:
-    say(f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules")
+because = f"one process: {traced['calls']:,} calls for {traced['modules']:,} modules"
+compare("file-system calls of 256 ranks that import torch", "guess_calls", 256 * traced["calls"], because=because)
 
 # %% [markdown]
 # ([strace](https://strace.io) counted them on one machine.) A [**container**](../assets/glossary.md#container) image is one
