@@ -1,5 +1,6 @@
 """What lessons 00 to 05 and 11 to 15 say is what their cells compute or have recorded, or what a source says."""
 
+import html
 import math
 import os
 import re
@@ -22,6 +23,13 @@ from torch import nn
 
 # sentences that were untrue, as they stood: none comes back, in no lesson and nowhere else
 OLD = (
+    "One training step of it takes 28 MB",
+    "Nine times the model",
+    "no rank ever sends more than 80 MB",
+    "four copies fail to find out",
+    "Four programs that are each alone",
+    "gradients that are n times too large",
+    "rank 2 has called five",
     "is a workshop's trainer",
     "nobody noticed",
     "and nobody [scales the loss]",
@@ -97,6 +105,39 @@ def stored(lesson, within):
         for output in cell.outputs
         for line in (output.get("text") or output.get("data", {}).get("text/plain", "")).splitlines()
     ]  # fmt: skip
+
+
+# what gives the answer to a question away is told in the fold of the question, and nowhere in the open
+GIVEN_AWAY = [
+    ("00_start", "different ranks under mpiexec", "rank 0 of 1"),
+    ("01_one_device", "peak of the step", "times that"),
+    ("01_one_device", "bytes per parameter with bf16 weights", "GB of state"),
+    ("02_collectives", "forty small all-reduces against one large", "measured, the library's all-reduce"),
+    ("04_first_job", "the rank that failed first", "rank 3 ended with status 1"),
+    ("08_pipeline_parallel", "gathers of a block, 1F1B with 8 micro-batches", "freed after each forward"),
+    ("09_context_and_experts", "experts' gradients on four ranks, times what they should be", "up 4.0000"),
+    ("10_meshes_and_planning", "the order with the fewest bytes between nodes", "pipeline 17.2"),
+    ("10_meshes_and_planning", "the order with the least waiting", "54 GB, 231 ms"),
+    ("10_meshes_and_planning", "different batches that 2 x 2 x 2 ranks read", "shard 2 x tensor 2"),
+    ("11_when_it_breaks", "the rank at fault", "was not made by ranks [2]"),
+    ("11_when_it_breaks", "processes that torchrun started", "processes ["),
+    ("12_llm_pretraining", "kB of records that a rank of 4 receives", "32,288 bytes of records"),
+    (
+        "12_llm_pretraining",
+        "how many times larger the best model is for ten times the FLOPs",
+        "0.60 here, budget^0.46 there",
+    ),
+    ("15_on_your_cluster", "file-system calls of 256 ranks that import torch", "19,947 calls"),
+]
+
+
+@pytest.mark.parametrize("lesson, question, away", GIVEN_AWAY)
+def test_what_gives_an_answer_away_is_told_in_its_fold_alone(lesson, question, away):
+    assert away in html.unescape(folded(lesson, re.escape(html.escape(question))))
+    outputs = [output for cell in cells(lesson) if cell.cell_type == "code" for output in cell.outputs]
+    pages = [re.sub(r"<details>.*?</details>", "", str(output.get("data", "")), flags=re.S) for output in outputs]
+    shown = [html.unescape(page) + output.get("text", "") for page, output in zip(pages, outputs, strict=True)]
+    assert [one for one in shown if away in one] == []
 
 
 def test_no_file_has_a_copy_of_a_mended_sentence():

@@ -32,7 +32,7 @@ from manyhands.train.isoflop import Point
 from papermill.inspection import inspect_notebook
 from rank_pool import ranks_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from wants import told_too_early
+from wants import questions, told_too_early
 
 LESSONS = find_lessons(ROOT, own=False)
 # 30 processor seconds and more on 2 ranks
@@ -244,27 +244,29 @@ def test_our_own_ddp_trains_as_the_librarys_does(short_run):
     assert compare(ours, {**library, "parameters": ours["parameters"]}) == []
 
 
-ANSWERED = {"text/html": "<details><summary>MB: no guess yet</summary>it is 3,960 MB</details>",
+ANSWERED = {"text/html": "<details><summary>MB: no guess yet</summary>it is 3,960 MB<br>sent 7,920</details>",
             "text/plain": "MB: no guess yet; the answer is folded"}  # fmt: skip
 FIGURE = {"text/html": "<details><summary>MB: the figure</summary><img></details>",
           "text/plain": "[figure, folded: MB: the figure]"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("outputs", "wrong"),
+    ("since", "outputs", "wrong"),
     [
-        ([ANSWERED, FIGURE], []),
-        ([{**ANSWERED, "text/html": ANSWERED["text/html"].replace("ls>", "ls open>", 1)}, FIGURE], ["not folded"]),
-        ([{"text/plain": "MB: no guess yet: it is 3,960 MB"}, FIGURE], ["not folded"]),
-        ([ANSWERED, FIGURE, {"text/plain": "rank 0 | sent 3,960 MB"}], ["the answer stands beside"]),
-        ([ANSWERED, FIGURE, {"text/html": "sent <b>3,960 MB</b>"}], ["the answer stands beside"]),
-        ([ANSWERED, FIGURE, {"text/plain": "rank 0 | sent 13,960 MB"}], []),
-        ([ANSWERED, FIGURE, {"image/png": "", "text/plain": "[figure: bars]"}], ["a figure stands beside"]),
-        ([ANSWERED, {"image/png": "", "text/plain": "[figure: bars]"}],
-         ["its figure is not folded", "a figure stands beside"]),
+        ([], [ANSWERED, FIGURE], []),
+        ([], [{**ANSWERED, "text/html": ANSWERED["text/html"].replace("ls>", "ls open>", 1)}], ["not folded"]),
+        ([], [{"text/plain": "MB: no guess yet: it is 3,960 MB"}], ["not folded"]),
+        ([], [ANSWERED, {"text/plain": "rank 0 | sent 3,960 MB"}], ["the answer stands beside"]),
+        ([], [ANSWERED, {"text/plain": "rank 0 | sent [3960.0000] MB"}], ["the answer stands beside"]),
+        ([], [ANSWERED, {"text/plain": "rank 0 | sent about 4,000 MB"}], ["the answer stands beside"]),
+        ([], [ANSWERED, {"text/html": "sent <b>3,960 MB</b>"}], ["the answer stands beside"]),
+        ([{"text/plain": "ranks 1-3 | sent 3,960 MB"}], [ANSWERED], ["the answer stands beside"]),
+        ([], [ANSWERED, {"text/plain": "rank 3960 | sent 13,960 MB, 39.60 MB"}], []),
+        ([], [ANSWERED, {"image/png": "", "text/plain": "[figure: bars]"}], ["a figure stands beside"]),
     ],
 )  # fmt: skip
-def test_an_answer_that_is_shown_too_early_is_found(outputs, wrong):
-    cell = nbformat.v4.new_code_cell('%%ranks\nfolded = compare("MB", "guess", 3960, "MB")')
-    cell.outputs = [nbformat.v4.new_output("display_data", data) for data in outputs]
-    assert told_too_early(cell) == [f"MB: {sentence}" for sentence in wrong]
+def test_an_answer_that_is_shown_too_early_is_found(since, outputs, wrong):
+    cell = nbformat.v4.new_code_cell('%%ranks\ncompare("MB", "guess", 3960, "MB")')
+    since, cell.outputs = ([nbformat.v4.new_output("display_data", data) for data in part] for part in (since, outputs))
+    ((what, _),) = questions(cell)
+    assert told_too_early(cell, what, since) == [f"MB: {sentence}" for sentence in wrong]

@@ -250,7 +250,7 @@ def the_predictions(lesson):
     if len(asked) < QUESTIONS:
         yield f"{len(asked)} predictions are compared, where {QUESTIONS} are wanted"
     blanks = re.findall(r"^(\w+) = ____", "\n".join(cell.source for cell in cells), re.M)
-    yield from (f"no cell has `{blank} = ____`" for _, blank, _ in asked if blank not in blanks)
+    yield from (f"no cell has `{blank} = ____`" for _, blank in asked if blank not in blanks)
 
 
 @want("bug from the zoo", "a section `## A bug from the zoo`, and a row of `ZOO` in `assets/site/pages.py`")
@@ -319,7 +319,13 @@ def the_outputs(lesson):
 @want("stored outputs", "the answer of an open question only in the closed `<details>` that `compare` makes; a figure "
       "that shows it is folded with it: `show(..., folded=unanswered())`")  # fmt: skip
 def no_early_answers(lesson):
-    return [said for cell in code_of(lesson) if questions(cell) for said in told_too_early(cell)]
+    cells, blank_of = pairs.read(lesson.notebook).cells, {}
+    for number, cell in enumerate(cells):
+        if cell.cell_type == "code":
+            blank_of |= dict.fromkeys(re.findall(r"^(\w+) = ____", cell.source, re.M), number)
+            for what, blank in questions(cell):
+                between = cells[blank_of.get(blank, number) : number]
+                yield from told_too_early(cell, what, [output for one in between for output in one.get("outputs", [])])
 
 
 @want(
@@ -362,38 +368,42 @@ def text_of(outputs):
     return "\n".join(shown)
 
 
+EVIDENCE = {"the rank at fault"}  # what each rank has called stands open below the blank: in it one finds the answer
 FOLD = re.compile(r"<details><summary>(.*?)</summary>(.*?)</details>", re.S)
 
 
 def questions(cell):
-    """The calls of `compare` in a code cell: (what is asked, the blank's name, that of what it returns or "")."""
+    """The calls of `compare` in a code cell: (what is asked, the name of the blank)."""
     tree = ast.parse(re.sub(r"^\s*[%!].*$", "", cell.source, flags=re.M))
-    held = {id(node.value): ast.unparse(node.targets[0]) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "compare"]
-    return [(*map(ast.literal_eval, call.args[:2]), held.get(id(call), "")) for call in calls]
+    return [tuple(map(ast.literal_eval, call.args[:2])) for call in calls]
 
 
-def told_too_early(cell):
-    """Sentences on what a cell's stored outputs show of the answers to its questions, while nobody has guessed."""
-    bundles, wrong = [output.get("data", {}) for output in cell.outputs], []
+def numbers(text):
+    """The numbers in a text, without those of ranks at the beginning of lines."""
+    text = re.sub(r"^(?:all ranks|ranks? [\d, -]+) *\|", "", text, flags=re.M)
+    found = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?!\w)", text)
+    return [float(one.replace(",", "")) for one in found]
+
+
+def told_too_early(cell, what, since=()):
+    """Sentences on what is shown of the answer to a cell's question. since: outputs from the blank to the cell."""
+    wrong, bundles = [], [output.get("data", {}) for output in (*since, *cell.outputs)]
     pages = "".join("".join(bundle.get("text/html", "")) for bundle in bundles)
     folds = {html.unescape(line): html.unescape(inside) for line, inside in FOLD.findall(pages)}
     beside = html.unescape(re.sub(r"<[^>]+>", " ", FOLD.sub("", pages)))
-    beside += "".join(output.get("text", "") + bundle.get("text/plain", "") for output, bundle in zip(
-        cell.outputs, bundles, strict=True
-    ))  # fmt: skip
-    for what, _, held in questions(cell):
-        answer = folds.get(f"{what}: no guess yet", "")
-        if not answer.startswith("it is ") or f"{what}: no guess yet; the answer is folded" not in beside:
-            wrong.append(f"{what}: not folded")
-        number = re.escape(answer.removeprefix("it is "))
-        if len(number) > 1 and re.search(rf"(?<![\w.,-]){number}(?![\w,]|\.\d)", beside):
-            wrong.append(f"{what}: the answer stands beside")
-        line = f"{what}: the figure"
-        if held and not (f"[figure, folded: {line}]" in beside and "<img" in folds.get(line, "")):
-            wrong.append(f"{what}: its figure is not folded")
-        if held and any("image/png" in bundle for bundle in bundles):
-            wrong.append(f"{what}: a figure stands beside")
+    beside += "\n".join(["", *(output.get("text", "") for output in (*since, *cell.outputs))])
+    beside += "\n".join(["", *(bundle.get("text/plain", "") for bundle in bundles)])
+    answer = folds.get(f"{what}: no guess yet", "")
+    if not answer.startswith("it is ") or f"{what}: no guess yet; the answer is folded" not in beside:
+        wrong.append(f"{what}: not folded")
+    said = beside.replace(what, "")
+    first = answer.partition("<br>")[0]
+    right = [] if "'" in first or what in EVIDENCE else numbers(first)[:1]
+    if any(abs(one - number) <= 0.02 * number for one in numbers(said) for number in right):
+        wrong.append(f"{what}: the answer stands beside")
+    if any("image/png" in output.get("data", {}) for output in cell.outputs):
+        wrong.append(f"{what}: a figure stands beside")
     return wrong
 
 
