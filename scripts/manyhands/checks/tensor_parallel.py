@@ -4,12 +4,15 @@ All tensors are float64 on the CPU, where the trial group can send. Each rank's 
 the rank, so that every rank can compute the right answer without communicating. Answers get the trial's group.
 """
 
+import re
 from itertools import product
 from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import generator, luck, normal, sizes
@@ -72,8 +75,14 @@ class Pass:
         if not result.requires_grad:
             raise Wrong(f"backward does not arrive at x: what {name} returned has no gradient; use Move.apply")
         for sent in (v.clone(), v.transpose(0, 1).contiguous().transpose(0, 1)):
-            with wire.watch() as self.back:
-                found = torch.autograd.grad(result, (leaf, *others), sent, retain_graph=True, allow_unused=True)
+            try:
+                with wire.watch() as self.back:
+                    found = torch.autograd.grad(result, (leaf, *others), sent, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:  # by Move; torch's own sentence names Move's inner class
+                if not (given := re.search(r"invalid gradient at index 0 - got (\[.*?\])", str(error))):
+                    raise
+                what = f"backward, the gradient that {name} passes on"
+                raise Wrong(f"{what} should have the shape of x, {list(x.shape)}, not {given[1]}") from None
             self.gradients.append(found)
             expect_unchanged(sent, v, f"the gradient that arrived at {name}", ": work in a new tensor")
 
@@ -226,6 +235,7 @@ def add_up(answer, ranks):
             slips = {
                 "that is this rank's partial sum; write the sum back into p.grad": own[i],
                 "that is the mean; these are partial sums, there is nothing to divide": total / n,
+                "that is the sum and this rank's partial sum once more; replace p.grad": total + own[i],
             }
             expect_tensor(p.grad, total, f"{where}p.grad of parameter {i}", slips, "the sum over the ranks")
         volume = 2 * sum(p.nbytes for p in parameters)
@@ -242,6 +252,16 @@ def split_loss(answer, ranks):
         _judge_split_loss(answer, 400.0, large, each, N, group, members)
 
 
+class _NoBackward(TorchDispatchMode):
+    """Raise Wrong at a call of torch.distributed on a tensor with a graph: autograd does not know of the call."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        if operator.namespace == "c10d" and any(tensor.requires_grad for tensor in tensors):
+            raise Wrong("torch's all_reduce has no backward: use g for the sums, and detach the largest logits")
+        return operator(*args, **(kwargs or {}))
+
+
 def _judge_split_loss(answer, scale, case, each, N, group, members):
     what = f"{case}the loss"
     n, me, V = len(members), group.rank(), each * len(members) - 1  # the last rank has one token fewer
@@ -251,7 +271,7 @@ def _judge_split_loss(answer, scale, case, each, N, group, members):
     expected = F.cross_entropy(logits, targets)
     (slopes,) = torch.autograd.grad(expected, logits)
     mine = logits.detach().split(each, 1)[me].clone().requires_grad_()
-    with wire.watch() as there:
+    with _NoBackward(), wire.watch() as there:
         loss = answer(mine, targets, each * me, group)
     expect_scalar(loss, what, ": subtract the largest logit of all ranks before you take exp")
     hit, own = logits.detach().gather(1, targets[:, None])[:, 0], mine.detach().logsumexp(-1)
