@@ -25,7 +25,7 @@ from manyhands.launch.ranks import Ranks
 from manyhands.parallel.tensor_parallel import apply_tensor_parallel
 from manyhands.serve.engine import Row, Runner
 
-NOBODY_ASKS = timedelta(days=365)  # a server may wait for its next request for so long
+NOBODY_ASKS = timedelta(days=365)  # the longest wait for a next request
 
 
 class TensorRanks:
