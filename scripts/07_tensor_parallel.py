@@ -165,7 +165,7 @@ def held_against_one_process(mlp):
 # sum is the result](../assets/07_columns_rows.svg)
 #
 # **By columns**, each rank gets some columns of the result. **By rows**, each rank gets a matrix of full size, and the
-# sum of these is the result. Each is called a [**partial sum**](../assets/glossary.md#partial-sum).
+# sum of these is the result. Each of these matrices is a [**partial sum**](../assets/glossary.md#partial-sum).
 #
 # An MLP has two products, with a GELU in between. Split the first by columns. Each rank gets some hidden units and
 # applies GELU to them. Split the second by rows, so that each rank has the rows for its own hidden units. Nothing is
@@ -460,12 +460,12 @@ def own_part(x_BTD, group):
 
 
 def split(x_BTD, group):
-    """Where the stream, the same on all ranks, is cut. Its whole gradient is what the ranks have, joined."""
+    """This rank's positions of a tensor that is the same on all ranks. Backward joins the ranks' gradients."""
     return Move.apply(x_BTD, lambda x: own_part(x, group), lambda gradient: all_gathered(gradient, group))
 
 
 def joined(x_BsD, group):
-    """Where all ranks go on with the same: each has the whole gradient, and takes its part."""
+    """All positions, the same on all ranks. Backward takes this rank's part of the gradient."""
     return Move.apply(x_BsD, lambda x: all_gathered(x, group), lambda gradient: own_part(gradient, group))
 
 
@@ -687,9 +687,9 @@ metrics.close(float64_loss=loss_1.detach())
 # %% [markdown]
 # ## Stay in the fast domain (CORE, 4 min)
 #
-# Each of the four all-reduces makes the GPU wait, because the next product needs the sum. GPUs that a fast link such
-# as NVLink joins are a [**fast domain**](../assets/glossary.md#fast-domain): often the 8 GPUs of a node, in some racks
-# 72.
+# Each of the four all-reduces makes the GPU wait, because the next product needs the sum. A [**fast
+# domain**](../assets/glossary.md#fast-domain) is a set of GPUs on a fast link such as NVLink: often the 8 GPUs of a node,
+# in some racks 72.
 #
 # One GPU at 400 TFLOP/s needs 6.2 ms for 2,048 tokens in a layer of a 7 B model (D = 4,096, bf16). Four GPUs share this
 # layer. Each sends 450 GB/s in the fast domain. Each has a network card, which sends 50 GB/s between nodes.
@@ -1231,10 +1231,10 @@ checks.agree(agree, ranks)
 #
 # In [grouped-query attention](../assets/glossary.md#gqa), GQA, several query heads share one head of keys and values:
 # with 8 query heads and 2 such KV heads, queries 0 to 3 use KV head 0, and 4 to 7 KV head 1. Write `my_heads(num_heads,
-# num_kv_heads, t, rank)`: the lists of query heads and of KV heads that this rank holds. Query heads are dealt out in order. A rank
-# holds exactly the KV heads that its queries use. Where t is a multiple of `num_kv_heads`, that means copies on
-# several ranks. (Their gradients are then partial sums, as in Build D.) Refuse with a ValueError that names the two
-# numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
+# num_kv_heads, t, rank)`: the lists of query heads and of KV heads that this rank holds. Each rank holds consecutive
+# query heads, rank 0 the first, and exactly the KV heads that its queries use. Where t is a multiple of `num_kv_heads`,
+# that means copies on several ranks. (Their gradients are then partial sums, as in Build D.) Refuse with a ValueError
+# that names the two numbers if t does not divide `num_heads`, or if neither of t and `num_kv_heads` divides the other.
 
 
 # %%
@@ -1345,7 +1345,7 @@ for title, which in (("theirs", norms_of), ("mended", of_own_positions)):
 # %%ranks
 card(
     "Columns give a part of the result, rows a partial sum. Columns, then rows, need one all-reduce.",
-    "Ask of each tensor: the same on all ranks, or partial sums? Where ranks use it differently, its gradient is the other.",
+    "Ask of each tensor: the same on all ranks, or partial sums? Ranks that use it differently leave partial gradients.",
     "A layer makes four all-reduces of B·T·D numbers in a step, and the next product waits: stay in a fast domain.",
     "Sequence parallelism cuts each all-reduce into its halves: the same volume, less to keep.",
     "What is whole on all ranks must stay equal: compare it after a few steps.",

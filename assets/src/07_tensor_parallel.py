@@ -80,7 +80,7 @@ def f_and_g():
 
 def heads():
     figure, axes = card(92, 42, "attention: whole heads on each rank")
-    write(axes, 16, 6.2, "rows of the qkv weight", weight="bold")
+    write(axes, 16, 6.2, "the projection to q, k and v", weight="bold")
     for head in range(4):
         rank, y = head // 2, 8.4 + 7.4 * head
         for j, name in enumerate("qkv"):
@@ -101,7 +101,7 @@ def heads():
     for rank in range(2):
         y, colour = 8.4 + 14.8 * rank, rank_colour(rank)
         arrow(axes, (48.8, y + 7.1), (53, y + 7.1))
-        box(axes, 53.4, y + 2, 13, 10.2, "its columns of\nthe output\nprojection", face=tint(colour, 0.3), edge=colour)
+        box(axes, 53.4, y + 2, 13, 10.2, "its rows of\nthe output\nprojection", face=tint(colour, 0.3), edge=colour)
         arrow(axes, (66.8, y + 7.1), (72.5, y + 7.1))
         rank_box(axes, rank, 56, y - 1.4, width=8, height=3)
     box(axes, 72.8, 8.4, 7, 29.2, "g", face=PAPER, hatch=HATCH, size=16)
