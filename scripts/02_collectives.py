@@ -252,8 +252,8 @@ def exchange(give, to, take, source):
 # %% [markdown]
 # ### Build B: one hop
 #
-# `chunks[c]` is this rank's chunk c. At the first hop rank k sends chunk k, so chunk `left` arrives. Fill the blanks:
-# send `chunks[rank]`, then add what arrived to your own chunk of the same number. The check draws the chunks of all
+# `chunks[c]` is this rank's chunk c. At the first hop rank k sends chunk k, so chunk `left` arrives. Send
+# `chunks[rank]`, then add what arrived to your own chunk of the same number. The check draws the chunks of all
 # ranks; a digit stands for the rank whose numbers are in the sum, and ✗ marks a wrong cell.
 
 
@@ -340,8 +340,8 @@ checks.ring_reduce_scatter(ring_reduce_scatter, ranks)
 # %% [markdown]
 # ### Build D: the second half
 #
-# The table shifts by one: at hop 0 the finished chunk `rank + 1` leaves and chunk `rank` arrives. Nothing is added, so
-# receive straight into your own chunk.
+# Add 1 to the table's numbers: at hop 0 the finished chunk `rank + 1` leaves and chunk `rank` arrives. Nothing is
+# added, so receive straight into your own chunk.
 
 
 # %%
@@ -494,7 +494,7 @@ lesson.draw_machines(hops, ranks)
 # %% [markdown]
 # ## Break it (CORE, 7 min)
 #
-# An all-reduce ends when *all* ranks have called it. If one takes another branch, the others wait until the
+# An all-reduce ends when *all* ranks have called it. If one rank does not call, the others wait until the
 # [time-out](../assets/glossary.md#time-out) of their [process group](../assets/glossary.md#process-group): 30 minutes
 # with gloo, 10 with NCCL, unless you set it. Here it is three seconds, and the last rank does not call.
 
