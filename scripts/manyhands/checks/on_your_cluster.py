@@ -39,7 +39,7 @@ def _nodes():
     return found
 
 
-@exercise("A", "the cores beside a GPU")
+@exercise("A", "the cores next to a GPU")
 def cores_beside(answer, ranks=None):
     """`answer(gpu, domains)`, domains [(cores, GPUs)]: that GPU's equal share of the cores nearest to it, in order."""
     for name, domains in in_turn(_nodes()):
@@ -48,7 +48,9 @@ def cores_beside(answer, ranks=None):
         for gpu, cores, gpus in sorted((gpu, own, its) for own, its in domains for gpu in its):
             each, k, shared = len(cores) // len(gpus), gpus.index(gpu), len(gpus) > 1
             found = answer(gpu, [(list(own), list(its)) for own, its in domains])
-            if isinstance(found, str):
+            if found is None:
+                raise Wrong(f"on {name} you found no cores for GPU {gpu} (None): in which domain's `gpus` is it?")
+            if isinstance(found, (str, int)):
                 raise Wrong(f"return a list of numbers, not {shown(found)}")
             found = sorted(plain(list(found)))
             counted = every[gpu * each_of_all :][:each_of_all]
@@ -126,13 +128,16 @@ def _judge_copies(said, per_node, target, content):
     file, nodes without the file when the rank returned, its calls by then).
     """
     nodes = [said[first : first + per_node] for first in range(0, len(said), per_node)]
-    case = f"on {count(len(nodes), 'node')} of up to {count(per_node, 'rank')}"
+    case = f"on {count(len(nodes), 'node')} with up to {count(per_node, 'rank')} each,"
     for node, of_ranks in enumerate(nodes):
         copies, had_it = sum(made for made, *_ in of_ranks), of_ranks[0][2]
         if had_it and copies:
             raise Wrong(f"{case} node {node} has the whole file of an earlier job, and it was copied again")
         if copies == 0 and not had_it:
-            raise Wrong(f"{case} node {node} has no copy: rank 0 is one of the whole job, local rank 0 is one per node")
+            why = "rank 0 is one of the whole job, local rank 0 is one per node"
+            if node == 0:
+                why = "copy where there is no file at the target; a killed job's `.part` is not one"
+            raise Wrong(f"{case} node {node} has no copy: {why}")
         if copies > 1:
             raise Wrong(f"{case} node {node} made {copies} copies of the same file, and one is enough for its ranks")
         if any(trusted for _, trusted, *_ in of_ranks):
@@ -202,6 +207,8 @@ def network(answer, ranks=None):
     cases.append(("the published log", recorded_runs.text("15_nccl_sockets.out"), ("Socket", False)))
     for what, log, wanted in in_turn(cases):
         given, slips = plain(answer(log)), {}
+        if wanted and given is None:
+            raise Wrong(f"for {what} you return None, and its channels go `via NET/{wanted[0]}`: to another node")
         if wanted and isinstance(given, list) and len(given) == 2:
             given[1] = bool(given[1])
             slips = {
@@ -210,8 +217,9 @@ def network(answer, ranks=None):
             }
             slips |= {
                 "some of its channels do not say GDRDMA: those pass through the host's memory": [wanted[0], True],
+                "each of its channels to another node has the piece GDRDMA": [wanted[0], False],
             }
-        expect_equal(given, wanted, f"of {what} what you return", slips)
+        expect_equal(given, wanted, f"for {what}, what you return", slips)
 
 
 SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-n": "ntasks"}
@@ -286,7 +294,7 @@ def _minutes(text):
 OPTIONS = ["optimizer.lr", "train.global-batch", "optimizer.beta2", "train.seed"]
 
 
-@exercise(1, "each row once")
+@exercise(1, "mend the sweep")
 def flags_of(answer, ranks=None):
     """`answer(lines, task, tasks)`: the flags of task number `task` of an array of `tasks`, the first one 1."""
     draw = luck(3)
