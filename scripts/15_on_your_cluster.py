@@ -103,7 +103,8 @@ folder = agreed[0]
 # %% [markdown]
 # ## Submit, then ask (CORE, 4 min)
 #
-# Submit first: a job may wait. This one asks for two nodes. Each of its ranks answers four questions, and then it ends.
+# Submit first: a job may wait. This one, `doctor`, asks for two nodes. Each of its ranks
+# answers four questions, and then it ends.
 
 # %% tags=["active-ipynb"]
 # from manyhands.jobs.submit import scheduler, submit
@@ -166,9 +167,9 @@ lesson.draw_one_core(shared, ranks, unanswered())
 # ![A node of Polaris: four domains of eight cores; the GPUs are numbered from the other end, GPU 3 in the domain of cores 0 to 7,
 # and rank 0, bound to cores 0 to 7 by mistake, reaches GPU 0 across the whole node](../assets/15_affinity.svg)
 #
-# On [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/) **the GPUs are numbered from the other
-# end**. Ranks that are bound to cores in order are all far from their GPUs. `nvidia-smi topo -m` prints this table for your
-# own node.
+# On [Polaris](https://docs.alcf.anl.gov/polaris/hardware-overview/machine-overview/) **GPU 0 is next to the last cores**,
+# GPU 3 next to the first. Ranks that are bound to cores in order are all far from their GPUs. `nvidia-smi topo -m`
+# prints this table for your own node.
 #
 # ### Build A: the cores next to a GPU
 #
@@ -229,7 +230,7 @@ checks.cores_beside(cores_beside, ranks)
 # `scripts/train.py` has two **presets** for a cluster, sets of flags under one name: `gpt-1b` runs under DDP, `gpt-7b`
 # under FSDP. Both hold fp32 weights, gradients and Adam's two moments: 16 bytes per parameter.
 #
-# **Predict.** The 1B preset has 0.94 billion parameters. How many GB of these does each GPU hold on 64 GPUs, under DDP?
+# **Predict.** The 1B preset has 0.94 billion parameters. How many GB of this state does each of 64 GPUs hold under DDP?
 
 # %%
 # %%ranks
@@ -278,10 +279,11 @@ if rank == 0:
 #
 # | `via` | it means |
 # |---|---|
-# | `NET/IB/0/GDRDMA` | another node: network `IB`, card 0, straight from the GPU's memory |
+# | `NET/IB/0/GDRDMA` | another node: network `IB`, card 0, straight from the GPU's memory (GPUDirect RDMA) |
 # | `NET/IB/0` | another node, through the host's memory: slower |
 # | `NET/Socket/0` | another node over TCP: much slower, and fine only where there is no other network |
 # | `P2P/CUMEM`, `P2P/IPC` | a GPU of the same node, directly |
+# | `SHM/direct` | a GPU of the same node, through the host's memory: slower |
 #
 # Here are two nodes with a V100 each, from the administrator's manual of NVIDIA's Base Command Manager. Newer versions write
 # `Channel 00/0 : 0[0] -> 1[0]`. The arrows are ours:
@@ -299,8 +301,8 @@ if rank == 0:
 #
 # ### Build B: which network?
 #
-# Return the name of the network between nodes (`"IB"`), and whether *all* its channels say `GDRDMA`. Without any `via NET/`,
-# return None: then no channel leaves the node (or the rack, where NVLink joins nodes: `P2P/MNNVL`).
+# Return the name of the network between nodes (`"IB"`), and whether *all* its channels say `GDRDMA`. Return
+# None if there is no `via NET/`. Then no channel leaves the node, but for `P2P/MNNVL` in a rack whose nodes NVLink joins.
 
 
 # %%
@@ -382,15 +384,15 @@ time_all_reduce()
 # job.grep("imports")
 
 # %% [markdown]
-# `import torch` asks the file system for thousands of files. On the laptop they come from memory. On a cluster each question
+# `import torch` asks the file system for thousands of files. On the laptop they come from memory. On a cluster each call
 # goes over the network to one shared file system.
 #
-# **Predict.** How many questions (opening a file, or looking whether it exists) does `import torch` ask, when 64 nodes x 4
-# ranks all start at once?
+# **Predict.** How many calls (open a file, or look whether it exists: *metadata operations*) does `import torch`
+# make, when 64 nodes x 4 ranks all start at once?
 
 # %%
 # %%ranks
-guess_calls = ____  # your turn: questions
+guess_calls = ____  # your turn: calls
 
 # %%
 # %%ranks
@@ -417,8 +419,8 @@ compare("file-system calls of 256 ranks that import torch", "guess_calls", 256 *
 # ### Build C: one copy per node
 #
 # Data that you reread every epoch belongs on the node's local disk ([**node-local**](../assets/glossary.md#node-local)). One
-# rank per node copies, and no rank reads until the copy is complete. Two cases: a killed job has left half a file, or an
-# earlier job has left the whole one. Tell them apart by *name*: copy to `part`, and rename it when it is complete.
+# rank per node copies, and no rank reads until the copy is complete. A killed job may leave half a file, an earlier job
+# the whole one. So copy to `part`, and rename it when it is complete: a file at `target` is always whole.
 
 
 # %%
@@ -465,7 +467,7 @@ checks.stage(stage, ranks, folder=folder)
 # ## A bug from the zoo: each row once (CORE, 2 min)
 #
 # A sweep is an [**array job**](../assets/glossary.md#array-job): one file, many tasks, and each takes a row of a
-# table by its number. Below is a line from a workshop's array job, for tasks 1 to 6. **What is wrong, and what would
+# table by its number. Below, `flags_of_task` takes the row, for tasks 1 to 6. **What is wrong, and what would
 # show it?**
 
 # %%
@@ -500,7 +502,7 @@ if rank == 0:
 # %%ranks
 card(
     "Ask first: cores, GPUs, channels, imports. A job that got too little ends with status 0.",
-    "A rank runs on the cores next to its GPU. GPUs may be numbered from the other end.",
+    "A rank runs on the cores next to its GPU. GPU 0 may be next to the last cores.",
     "`via NET/...` in NCCL's log is the network in use. Unset what your site does not ask for.",
     "Compute nodes have no internet: environment, data and caches are there before the job.",
     "Local rank 0 copies for its node, under another name until the copy is complete; then a barrier.",
