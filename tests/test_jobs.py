@@ -526,7 +526,10 @@ def test_a_failed_job_says_so(in_the_course, capsys):
     job = submit.submit("ddp_shakespeare", "--no-such-flag 1", via="bash")
     assert job.watch(200) == "failed"
     job.grep("no-such-flag")
-    assert "--no-such-flag is unknown" in capsys.readouterr().out
+    job.grep("____")  # as the lesson gives it
+    said = capsys.readouterr().out
+    assert "--no-such-flag is unknown" in said
+    assert said.endswith("your turn: a word in place of ____\n")
 
 
 def test_where_the_scheduler_refuses_a_job_its_own_words_and_the_cure_are_shown(in_the_course, monkeypatch, tmp_path):

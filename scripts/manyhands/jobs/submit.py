@@ -190,7 +190,7 @@ class Job:
         """Print the lines of the job's output that contain `text`, as `grep` does."""
         _show(["grep", text, os.path.relpath(self.output, self.course)])
         found = [line for line in self._lines() if text in line]
-        print("\n".join(found) or "no such line yet")
+        print("\n".join(found) or ("your turn: a word in place of ____" if text == "____" else "no such line yet"))
 
     def _lines(self):
         return self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
