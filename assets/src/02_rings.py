@@ -29,7 +29,7 @@ def ring():
     ]
     for rank, (start, end) in enumerate(ends):
         _labelled(axes, start, end, f"chunk {rank}", colour=rank_colour(rank))
-    write(axes, 22, 17, "hop 1: four messages\nat the same time", colour=QUIET)
+    write(axes, 22, 17, "hop 0: four messages\nat the same time", colour=QUIET)
     return figure
 
 
@@ -64,7 +64,7 @@ def _panels(title, note):
         rank_box(axes, rank, 1.5, 10.2 + 4 * rank, width=8.4, height=3)
     for panel in range(N):
         left = 12 + 20.2 * panel
-        write(axes, left + 8.4, 5.6, "at the start" if panel == 0 else f"after hop {panel}", size=10, weight="bold")
+        write(axes, left + 8.4, 5.6, "at the start" if panel == 0 else f"after hop {panel - 1}", size=10, weight="bold")
         for chunk in range(N):
             write(axes, left + 2.1 + 4.2 * chunk, 8.4, str(chunk), colour=QUIET)
     return figure, axes
@@ -96,13 +96,13 @@ def ring_moving():
         rank_box(axes, rank, 2, 9.2 + 4.4 * rank, width=9, height=3.4)
         write(axes, 16 + 6.4 * rank, 7.4, f"chunk {rank}", colour=QUIET)
     everything = set(range(N))
-    states = [(held, fresh, "at the start" if hop == 0 else f"hop {hop}: reduce-scatter")
+    states = [(held, fresh, "at the start" if hop == 0 else f"hop {hop - 1}: reduce-scatter")
               for hop, (held, fresh) in enumerate(_reduce_scatter_states())]  # fmt: skip
     scattered = states[-1][0]
     for hop, (complete, fresh) in enumerate(_all_gather_states()):
         held = [[everything if (rank, chunk) in complete else scattered[rank][chunk] for chunk in range(N)]
                 for rank in range(N)]  # fmt: skip
-        states += [(held, fresh, f"hop {hop + N - 1}: all-gather")] if hop else []
+        states += [(held, fresh, f"hop {hop - 1}: all-gather")] if hop else []
 
     def frame(held, fresh, words):
         for rank, chunk in itertools.product(range(N), repeat=2):
