@@ -169,6 +169,15 @@ def test_tab_and_shift_tab_know_what_a_rank_holds_and_run_nothing_of_it(notebook
     assert notebook.run("%%ranks\ndist.barrier()").error is None, "no rank waits anywhere"
 
 
+def test_a_question_mark_shows_in_a_cell_of_ranks_what_it_shows_elsewhere(notebook):
+    assert notebook.run("%%ranks\ndef mine(a):\n    'Say so.'").error is None
+    for question in ("?mine", "mine?", "print(end='')\n%pinfo mine"):
+        assert notebook.run(f"%%ranks\n{question}").text.splitlines() == [
+            "all ranks | Signature: mine(a)", "all ranks | Docstring: Say so.", "all ranks | Type:      function"
+        ], "once"  # fmt: skip
+    assert "all ranks |     'Say so.'" in notebook.run("%%ranks\nmine??").text
+
+
 def test_tab_and_shift_tab_are_answered_while_ranks_hang_and_a_stopped_rank_leaves_it_to_the_kernel(notebook, tmp_path):
     notebook.run("%%ranks\nonly_here = 1\ndef my_reduce():\n    'Reduce as I do.'")
     running, pids = tmp_path / "running", tmp_path / "pids"

@@ -29,6 +29,7 @@ import traceback
 from pathlib import Path
 
 from IPython import get_ipython
+from IPython.core import page
 from IPython.core.autocall import ExitAutocall
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.magics import execution
@@ -90,6 +91,7 @@ def enter(identity, control, token, store_address, folder):
     builtins.input = _refuse_input
     get_ipython().user_ns.update(exit=_Exit(), quit=_Exit())
     get_ipython().loop_runner = _await_in_cell
+    get_ipython().set_hook("show_in_pager", page.as_hook(_print_page), 0)
     execution.Timer = _SharedTimer
     sys.meta_path.insert(0, _PlainProgress())
     os._exit = _tell_and_exit
@@ -103,6 +105,12 @@ def _gather_descriptors():
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     return file
+
+
+def _print_page(data, **_):
+    """Print what `?` and `%pinfo` show, for which a rank has no pager; a cell's file has another name on each rank."""
+    text = data["text/plain"].rstrip() if isinstance(data, dict) else data
+    print(re.sub(r"\x1b\[[\d;]*m|\n\S*File:\S* +\S*/ipykernel_\d+/\S*", "", text))
 
 
 class _PlainProgress:
