@@ -50,6 +50,21 @@ def seen_at_once(section):
     return " ".join(unescape(re.sub(r"<[^>]+>", "", text)).split())
 
 
+def test_a_deck_begins_with_the_event_in_its_colour(slides, tmp_path, monkeypatch):
+    event = type(slides.read_event())
+    days = [{"date": f"2027-03-{day}", "program": ["00"]} for day in (13, 14)]
+    held = event(name="School & Co", place="Room 5", accent="#0a5c99", logo="event.toml", days=days)
+    monkeypatch.setattr(slides, "rows", lambda rows=slides.rows: rows()[:1])
+    pages = []
+    for one in (held, event()):
+        monkeypatch.setattr(slides, "read_event", lambda one=one: one)
+        slides.write(tmp_path)
+        pages.append((tmp_path / "slides" / "00_start.html").read_text("utf-8"))
+    shown = '<p class="event"><img src="../assets/event.toml" alt="">School &amp; Co, 13 to 14 March 2027, Room 5'
+    assert shown in pages[0] and pages[0].count('class="event"') == 1 and (tmp_path / "assets/event.toml").exists()
+    assert "--accent: #0a5c99;" in pages[0] and "--accent: #0b5fa5;" in pages[1] and 'class="event"' not in pages[1]
+
+
 @pytest.mark.parametrize("name", LESSONS)
 def test_a_deck_has_2_to_15_slides_and_neither_solutions_nor_settings(name, decks):
     found = sections(decks / f"{name}.html")
