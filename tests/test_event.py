@@ -1,6 +1,8 @@
 """event.toml: what the site, the decks and a calendar show of an event, and what a wrong key says."""
 
+import re
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -95,3 +97,19 @@ def test_the_site_for_attendees_has_no_page_for_teachers_in_its_lists_and_no_lin
     assert build.page_of("assets/site/teach.md") is None and build.page_of("assets/site/hangs.md") == "hangs.md"
     programs = build.without_left_out(build.pages.programs(build.rows()))
     assert "first_hour.md" not in programs and "Accounts, keys, hub" in programs
+
+
+def test_each_number_of_the_page_for_whoever_decides_is_computed_from_what_it_is_about():
+    page, table = (ROOT / "assets" / "site" / "for_us.md").read_text("utf-8"), build.rows()
+    now = build.for_a_class(table)
+    shown = set(re.findall(r"@(\w+)@", page))
+    assert shown - build.counts({}, table).keys() == now.keys()
+    assert "a node of 64 cores and 256 GiB" in page and "If 30 people" in page and "nodes of four\nGPUs" in page
+
+    def changed(table=table, **other):
+        return {name for name, number in build.for_a_class(table, **other).items() if number != now[name]}
+
+    longer = [replace(row, core=row.core + 60) for row in table]
+    assert changed(longer) == {"hours", "halfday"}
+    assert changed(attendees=60) == {"node_hours", "halfday_node_hours"}
+    assert changed(cores=8) == {"fit_cores"} and changed(gib=8) == {"fit_memory"}

@@ -18,6 +18,7 @@ import pytest
 from course_copy import LEFT_OUT
 from lab import chromium
 from manyhands.course.folders import ROOT, version
+from manyhands.course.lesson_parameters import read_cell
 from manyhands.course.lessons import find_lessons
 from manyhands.course.new_lesson import write_skeleton
 
@@ -102,6 +103,13 @@ def test_each_program_and_track_runs_on_without_a_gap_and_has_breaks(build, less
             below = day.split(f"| {words} |\n")[-1].split("**[")[0]
             starts = re.findall(r"^\| (\d\d:\d\d) \| \| ", below, re.M) if words.startswith("**") else []
             assert all(minute(begin) <= minute(start) < minute(end) for start in starts)
+
+
+def test_a_lesson_that_needs_several_ranks_says_so_on_the_page_of_its_track(build, lessons, monkeypatch):
+    said = "It needs at least 3 ranks."
+    assert not [page for page, text in build.pages_of_lessons(*lessons).items() if "It needs at least" in text]
+    monkeypatch.setattr(build, "read_parameters", lambda script: read_cell("n_ranks = 4  # processes, at least 3"))
+    assert sum(text.count(said) for text in build.pages_of_lessons(*lessons).values()) == len(lessons[1])
 
 
 def test_every_prediction_is_asked_on_the_page_to_print_and_none_is_answered(build, lessons):

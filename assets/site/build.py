@@ -24,6 +24,8 @@ import nbformat
 import pages
 from event import read_event
 from manyhands.course.folders import version
+from manyhands.course.lesson_parameters import least_ranks
+from manyhands.course.lesson_parameters import read as read_parameters
 from manyhands.course.lessons import Lesson, find_lessons, left_alone
 from manyhands.course.pairs import PairError, read
 
@@ -222,7 +224,10 @@ def pages_of_lessons(notebooks, table, decks=()):
             slides = f'<a href="slides/{row.name}.html">Slides</a>' if row.name in decks else ""
             title = " · ".join(filter(None, (f"[{row.title}]({file})", slides)))
             lines.append(f"| {row.number} | {title} | {row.core} | {everything} |")
-            intro = f"{row.core} minutes, {everything} with the sections marked MORE. {slides}\n\nAfter it you can"
+            least = least_ranks(read_parameters(Lesson(row.name, ROOT).script))
+            needs = f"It needs at least {least} ranks. " if least > 1 else ""
+            intro = f"{row.core} minutes, {everything} with the sections marked MORE. {needs}{slides}"
+            intro += "\n\nAfter it you can"
             parts.append(f"## [{row.number} {row.title}]({file})\n\n{intro}\n\n{with_links(can, file)}")
             names.append(f"notebooks/{row.name}")
         parts += ["## Clock times", pages.morning(mine, notebooks)]
