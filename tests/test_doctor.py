@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from manyhands.tools import doctor
@@ -163,6 +165,31 @@ def test_what_comes_before_the_environments_packages_is_named(tmp_path, root, mo
     conda = {"CONDA_PREFIX": str(tmp_path)}
     says(case(doctor.paths, conda, theirs, prefix="/other/.venv"), "warning", "conda deactivate")
     says(case(doctor.paths, conda, theirs, prefix=str(tmp_path)), "ok")
+    pip = {"PIP_TARGET": "/sw/mine", "PIP_PREFIX": "/sw"}
+    says(case(doctor.paths, pip, theirs), "warning", "PIP_TARGET=/sw/mine", "unset PIP_TARGET PIP_PREFIX")
+    says(case(doctor.paths, {}, theirs, course=tmp_path / "10:30"), "error", "10:30 has a colon", "rename")
+
+
+def test_places_without_room_or_permission_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MANYHANDS_OUTPUTS", str(tmp_path / "outputs"))
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+
+    def free(**rooms):
+        return lambda folder: SimpleNamespace(free=rooms.get(Path(folder).name, 100 * GIB))
+
+    says(case(doctor.disk, free()), "ok", f"outputs go to {tmp_path}/outputs")
+    says(case(doctor.disk, free(outputs=2**20)), "error", "only 1 MiB left for outputs", "MANYHANDS_OUTPUTS")
+    monkeypatch.setattr(doctor, "SHM", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    says(case(doctor.disk, free(shm=2 * 2**20)), "warning", "shm has 2 MiB free", "--shm-size=1g", "torchrun")
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    says(case(doctor.disk, free()), "error", "/proc/nobody", "set HOME, TMPDIR or MANYHANDS_OUTPUTS")
+
+
+def test_it_says_why_ranks_are_not_forked(monkeypatch):
+    monkeypatch.setenv("MANYHANDS_FORK", "0")
+    says(doctor.ranks, "ok", "each rank of a notebook imports torch by itself: MANYHANDS_FORK=0")
 
 
 def test_data_is_found_missing_or_wrong(tmp_path, monkeypatch):

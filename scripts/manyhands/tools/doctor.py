@@ -165,8 +165,10 @@ def packages(version=importlib.metadata.version):
     return f"all {len(lines)}, new enough"
 
 
-def paths(environ=os.environ, user_site=None, prefix=sys.prefix):
-    """Look for folders that may shadow the environment's packages: PYTHONPATH, ~/.local, another conda environment."""
+def paths(environ=os.environ, user_site=None, prefix=sys.prefix, course=ROOT):
+    """Look for folders that may shadow the environment's packages: PYTHONPATH, ~/.local, another conda environment;
+    and for what leads pip, which our cures name, or the course's own path astray.
+    """
     names = ("torch", "numpy", "mpi4py", "ipyparallel", "ipykernel", "IPython", "matplotlib", "manyhands")
     before = {Path(entry): "unset PYTHONPATH" for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     if site.ENABLE_USER_SITE and not environ.get("PYTHONNOUSERSITE"):
@@ -180,6 +182,12 @@ def paths(environ=os.environ, user_site=None, prefix=sys.prefix):
     if active and Path(active).resolve() != Path(prefix).resolve():
         says = f"conda's {active} is active, but this Python is in {prefix}"
         faults.append(warning(f"{says}: conda's mpiexec and libraries may come first", "conda deactivate"))
+    if led := [name for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT") if environ.get(name)]:
+        says = f"{led[0]}={environ[led[0]]}: pip, called by hand, does not install into the environment"
+        faults.append(warning(says, f"unset {' '.join(led)}; make kernel ignores it"))
+    if os.pathsep in str(course):
+        says = f"{course} has a colon in its path, which separates folders in PATH: no environment can be built there"
+        faults.append(error(says, "move or rename the folder"))
     raise_all(faults)
     return "nothing comes before the environment's packages"
 
