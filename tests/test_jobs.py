@@ -245,6 +245,12 @@ def test_a_mistake_in_a_site_file_is_a_sentence_with_the_key_and_the_cure(ours, 
         stamp.sites()
 
 
+def test_the_page_on_a_site_of_ones_own_has_each_key_that_a_file_may_have(root):
+    rows = [line for line in (root / "assets/site/new_site.md").read_text().splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`([\w.]+)`", "\n".join(rows)))
+    assert [key for keys in stamp.KEYS.values() for key in keys if key not in named] == []
+
+
 @pytest.mark.parametrize(("option", "line"), [("-P", "-P Hands"), ("-W group_list", "-W group_list=Hands")])
 def test_pbs_charges_the_account_by_the_option_of_the_site(ours, option, line):
     folder = ours("chunk", f'account_option = "{option}"\nchunk')

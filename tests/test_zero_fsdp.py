@@ -12,7 +12,10 @@ import torch.distributed as dist
 from definitions import taken_from
 from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.model import GPT
+from manyhands.launch.ranks import Agreement
+from manyhands.lessons.zero_fsdp import OutOfMemory, Rungs
 from manyhands.measure import wire
+from manyhands.measure.memory_timeline import Sample
 from manyhands.measure.replicas import flat
 from manyhands.measure.tensor_bytes import tensor_bytes
 from torch import nn
@@ -174,6 +177,25 @@ def test_one_unit_and_the_root_are_whole_at_most_and_nothing_after_backward(pool
         assert most == unit_and_root
         assert gone == 0
         assert loss == pytest.approx(expected.item(), abs=1e-10)
+
+
+def told_of_the_limit(ranks):
+    """What a rank hears where the second alone needs more than there is, and then where both have room."""
+    rungs, heard = Rungs.__new__(Rungs), []
+    for limit in (8e6, 12e6):
+        rungs.limit = limit
+        rungs.peaks = {"ZeRO-2": Sample("backward", {"parameters": 4e6, "unsharded_parameters": 2e6 + 5e6 * ranks.rank})}
+        try:
+            Agreement(ranks, None, OutOfMemory).all(lambda: rungs._expect_to_fit("ZeRO-2"))
+        except OutOfMemory as error:
+            heard.append(str(error))
+    return heard
+
+
+def test_who_needs_more_memory_than_there_is_stops_all_ranks_and_names_what_takes_most(pool):
+    first, second = pool.run(2, told_of_the_limit)
+    assert first == second and len(first) == 1
+    assert "ZeRO-2 needs 11.0 MB at once, and a rank has 8.0; the largest part: unsharded parameters, 7.0 MB" in first[0]
 
 
 def calls_of_two_blocks(ranks):
