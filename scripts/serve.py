@@ -4,7 +4,7 @@
     python scripts/serve.py       # what lesson 13 or scripts/align.py made last; before that, assets/models/plays
     python scripts/serve.py outputs/mine --step newest --port 8123  # a run's checkpoints; or a .safetensors file
     python scripts/serve.py outputs/mine --gate-text held_out.txt --watch-s 30   # newer ones, if they are not worse
-    python scripts/launch.py --nproc 2 scripts/serve.py -- outputs/mine    # two ranks share the model: tensor parallel
+    python scripts/launch.py --nproc 2 scripts/serve.py -- outputs/mine --tensor 2    # two ranks share each layer
 
 You should see one line with the model, and the address of a chat page with the token in it: open it, or give both to
 `openai.OpenAI(base_url=".../v1", api_key=...)`. Behind a hub: the same page by jupyter-server-proxy, .../proxy/PORT/.
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # it runs without an install
 
 import manyhands.launch.entry as entry  # first: Ctrl-C in the imports below is a sentence
 import tyro
-from manyhands.config.bounds import Count, Rate
+from manyhands.config.bounds import Count, Positive, Rate
 from manyhands.config.command_line import parsed
 from manyhands.serve.schema import Limits
 from pydantic import Field
@@ -58,6 +58,7 @@ class Options:
     cap: Limits = Limits()
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"  # where to compute
     dtype: Literal["fp32", "bf16"] = "fp32"  # of weights, products and the cache; bf16: half the memory
+    tensor: Positive = 1  # ranks that share each layer and the cache: as many as launch.py starts
 
 
 def default_source():
@@ -156,11 +157,15 @@ def serve_on_ranks(options):
     """`serve` on rank 0, while the other ranks compute with it: they share the model."""
     import signal
 
-    from manyhands.launch.join import join, leave
+    from manyhands.launch.join import join, leave, mpi_world
+    from manyhands.launch.launchers import resolve
     from manyhands.serve.tensor_ranks import TensorRanks
 
     if options.watch_s is not None or options.gate_text is not None:
         raise ValueError("ranks that share a model serve one checkpoint; leave --watch-s and --gate-text out")
+    if (n := resolve().world_size or mpi_world().Get_size()) != options.tensor:
+        started = f"--tensor {options.tensor} needs as many ranks, and {n} {'was' if n == 1 else 'were'} started"
+        raise ValueError(f"{started}; use scripts/launch.py --nproc {options.tensor} scripts/serve.py -- ...")
     same = {name: str(getattr(options, name)) for name in ("source", "step", "dtype")}
     ranks = join(name="serve", device=options.device, options=same)
     shared = TensorRanks(ranks, partial(loaded, options, "cpu", options.step))
@@ -177,13 +182,12 @@ def serve_on_ranks(options):
 
 
 def main(argv=None):
-    from manyhands.launch.launchers import resolve
     from manyhands.launch.program import end
 
     try:
         options = parsed(Options, sys.argv[1:] if argv is None else argv, "serve.py", __doc__)
         options = replace(options, source=options.source or default_source())
-        serve(options) if resolve().world_size == 1 else serve_on_ranks(options)
+        serve(options) if options.tensor == 1 else serve_on_ranks(options)
         return 0
     except (ValueError, OSError) as error:
         end(f"serve.py: {error}", 2)

@@ -63,8 +63,8 @@ def program_and_flags(words):
         own, rest = own[:at], own[at + 1 :]
         program = own.pop() if own and own[-1].endswith(".py") else "scripts/train.py"
         assert unknown_flags(own, "scripts/launch.py") == []
-        method = program == "scripts/align.py"
-        assert not rest or rest[0].startswith("-") or method, f"behind -- stand flags of {program}, not {rest[0]}"
+        begins = program in ("scripts/align.py", "scripts/serve.py")  # with a method, with a model
+        assert not rest or rest[0].startswith("-") or begins, f"behind -- stand flags of {program}, not {rest[0]}"
         return program, rest
     at = next(place for place, word in enumerate(words) if re.match(r"(scripts|tests)/\S+\.py$|jobs/", word))
     rest = words[at + 1 :]

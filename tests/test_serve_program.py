@@ -122,6 +122,11 @@ def test_on_a_terminal_the_address_with_its_token_is_shown_once(root, exported, 
             ["MODEL", "--gate-text", "/nonexistent"], {},
             "/nonexistent cannot be read (No such file or directory); name another --gate-text",
         ),
+        (
+            ["MODEL", "--tensor", "2"], {},
+            "--tensor 2 needs as many ranks, and 1 was started; use scripts/launch.py --nproc 2 scripts/serve.py -- ",
+        ),
+        (["MODEL", "--tensor", "2", "--watch-s", "5"], {}, "share a model serve one checkpoint; leave --watch-s"),
         (["MODEL"], {"MANYHANDS_SERVE_TOKEN": "short"}, "MANYHANDS_SERVE_TOKEN has fewer than 16 characters"),
     ],
 )  # fmt: skip

@@ -113,7 +113,7 @@ def served(root, tmp_path, real_python):
     model = quiet(make_model()).float()
     write_export(dict(model.named_parameters()), metadata_of(), tmp_path / "model.safetensors")
     words = ["launch.py", "--nproc", "2", str(root / "scripts" / "serve.py"), "--", str(tmp_path / "model.safetensors")]
-    process, address_file = start(root, None, tmp_path, *words[1:], "--port", "0", program=words[0])
+    process, address_file = start(root, None, tmp_path, *words[1:], "--port", "0", "--tensor", "2", program=words[0])
     yield process, Client.from_file(address_file), tmp_path / "log"
     for one in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else []:
         one.kill()

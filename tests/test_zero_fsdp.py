@@ -184,7 +184,9 @@ def told_of_the_limit(ranks):
     rungs, heard = Rungs.__new__(Rungs), []
     for limit in (8e6, 12e6):
         rungs.limit = limit
-        rungs.peaks = {"ZeRO-2": Sample("backward", {"parameters": 4e6, "unsharded_parameters": 2e6 + 5e6 * ranks.rank})}
+        rungs.peaks = {
+            "ZeRO-2": Sample("backward", {"parameters": 4e6, "unsharded_parameters": 2e6 + 5e6 * ranks.rank})
+        }
         try:
             Agreement(ranks, None, OutOfMemory).all(lambda: rungs._expect_to_fit("ZeRO-2"))
         except OutOfMemory as error:
@@ -195,7 +197,9 @@ def told_of_the_limit(ranks):
 def test_who_needs_more_memory_than_there_is_stops_all_ranks_and_names_what_takes_most(pool):
     first, second = pool.run(2, told_of_the_limit)
     assert first == second and len(first) == 1
-    assert "ZeRO-2 needs 11.0 MB at once, and a rank has 8.0; the largest part: unsharded parameters, 7.0 MB" in first[0]
+    assert (
+        "ZeRO-2 needs 11.0 MB at once, and a rank has 8.0; the largest part: unsharded parameters, 7.0 MB" in first[0]
+    )
 
 
 def calls_of_two_blocks(ranks):

@@ -1,6 +1,6 @@
 """Serve a model that several ranks share: rank 0 has the clients and the schedule, all compute each step's row.
 
-    python scripts/launch.py --nproc 2 scripts/serve.py -- FOLDER    # each holds half of each layer and of the cache
+    python scripts/launch.py --nproc 2 scripts/serve.py -- FOLDER --tensor 2    # each holds half of layers and cache
 
     shared = TensorRanks(ranks, load)                       # all ranks; ValueError for a model that does not split
     Engine(shared.model, "step 300", runner=shared.lead)    # rank 0: its steps are everybody's
