@@ -47,6 +47,7 @@ from manyhands.train import dry_run
 from manyhands.train.dry_run import to_toml
 from manyhands.train.start import fill, model_folder
 from rank_pool import run_on_ranks
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_serve_program import start
 from torch.distributed.device_mesh import init_device_mesh
@@ -700,6 +701,20 @@ def test_what_comes_in_goes_out_with_its_names_shapes_and_bits(case, made, tmp_p
     half = all_of(tmp_path / "half")
     assert all(torch.equal(half[name], before[name].bfloat16()) for name in before)
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_come_in_and_go_out_as_the_same_numbers_in_32_without_a_tied_heads_second_copy(dtype, llama, tmp_path):
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(llama / "model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, llama / "model.safetensors")
+    change(llama, tie_word_embeddings=True)
+    export.main([str(llama), str(tmp_path / "out")])
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() - out.keys() == {"lm_head.weight"} and not out.keys() - tensors.keys()
+    assert all(tensor.dtype == torch.float32 and torch.equal(tensor, tensors[n].float()) for n, tensor in out.items())
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "some libraries ask for it"
 
 
 LARGE = replace(OUT, vocab_size=8192, n_layer=8, n_head=8, n_embd=512, n_hidden=1536)
