@@ -97,6 +97,14 @@ MUST_HAVE = [
      ["#SBATCH --mem=480G", "module load lumi-aif-singularity-bindings && export ", "{ENGINE:-singularity} ",
       "IMAGE=${IMAGE:-${SLURM_JOB_ID:+/appl/local/laifs/containers/lumi-multitorch-", "130625.sif}} ",
       "IMAGE_FLAGS=${IMAGE_FLAGS:-} "]),
+    ("frontier", FILES[1], {"account": "abc123", "queue": "debug"},
+     ["#SBATCH --account=abc123", "#SBATCH --partition=batch", "#SBATCH --qos=debug", "#SBATCH --network=disable_rdzv",
+      "NPROC_PER_NODE=${NPROC_PER_NODE:-8} ", "STARTER=${STARTER:-srun} ", "--gpus-per-task=1 --gpu-bind=closest}",
+      "module load PrgEnv-gnu/8.7.0 cpe/26.03 rocm/7.1.1 rccl-net-plugin craype-accel-amd-gfx90a && ",
+      "export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH "]),
+    ("jureca", FILES[1], {"account": "training1"},
+     ["#SBATCH --account=training1", "#SBATCH --partition=dc-gpu-devel", "#SBATCH --gres=gpu:4",
+      "#SBATCH --cpus-per-task=128", "NPROC_PER_NODE=${NPROC_PER_NODE:-4} ", "export HOST_SUFFIX=i;"]),
 ]  # fmt: skip
 
 

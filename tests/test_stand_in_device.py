@@ -147,6 +147,18 @@ def test_an_answer_that_sends_a_gpus_tensor_where_only_gloo_is_hears_so(pool):
     )
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(("override", "said"), [("1", 1), ("0", 0)])
+def test_where_a_container_turns_tf32_on_ranks_with_gpus_are_told_once(tmp_path, monkeypatch, override, said):
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", override)
+    (tmp_path / "joins.py").write_text("import torch\nfrom manyhands import join\njoin()\n"
+                                       "assert torch.get_float32_matmul_precision() == 'highest'\n")  # fmt: skip
+    start = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
+    done = run([sys.executable, *start, PROGRAM, str(tmp_path / "joins.py")], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, which some containers set, makes") == said
+
+
 def test_a_tensor_knows_where_it_is_and_operators_refuse_what_cuda_refuses():
     with StandIn():
         here, there = torch.ones(3), torch.ones(3, device="cuda")
