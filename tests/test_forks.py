@@ -74,7 +74,10 @@ def test_forks_have_names_seeds_and_what_the_kernel_gives_them_and_their_server_
 @pytest.mark.ranks
 def test_ranks_and_server_share_their_memory(kernel):
     kernel.start(n_ranks=4)
-    kernel.run(JOIN)
+    kernel.run(f"{JOIN}\ndist.all_reduce(torch.ones(1))")
+    tree = {psutil.Process(kernel.pid), server_of(kernel), *Family(kernel.mark(), MARK).members()}
+    tree |= {*psutil.Process(kernel.pid).children(recursive=True)}
+    assert sum(one.memory_full_info().pss for one in tree) < 720e6, "the kernel and its controller, too"
     kernel.run("""%%ranks
         from torch.distributed.fsdp import fully_shard
         model = fully_shard(torch.nn.Linear(64, 64))
