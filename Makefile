@@ -104,7 +104,7 @@ notebooks: environment  ## run the notebooks and store their outputs (LESSON=03;
 	@$(RUN) -m manyhands.course.pairs notebooks $(LESSON)
 
 site: environment  ## the course as web pages, in outputs/site (no web is needed to read them; FOR=attendees: without teachers' pages)
-	@$(RUN) -c "import furo" 2>/dev/null || UV_HTTP_RETRIES=0 $(INSTALL) -r assets/site/requirements.txt || { echo \
+	@$(RUN) -c "import furo, icalendar" 2>/dev/null || UV_HTTP_RETRIES=0 $(INSTALL) -r assets/site/requirements.txt || { echo \
 	  "make site needs the packages of assets/site/requirements.txt: be online once, or unpack a make bundle FULL=yes" >&2; exit 2; }
 	@$(RUN) assets/site/build.py $(if $(FOR),--for $(FOR)) $(ARGS)
 

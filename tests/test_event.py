@@ -1,6 +1,7 @@
 """event.toml: what the site, the decks and a calendar show of an event, and what a wrong key says."""
 
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -51,6 +52,30 @@ def test_two_days_in_another_zone_are_a_banner_a_program_and_calendar_entries(tm
     assert second.decoded("DTSTART").astimezone(UTC) == datetime(2027, 3, 14, 14, 0, tzinfo=UTC), "summer time began"
     lasts = (first.decoded("DTEND") - first.decoded("DTSTART")).total_seconds() / 60
     assert lasts == ends - 8 * 60 - 30
+
+
+def test_a_site_has_the_events_program_its_colour_and_a_calendar_file(tmp_path, monkeypatch):
+    school = held(tmp_path, 'name = "School & Co"\n' + TWO_DAYS)
+    run, seen = subprocess.run, {}
+
+    def without_sphinx(words, *more, **how):
+        if "sphinx" not in words:
+            return run(words, *more, **how)
+        source, output = words[-2:]
+        output.mkdir()
+        seen["program"] = (source / "programs.md").read_text("utf-8")
+        seen["style"] = (source / "_static" / "site.css").read_text("utf-8")
+        seen["banner"] = f"html_theme_options.announcement={school.banner}" in words
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", without_sphinx)
+    monkeypatch.setattr(build, "read_event", lambda: school)
+    monkeypatch.setattr(event.Event, "calendar", lambda self, rows: self.days[1].date.isoformat().encode())
+    monkeypatch.setattr(sys, "argv", ["build.py", "--output", str(tmp_path / "site")])
+    assert build.main() == 0
+    assert (tmp_path / "site" / "event.ics").read_text() == "2027-03-14"
+    assert "**Sunday, 14 March 2027**" in seen["program"] and "| 08:30 | 09:00 | Accounts |" in seen["program"]
+    assert seen["banner"] and "--color-brand-primary: #0a5c99" in seen["style"]
 
 
 @pytest.mark.parametrize(
