@@ -114,3 +114,16 @@ def test_eight_bit_weights_are_off_by_half_a_step_and_take_an_eighth_of_float64(
     outputs = (3 + 1 + 4 + 1) * 16 * CONFIG.n_layer
     assert weight_bytes(quantize(model)) == before - 7 * linears + 8 * outputs
     assert (model(torch.arange(9)[None])[0] - gpt()(torch.arange(9)[None])[0]).abs().max() < 0.5
+
+
+def test_each_matrix_of_a_llamas_blocks_has_eight_bits_and_its_logits_stay_near():
+    model = gpt(5, GPTConfig(37, 64, 2, 4, 16, style="llama", n_kv_head=2, n_hidden=24))
+    ids_BT = torch.arange(9)[None]
+    with torch.no_grad():
+        before_BTV = model(ids_BT)[0]
+        small = quantize(model)
+        apart = (small(ids_BT)[0] - before_BTV).abs().max() / before_BTV.std()
+    kinds = {name: type(module) for name, module in small.blocks.named_modules() if hasattr(module, "scale_O")}
+    assert set(kinds.values()) == {Int8Linear} and len(kinds) == 2 * 7, "q, k, v, out; gate, up, down"
+    assert not [m for m in small.blocks.modules() if isinstance(m, torch.nn.Linear)]
+    assert 0 < apart < 0.1
