@@ -396,6 +396,25 @@ def test_one_graph_serves_all_blocks_and_another_the_loss(pool, n, config, case)
     assert [num_graphs for _, num_graphs in found] == [2] * n
 
 
+def pieces_of_wide_blocks(ranks, options, config):
+    """How many pieces a compiler gets: DDP's optimizer cuts a block of more than its first bucket, 1 MiB."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    pieces = []
+
+    def backend(graph, inputs):
+        pieces.append(graph)
+        return lookup_backend("eager")(graph, inputs)
+
+    compiled_steps(ranks, options, config, backend)
+    return len(pieces)
+
+
+def test_ddp_cuts_no_compiled_block(pool):
+    wide = replace(CONFIG, n_layer=2, n_embd=128)
+    assert pool.run(2, pieces_of_wide_blocks, options_of(compile=True, strategy="zero1"), wide) == [2, 2]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("strategy", ["ddp", "tp"])
