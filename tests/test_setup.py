@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -286,6 +287,18 @@ def test_beside_a_sites_torch_and_mpi_neither_is_installed_and_the_kernel_keeps_
     assert spec_in(venv)["env"] == {
         "PYTHONNOUSERSITE": "1", "LD_LIBRARY_PATH": "/site/mpi/lib", "MANYHANDS_MPIEXEC": str(mpiexec)
     }  # fmt: skip
+
+
+def test_a_hubs_jupyter_path_shows_a_class_environments_kernel_to_each_user(venv, root, tmp_path, monkeypatch):
+    from jupyter_client.kernelspec import KernelSpecManager
+
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    jupyter.install_kernel(user=False)
+    (place,) = re.findall(r"JUPYTER_PATH=(\S+)`", (root / "assets" / "site" / "hub.md").read_text())
+    monkeypatch.setenv("JUPYTER_PATH", place.replace("/sw/manyhands", str(venv)))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "a fresh home"))
+    spec = KernelSpecManager().get_kernel_spec("manyhands")
+    assert (spec.display_name, Path(spec.resource_dir).parents[3]) == ("Many Hands", venv)
 
 
 def spec_in(prefix):
