@@ -110,6 +110,9 @@ def test_a_lesson_that_needs_several_ranks_says_so_on_the_page_of_its_track(buil
     assert not [page for page, text in build.pages_of_lessons(*lessons).items() if "It needs at least" in text]
     monkeypatch.setattr(build, "read_parameters", lambda script: read_cell("n_ranks = 4  # processes, at least 3"))
     assert sum(text.count(said) for text in build.pages_of_lessons(*lessons).values()) == len(lessons[1])
+    for broken in ("n_ranks = (", "n_ranks = 2 + 2", "length = '"):
+        monkeypatch.setattr(build, "read_parameters", lambda script, broken=broken: read_cell(broken))
+        assert "02 " in build.pages_of_lessons(*lessons)["foundations.md"], "a broken cell of parameters stops no site"
 
 
 def test_every_prediction_is_asked_on_the_page_to_print_and_none_is_answered(build, lessons):

@@ -17,8 +17,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import nbformat
 import pages
@@ -224,7 +226,9 @@ def pages_of_lessons(notebooks, table, decks=()):
             slides = f'<a href="slides/{row.name}.html">Slides</a>' if row.name in decks else ""
             title = " · ".join(filter(None, (f"[{row.title}]({file})", slides)))
             lines.append(f"| {row.number} | {title} | {row.core} | {everything} |")
-            least = least_ranks(read_parameters(Lesson(row.name, ROOT).script))
+            least = 1
+            with suppress(OSError, ValueError, SyntaxError, TokenError):  # a preflight names a broken script
+                least = least_ranks(read_parameters(Lesson(row.name, ROOT).script))
             needs = f"It needs at least {least} ranks. " if least > 1 else ""
             intro = f"{row.core} minutes, {everything} with the sections marked MORE. {needs}{slides}"
             intro += "\n\nAfter it you can"
