@@ -127,6 +127,19 @@ def test_a_killed_rank_ends_all_others_and_a_run_goes_on_on_fewer(tmp_path):
     assert {one["what"] for one in kept(tmp_path)} == {"killed", "on"}
 
 
+@pytest.mark.parametrize("text", [None, "", '{"loss": 2.0, "mf', '{"loss": 2.0}'])
+def test_a_row_whose_numbers_cannot_be_read_is_a_failed_one_and_the_next_is_made(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(Hour, "_start", lambda *start: None)
+    mine = hour(tmp_path, [Row("odd", "--preset nano"), Row("next", command="launch.py 03")])
+    if text is not None:
+        steps = mine._folder(mine.rows[0]) / "train/latest/steps.jsonl"
+        steps.parent.mkdir(parents=True)
+        steps.write_text(text)
+    assert mine.run() == 1
+    assert {one["what"]: bool(one["why"]) for one in kept(tmp_path)} == {"odd": True, "next": False}
+    assert "Not run: nothing." in mine.page() and "- **odd**, on 1: " in mine.page()
+
+
 def test_a_loss_that_is_not_that_of_one_gpu_fails_its_row(tmp_path, monkeypatch):
     monkeypatch.setattr(Hour, "_start", lambda *start: None)
     mine = hour(tmp_path, [Row("one", "--preset nano"), Row("two", "--preset nano", gpus=2, like="one")])

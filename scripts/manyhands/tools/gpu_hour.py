@@ -178,8 +178,8 @@ class Hour:
         result = {"what": row.what, "gpus": row.gpus, "flags": row.flags or row.command, "why": ""}
         try:
             result |= self._train(row) if row.flags else self._command(row)
-        except RuntimeError as error:
-            result["why"] = str(error)
+        except Exception as error:  # noqa: BLE001 - the rows that follow have this hour alone
+            result["why"] = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         if self.stop.is_set():
             return  # it was ended, and has no result
         result["seconds"] = round(time.monotonic() - began, 1)
