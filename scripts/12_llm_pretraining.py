@@ -652,7 +652,7 @@ if rank == 0:
 # %%ranks --timeout 300
 from manyhands.train.isoflop import Point, by_budget, power_law, train_point
 
-live = train_point(Point(live_flops, 24), corpus, ranks, sample=120)
+live = train_point(Point(live_flops, 24), corpus, ranks, sample=120, progress=True)
 
 # %% jupyter={"source_hidden": true}
 # %%ranks

@@ -703,7 +703,9 @@ if ("SFT", 0) not in models:
 
 # %%
 # %%ranks --timeout 600
-for k in (0, 1, 4):
+from tqdm.auto import tqdm
+
+for k in tqdm((0, 1, 4), "runs", leave=False, disable=rank > 0):
     runs[k] = reinforce(models["SFT", 0], 0, task.right, staleness=k)
 models["GRPO", 0] = runs[0][0]
 
@@ -751,7 +753,7 @@ def stages_of(seed):
 
 # %%
 # %%ranks --timeout 600
-for seed in range(seeds):
+for seed in tqdm(range(seeds), "seeds", leave=False, disable=rank > 0):
     stages_of(seed)
 more, questions = rl_steps * ANSWERS, rl_steps * ANSWERS // GROUP
 budgets = {  # gold answers, answers seen

@@ -24,6 +24,7 @@ from operator import itemgetter
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
 
 from manyhands.config.layout import resolve_layout
 from manyhands.config.options import Options, merged, model_config
@@ -60,19 +61,22 @@ class Point:
         return merged(options, {"train": {"steps": steps, "global_batch": global_batch, "seed": self.seed}}, "isoflop")
 
 
-def train_point(point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0) -> dict:
+def train_point(
+    point: Point, corpus: Corpus, ranks: Ranks, strategy: str = "ddp", sample: int = 0, progress: bool = False
+) -> dict:
     """Train one point over all ranks and return its row of the grid. All ranks call it.
 
     `strategy`: ddp, zero1 or fsdp. Except for `seconds`, the row is the same on all ranks. Except for rounding, it is
     the same under every strategy and every number of ranks that divides GLOBAL_BATCH. `sample`: the number of
-    characters that the model writes for the row's "sample".
+    characters that the model writes for the row's "sample". `progress`: whether rank 0 shows a bar.
     """
     options = point.options(len(corpus.vocab), strategy, ranks.world_size)
     config = model_config(options, len(corpus.vocab))
     parallel = parallelize(config, resolve_layout(options, config, ranks.world_size), options, ranks)
     optimizer = build_optimizer(parallel, options)
     began, steps, global_batch = time.perf_counter(), options.train.steps, options.train.global_batch
-    for step in range(steps):
+    hidden = ranks.rank > 0 or not progress
+    for step in tqdm(range(steps), "steps", leave=False, mininterval=0.5, disable=hidden):
         batch = get_batch(
             corpus.train_ids, step, global_batch, BLOCK, parallel.data_rank, parallel.data_size, point.seed
         )
