@@ -110,7 +110,7 @@ new_model, batch, sgd_steps = shakespeare.new_model, shakespeare.batch, shakespe
 
 # %% [markdown]
 # **Predict.** A model of 7 billion parameters trains on 8 GPUs, then on 512, with the same work for each GPU. Each must now
-# average with 511 others. How much of its speed does a GPU keep, in percent? This one you can only guess: replace the
+# average with 511 others. How much of its speed does a GPU keep, in percent? This one you can only guess. Replace the
 # blank, `____`.
 
 # %%

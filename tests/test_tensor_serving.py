@@ -65,7 +65,7 @@ def written_on_ranks(ranks, configs):
     return found
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_write_with_the_logits_of_one_process_and_share_the_cache(pool, n):
     found = pool.run(n, written_on_ranks, MODELS)[0]
     for config, (ids, logits, heads) in zip(MODELS, found, strict=True):
