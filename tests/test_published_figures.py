@@ -13,7 +13,7 @@ from manyhands.measure.tensor_bytes import tensor_bytes
 from manyhands.predict.activation_memory import published_bytes, slide_values
 from manyhands.predict.machines import listed_peak
 from manyhands.predict.memory import RECIPES, zero_bytes
-from manyhands.widgets.memory import MODELS, devices_needed
+from manyhands.widgets.memory import GIGA, MODELS
 
 CLASS_70B = MODELS["70B class"]
 P_70B = 65_288_471_656
@@ -27,7 +27,7 @@ def test_the_70b_class_takes_130_6_gb_of_weights_and_914_at_14_p_on_23_or_12_dev
     gigabytes = P_70B * RECIPES["14P of many slides"].total / 1e9
     assert round(gigabytes) == 914 and 14 * 65 == 910, "in circulation: P was rounded first"
     for unit, counts in (("GB", [23, 12]), ("GiB", [22, 11])):
-        found = [devices_needed(gigabytes, size, unit) for size in (40, 80)]
+        found = [ceil(gigabytes * 1e9 / (size * GIGA[unit])) for size in (40, 80)]
         assert found == counts and [ceil(n / 4) for n in found] == [6, 3], "nodes of 4"
 
 

@@ -19,7 +19,7 @@ from manyhands.predict.models import model_of, preset_model
 from manyhands.predict.planner import plan
 from manyhands.widgets import display as display_module
 from manyhands.widgets.floats import DTYPES, FloatControls, bits, from_pattern, in_words, show_floats
-from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_picture, show_memory, show_sizes
+from manyhands.widgets.memory import MODELS, bytes_by_kind, memory_picture, show_memory
 from manyhands.widgets.pipeline import show_pipeline
 from manyhands.widgets.planner import planner_picture, show_planner
 from manyhands.widgets.rank_grid import (
@@ -152,7 +152,7 @@ def shown(monkeypatch):
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-@pytest.mark.parametrize(("show", "live"), [(show_sizes, False), (show_sizes, True), (show_floats, True)])
+@pytest.mark.parametrize(("show", "live"), [(show_zigzag, False), (show_zigzag, True), (show_floats, True)])
 def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_them(show, live, shown, monkeypatch):
     monkeypatch.setenv("MANYHANDS_LIVE", str(int(live)))
     show()
@@ -178,8 +178,6 @@ def test_there_is_a_picture_with_its_text_and_controls_where_somebody_can_use_th
          ["pipeline ranks", "data ranks", "tensor ranks", "ranks per node", "look at rank", "outermost first"],
          "rank 0 of data 2 x pipeline 2 x tensor 2 is in the groups data 0 4, pipeline 0 2, tensor 0 1",
          [({"look at rank": 6, "outermost first": "tensor x data x pipeline"}, "between nodes: 549.8 of")]),
-        (show_sizes, {"device": 48}, ["GB to hold", "device", "whose unit is"], "20 of 48 GB and 18 of 48 GiB",
-         [({"GB to hold": 1718, "device": 64, "whose unit is": "GB"}, "1,718 GB = 1,600 GiB: that takes 27 of 64 GB")]),
         (show_planner, {"gpus": 8}, ["model", "machine", "GPUs", "sequences per step", "offload"], "gpt-7b on 8 h100",
          [({"model": "gpt2"}, "gpt2 on 8 h100: best is replicas 8")]),
     ],
@@ -202,13 +200,11 @@ def test_every_control_says_what_it_is_and_a_new_value_draws_anew(
 
 def test_without_ipywidgets_there_is_a_picture_and_in_a_script_its_text(shown, monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "ipywidgets", None)
-    show_sizes()
+    show_zigzag()
     assert WIDGET not in shown[0][0]
     monkeypatch.undo()
-    show_sizes(100, 80)
-    assert capsys.readouterr().out == (
-        "[figure: 100 GB = 93.13 GiB: that takes 2 of 80 GB and 2 of 80 GiB; the devices have GiB]\n"
-    )
+    show_zigzag(ranks=2, positions=8)
+    assert capsys.readouterr().out.startswith("[figure: 8 positions zig-zag on 2 ranks: 18, 18 query-key pairs")
 
 
 def test_a_number_its_bits_and_its_picture_follow_each_other(shown):

@@ -15,7 +15,6 @@ CONTROLS = {  # in the order of the key Tab: their roles and accessible names
         ("combobox", "model"), ("combobox", "recipe"), ("combobox", "ranks"), ("spinbutton", "sequences per rank"),
         ("spinbutton", "memory of a device"), ("combobox", "unit"),
     ],
-    "show_sizes": [("spinbutton", "GB to hold"), ("combobox", "device"), ("combobox", "whose unit is")],
     "show_pipeline": [
         ("combobox", "schedule"), ("spinbutton", "ranks p"), ("spinbutton", "micro-batches m"),
         ("spinbutton", "stages per rank v"),
@@ -41,7 +40,7 @@ def notebook(tmp_path_factory):
     cells = [
         nbformat.v4.new_code_cell(f"from manyhands.widgets.{module} import {name}\n\n{name}()")
         for name in CONTROLS
-        for module in ["memory" if name == "show_sizes" else name.removeprefix("show_")]
+        for module in [name.removeprefix("show_")]
     ]
     kernel = {"name": "manyhands", "display_name": "Many Hands", "language": "python"}
     nbformat.write(

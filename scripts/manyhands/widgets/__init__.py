@@ -1,6 +1,6 @@
-"""Pictures with controls, for the notebook's own kernel: the bits of a float, the memory of a model, GB and GiB.
+"""Pictures with controls, for the notebook's own kernel: the bits of a float, the memory of a model.
 
-    show_floats(); show_memory(); show_sizes()          # controls in JupyterLab; a static picture elsewhere
+    show_floats(); show_memory()                        # controls in JupyterLab; a static picture elsewhere
     figure, alt = memory_picture(model="7B", ranks=64)   # the picture alone, a matplotlib Figure, and its text
     bits(0.1, "bf16").fraction                          # '1001101'
 

@@ -1,11 +1,9 @@
-"""Bytes of each rank while a model is trained, by strategy, ranks and recipe; and how many devices GB or GiB take."""
-
-from math import ceil
+"""Bytes of each rank while a model is trained, by strategy, ranks and recipe."""
 
 from manyhands.config.layout import Layout
 from manyhands.config.options import from_preset, merged
 from manyhands.gpt.config import GPTConfig
-from manyhands.plots.looks import BYTES, INK, LIMIT, PAPER, QUIET, card, new_figure, tint, write
+from manyhands.plots.looks import BYTES, INK, LIMIT, new_figure
 from manyhands.predict.activation_memory import saved_bytes
 from manyhands.predict.memory import RECIPES, bytes_per_rank
 from manyhands.widgets.display import show_with_controls
@@ -107,70 +105,5 @@ def show_memory(**settings):
             "sequences": ("BoundedIntText", 1, "sequences per rank", 10, 22, {"min": 0, "max": 16}),
             "device": ("BoundedFloatText", 80, "memory of a device", 10, 24, {"min": 0, "max": 1e6}),
             "unit": ("Dropdown", "GB", "unit", 4, 12, {"options": list(GIGA)}),
-        },
-    )  # fmt: skip
-
-
-# ------------------------------------------------------------------ GB or GiB
-
-PREFIXES = (("kB", "KiB"), ("MB", "MiB"), ("GB", "GiB"), ("TB", "TiB"))
-DEVICES = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # what data sheets of accelerators say
-MOST_BOXES = 60
-
-
-def devices_needed(gigabytes, device, unit):
-    """Return how many devices of `device` x `unit` bytes (GB: 10^9, GiB: 2^30) hold `gigabytes` x 10^9 bytes."""
-    return ceil(gigabytes * GIGA["GB"] / (device * GIGA[unit]))
-
-
-def sizes_picture(gigabytes=914.04, device=40, unit="GiB"):
-    """Return (a matplotlib Figure, its text): `gigabytes` GB on devices of `device` GB and of `device` GiB, as boxes.
-
-    `unit` is what the devices really have; its row stands out.
-    """
-    counts = {name: devices_needed(gigabytes, device, name) for name in GIGA}
-    # the same for both rows: a device of GiB is wider, what is full is as long
-    scale = 88 / max(n * GIGA[name] for name, n in counts.items())
-    held = {name: gigabytes * GIGA["GB"] / n_bytes for name, n_bytes in GIGA.items()}
-    both = " = ".join(f"{size:,.0f} {name}" if size >= 1000 else f"{size:.4g} {name}" for name, size in held.items())
-    figure, axes = card(92, 36, f"{both}, on devices of {device:g}")
-    for i, (name, n) in enumerate(counts.items()):
-        chosen, y = name == unit, 8 + 9.5 * i
-        each = f"if {device:g} means {name}: {device * GIGA[name]:,} bytes each, {n:,} device{'s' * (n != 1)}"
-        write(axes, 2, y - 1.3, each, ha="left", weight="bold" if chosen else "normal", size=10.5)
-        _boxes(axes, y, n, held[name] / device, chosen, GIGA[name] * scale)
-    write(axes, 2, 28, "what one prefix is more than the other:", ha="left", size=10)
-    for i, (decimal, binary) in enumerate(PREFIXES):
-        more = f"{binary} is {100 * (1.024 ** (i + 1) - 1):.1f} % more than {decimal}"
-        write(axes, 2 + 46 * (i % 2), 30.6 + 2.6 * (i // 2), more, ha="left", size=10, colour=QUIET)
-    told = " and ".join(f"{n:,} of {device:g} {name}" for name, n in counts.items())
-    return figure, f"{both}: that takes {told}; the devices have {unit}"
-
-
-def _boxes(axes, y, n, filling, chosen, wide):
-    """n boxes of width `wide`, `filling` of them full; beyond MOST_BOXES they are one long box."""
-    from matplotlib.patches import Rectangle
-
-    fill = tint(INK if chosen else QUIET, 0.45)
-    if n > MOST_BOXES:
-        axes.add_patch(Rectangle((2, y), wide * filling, 4, fc=fill, ec=INK, lw=0.7, zorder=2))
-        write(axes, 46, y + 2, f"{n:,}", weight="bold")
-        return
-    box = 0.88 * wide  # and a gap
-    for i in range(n):
-        x = 2 + wide * i
-        axes.add_patch(Rectangle((x, y), box, 4, fc=PAPER, lw=0, zorder=2))
-        axes.add_patch(Rectangle((x, y), box * min(1.0, filling - i), 4, fc=fill, lw=0, zorder=2))
-        axes.add_patch(Rectangle((x, y), box, 4, fill=False, ec=INK, lw=0.7, zorder=3))
-
-
-def show_sizes(gigabytes=914.04, device=40, unit="GiB"):
-    """Choose a size, a device and what its data sheet's unit means. A picture where nobody can."""
-    show_with_controls(
-        sizes_picture, {},
-        {
-            "gigabytes": ("BoundedFloatText", gigabytes, "GB to hold", 6.5, 20, {"min": 0.001, "max": 1e7}),
-            "device": ("Dropdown", device, "device", 4, 14, {"options": DEVICES}),
-            "unit": ("Dropdown", unit, "whose unit is", 7.5, 16, {"options": list(GIGA)}),
         },
     )  # fmt: skip
