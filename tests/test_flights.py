@@ -231,3 +231,14 @@ def test_bash_runs_the_preflight_of_a_job_on_one_node_which_goes_on_after_an_int
     assert git(made_up, "log", "--format=%s", branch).splitlines() == [
         "Recorded by a preflight: 3 lessons on GPUs", "a course",
     ]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_bash_runs_the_hour_on_gpus_of_a_job_and_a_limit_of_time_leaves_it_to_be_started_again(made_up):
+    job = start_job(made_up, "--gpu-hour", PREFLIGHT_ARGS="--device cpu")
+    said = [next(line for line in job.stdout if line.startswith("nano on one"))]
+    job.terminate()
+    said.append(job.communicate(timeout=120)[0])
+    assert job.returncode == 130, said
+    assert re.search(r"gpu-hour: interrupted; \d+ rows are missing: start it again", said[1]), said

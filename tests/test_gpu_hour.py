@@ -1,5 +1,6 @@
 """The first hour on GPUs, tried on CPU ranks: its records, what fails, what a second start makes."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 
 import pytest
 from manyhands.course.folders import ROOT, SCRIPTS
+from manyhands.launch.processes import Ended
 from manyhands.tools import gpu_hour
 from manyhands.tools.gpu_hour import Hour, Row
 
@@ -106,6 +108,37 @@ def test_rows_that_time_nothing_run_side_by_side_and_end_together(tmp_path, monk
     assert [row.what for row in hour(tmp_path, rows).missing()] == ["a", "z"]
 
 
+def test_what_went_well_here_under_other_versions_comes_last_and_stays_in_the_record(tmp_path, monkeypatch):
+    rows = [Row("known", command="a.py"), Row("base", command="a.py"), Row("failed", command="a.py"),
+            Row("new", command="a.py --from {of}", of="base")]  # fmt: skip
+    old = hour(tmp_path, rows[:3])
+    old.about = old.about | {"versions": {"torch": "2.11.0"}}
+    old.found["test"] = [{"what": row.what, "gpus": 1, "why": "it broke" * (row.what == "failed")} for row in rows[:3]]
+    old.write()
+    started = []
+
+    def supervise(command, log, **how):
+        started.append((log.parent.name, command[-1]))
+        log.parent.mkdir(parents=True)
+        log.write_text(f"a\nb\nc\n\nsee {tmp_path}/outputs\nlast\n")
+        return Ended(0, 1.0, 1)
+
+    monkeypatch.setattr(gpu_hour, "supervise", supervise)
+    assert hour(tmp_path, rows).run() == 0
+    assert [what for what, _ in started] == ["base_1", "failed_1", "new_1", "known_1"]  # the new row needs "base"
+    assert started[2][1] == str(tmp_path / "outputs/gpu_hour/runs/base_1")
+    (record,) = (json.loads(path.read_text()) for path in (tmp_path / "recorded").iterdir())
+    assert [one["what"] for one in record["before"][0]["rows"]] == ["known", "base", "failed"]
+    assert record["rows"][0]["said"] == ["b", "c", "see outputs", "last"]
+    assert hour(tmp_path, rows).missing() == []
+
+
+def test_after_its_time_no_row_of_a_quarter_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(Hour, "_start", lambda *start: pytest.fail("a row began"))
+    late = Hour(tmp_path, [WRONG, BROKEN], tmp_path / "recorded", "cpu", 2, seconds=-1)
+    assert late.run() == 0 and late.missing() == [WRONG, BROKEN]
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 def test_so_it_is_with_real_runs(tmp_path):
@@ -132,7 +165,7 @@ def test_a_row_whose_numbers_cannot_be_read_is_a_failed_one_and_the_next_is_made
     monkeypatch.setattr(Hour, "_start", lambda *start: None)
     mine = hour(tmp_path, [Row("odd", "--preset nano"), Row("next", command="launch.py 03")])
     if text is not None:
-        steps = mine._folder(mine.rows[0]) / "train/latest/steps.jsonl"
+        steps = mine._folder("odd") / "train/latest/steps.jsonl"
         steps.parent.mkdir(parents=True)
         steps.write_text(text)
     assert mine.run() == 1
@@ -144,7 +177,7 @@ def test_a_loss_that_is_not_that_of_one_gpu_fails_its_row(tmp_path, monkeypatch)
     monkeypatch.setattr(Hour, "_start", lambda *start: None)
     mine = hour(tmp_path, [Row("one", "--preset nano"), Row("two", "--preset nano", gpus=2, like="one")])
     for row, loss in zip(mine.rows, (2.0, 2.1), strict=True):
-        steps = mine._folder(row) / "train/latest/steps.jsonl"
+        steps = mine._folder(row.what, row.gpus) / "train/latest/steps.jsonl"
         steps.parent.mkdir(parents=True)
         steps.write_text(f'{{"loss": {loss}, "mfu": 0.4, "memory_gib": 1.0, "tokens_per_s": 10.0}}\n' * 3)
     assert mine.run() == 1
@@ -157,13 +190,18 @@ def test_the_rows_of_an_hour_are_runs_that_exist(rows):
     from manyhands.config.options import read_options
 
     assert len({(row.what, row.gpus) for row in rows}) == len(rows)
-    assert {row.like for row in rows if row.like} <= {row.what for row in rows if row.gpus == 1}
+    so_far = {"": True}  # {a row on one GPU: does it keep what a later one goes on from?}
+    for row in rows:
+        assert row.like in so_far and so_far.get(row.of), row
+        so_far |= {row.what: row.keeps or bool(row.command)} if row.gpus == 1 else {}
     for row in rows:
         if row.flags:
             read_options(f"{gpu_hour.MEASURED} {row.flags}".split())
         else:
             program, *words = row.command.split()
             files = [word for word in words if word.endswith(".py")] + [program] * program.endswith(".py")
+            if not program.endswith(".py"):
+                assert importlib.util.find_spec(program), program
             assert all((ROOT / file).exists() or (SCRIPTS / file).exists() for file in files), files
             assert program != "launch.py" or list(SCRIPTS.glob(f"{words[-1]}_*.py"))
     assert sum(row.limit_s for row in rows) < 3 * 3600

@@ -1,5 +1,6 @@
 """A model that ranks share serves what one process serves, and what goes wrong on a rank is no silent wrong answer."""
 
+import re
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from live_server import make_model, metadata_of, quiet
 from manyhands.checkpoint.export import write_export
 from manyhands.gpt.config import GPTConfig
 from manyhands.gpt.sampling import Sampling
+from manyhands.serve import load_test
 from manyhands.serve.client import Client
 from manyhands.serve.engine import Engine
 from manyhands.serve.tensor_ranks import Leader, TensorRanks
@@ -137,6 +139,17 @@ def test_a_signal_lets_ranks_finish_what_was_asked_and_end_with_status_0(served)
     assert len("".join(texts["all"])) == 80
     assert "MiB on each of 2 ranks" in log.read_text() and "Traceback" not in log.read_text()
     assert not psutil.wait_procs(ranks, timeout=10)[1]
+
+
+@pytest.mark.full
+def test_the_load_test_measures_a_model_on_its_ranks_and_leaves_none(tmp_path, capsys, real_python, one_thread):
+    load_test.random_model(tmp_path / "model.safetensors")
+    words = ["--model", str(tmp_path / "model.safetensors"), "--clients", "3", "--tokens", "5", "--tensor"]
+    assert load_test.main([*words, "2"]) == 0
+    assert re.findall(r"^(\w+ clients?):", capsys.readouterr().out, re.M) == ["1 client", "3 clients"]
+    assert load_test.main([*words, "3"]) == 1
+    assert "the server did not start" in (said := capsys.readouterr().err) and "n_head=4" in said
+    assert not [one for one in psutil.process_iter(["cmdline"]) if words[1] in (one.info["cmdline"] or [])]
 
 
 @pytest.mark.full

@@ -2,12 +2,12 @@
 
     python -m manyhands.serve.load_test                         # starts a server and a model: three ratios
     python -m manyhands.serve.load_test --address-file outputs/serve/serving-8000.json --clients 64
+    python -m manyhands.serve.load_test --model outputs/train/latest --tensor 2     # starts a server of it, on two GPUs
 
-Without a server named, one is started with random weights (speed does not depend on them), and you should see: tokens/s
-of 16 clients against one; generating 256 tokens with a KV cache and without; the time to the first token of a prompt
-whose beginning is cached, against a new one. With a server named: tokens/s and times of its answers with this
-number of clients at once. Five interleaved samples each; medians, with minimum and maximum. Status 1: an answer is
-missing.
+Without a server or a model named, one is started with random weights (speed does not depend on them), and you should
+see: tokens/s of 16 clients against one; generating 256 tokens with a KV cache and without; the time to the first token
+of a prompt whose beginning is cached, against a new one. Else: tokens/s and times of its answers with this number of
+clients at once. Five interleaved samples each; medians, with minimum and maximum. Status 1: an answer is missing.
 """
 
 import json
@@ -46,6 +46,8 @@ SIZES: dict = {"block_size": 512, "n_layer": 6, "n_head": 4, "n_embd": 192}  # s
 @dataclass(frozen=True)
 class Options:
     address_file: Path | None = None  # address file of a running server; none: start one
+    model: Path | None = None  # what the started server serves, where serve.py finds a device; none: random weights
+    tensor: int = 1  # ranks that share this model
     clients: int = 16  # simultaneous clients
     tokens: int = 64  # tokens per request
 
@@ -144,10 +146,12 @@ def random_model(file: Path) -> GPT:
 
 
 @contextmanager
-def started(source: Path, folder: Path) -> Iterator[Path]:
-    """Start scripts/serve.py on `source` as a process and yield the file with its address."""
+def started(source: Path, folder: Path, device: str = "cpu", tensor: int = 1) -> Iterator[Path]:
+    """Start scripts/serve.py on `source`, on `tensor` ranks, and yield the file with its address."""
     environ = {**os.environ, "MANYHANDS_OUTPUTS": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPTS / "serve.py"), str(source), "--port", "0", "--device", "cpu"]
+    ranks = [str(SCRIPTS / "launch.py"), f"--nproc={tensor}"] if tensor > 1 else []
+    server = [str(SCRIPTS / "serve.py"), *["--"] * (tensor > 1), str(source), f"--tensor={tensor}"]
+    command = [sys.executable, *ranks, *server, "--port=0", f"--device={device}"]
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log)
         try:
@@ -169,13 +173,16 @@ def main(argv: list[str] | None = None) -> int:
             compare_clients(Client.from_file(options.address_file), options)
             return 0
         with tempfile.TemporaryDirectory() as name:
-            file = Path(name) / "random.safetensors"
-            compare_cache(random_model(file))
-            with started(file, file.parent) as address_file:
+            folder, given = Path(name), options.model
+            source = given or folder / "random.safetensors"
+            if not given:
+                compare_cache(random_model(source))
+            with started(source, folder, "auto" if given else "cpu", options.tensor) as address_file:
                 client = Client.from_file(address_file)
                 throughput(client, 2, 8)  # the first requests warm up
                 compare_clients(client, options)
-                compare_prefixes(client)
+                if not given:
+                    compare_prefixes(client)
     except (RuntimeError, OSError, ValueError) as error:
         print(f"load_test: {error}", file=sys.stderr)
         return 1

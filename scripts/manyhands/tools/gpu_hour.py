@@ -5,12 +5,13 @@
 
 A row is a run of train.py, whose speed, memory and last loss go into `train_speed.<gpu>x<n>.json`, or another command,
 whose end goes into `test_gpu.<gpu>x<n>.json`, both in assets/recorded. They are written after each row. A row that
-fails is kept with the reason, and the next one begins; a second start makes the rows that are missing. At the end there
-are a page and a branch to send.
+fails is kept with the reason, and the next one begins; a second start makes the rows that are missing. Rows that went
+well on these GPUs under other versions come last. At the end there are a page and a branch to send.
 """
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -33,9 +34,11 @@ from manyhands.tools import flights
 
 MEASURED = "--train.steps 40 --log.every 5 --log.eval-every 0 --log.eval-batches 1 --log.sample 0 --log.no-plots"
 UNSAVED = "--checkpoint.no-at-end"  # 15 GB of a model of 1.2 B parameters, for each row
+SAID = 4  # last lines of a command that are kept, without the course's folder
 WARM_UP_LINES = 2
 APART = 0.02  # of a loss in bf16 on several GPUs from the same batch's on one
 ENDS_S = 60  # after a rank was killed
+QUARTER_S = 14 * 60  # after them no row of a quarter begins
 CORES = 2  # of the machine, for each of the rows that run side by side
 LLAMA = "--preset llama3.2-1b --train.global-batch 16 --train.compile --parallel.activation-checkpointing block"
 GPT2, GPT_1B = "--preset gpt2 --train.global-batch 64", "--preset gpt-1b --train.global-batch 32"
@@ -45,9 +48,10 @@ GPT2, GPT_1B = "--preset gpt2 --train.global-batch 64", "--preset gpt-1b --train
 class Row:
     """A run of train.py with `flags`, or else a `command`, on `gpus` ranks.
 
-    like: a row on one GPU with the same batch, whose last loss this one's must be. on: ranks of the run that goes on
-    from this one's checkpoint. kill: one of its ranks is killed, and all others must end. beside: nothing of it is
-    timed, so it may share the GPU with others of this kind.
+    like: a row on one GPU with the same batch, whose last loss this one's must be. of: the row on one GPU whose folder
+    is `{of}` in the command. keeps: its checkpoint stays, for such rows. on: ranks of the run that goes on from this
+    one's checkpoint. kill: one of its ranks is killed, and all others must end. beside: nothing of it is timed, so it
+    may share the GPU with others of this kind.
     """
 
     what: str
@@ -56,6 +60,8 @@ class Row:
     gpus: int = 1
     limit_s: int = 240
     like: str = ""
+    of: str = ""
+    keeps: bool = False
     on: int = 0
     kill: bool = False
     beside: bool = False
@@ -65,22 +71,33 @@ def lesson(number, gpus):
     return Row(f"lesson {number}", command=f"launch.py --nproc {gpus} {number}", gpus=gpus, beside=gpus == 1)
 
 
+def aligned(of) -> list[Row]:
+    """Return rows that align and serve the model of the row `of`, which keeps its checkpoint."""
+    steps = "--train.steps 10 --train.global-batch 16 --data.held-out 32 --log.no-plots"
+    load = "manyhands.serve.load_test --model {of}/train/latest --clients 32 --tokens 48"
+    sft = Row(f"{of}, sft", command=f"align.py sft --from {{of}}/train/latest {steps}", of=of)
+    grpo = Row(f"{of}, grpo", command=f"align.py grpo --from {{of}}/align/latest {steps} {UNSAVED}", of=sft.what)
+    return [sft, grpo, Row(f"{of}, served", command=load, of=of)]
+
+
 def one_gpu() -> list[Row]:
-    """Return what one GPU can tell, the unknown first."""
+    """Return what one GPU can tell."""
     joins = "pytest -q -n 0 -m gpu tests/test_on_gpus.py -k join"  # what a group takes of the GPU: with nobody beside
     tests = "pytest -q -n 4 -m gpu tests/test_on_gpus.py -k 'not lesson and not join'"
+    kernels = {
+        "liger's loss": "--train.loss-kernel liger", "FlashAttention 3": "--train.flash FA3",
+        "micro-batches of 8": "--train.micro-batch 8", "all logits at once": "--train.no-chunk-loss",
+    }  # fmt: skip
     return [
         *(lesson(number, 1) for number in ("10", "11", "12", "13", "14", "15")),
         Row("tests of kernels, memory and the trainer", command=tests, limit_s=600, beside=True),
         Row("joins", command=joins),
         Row("gpt2", GPT2 + " --train.compile"),
-        Row("gpt2, micro-batches of 8", GPT2 + " --train.compile --train.micro-batch 8"),
+        *(Row(f"gpt2, {what}", f"{GPT2} --train.compile {flags}", like="gpt2") for what, flags in kernels.items()),
+        *(Row(f"llama3.2-1b, micro-batch {m}", f"{LLAMA} --train.micro-batch {m}", limit_s=400) for m in (4, 2, 8)),
         Row("gpt2, heads of 128", GPT2 + " --train.compile --model.n-head 6"),
-        Row("gpt2, all logits at once", GPT2 + " --train.compile --train.no-chunk-loss"),
-        Row("gpt2, liger's loss", GPT2 + " --train.compile --train.loss-kernel liger"),
-        Row("gpt2, FlashAttention 3", GPT2 + " --train.compile --train.flash FA3"),
-        Row("smollm2-135m", "--preset smollm2-135m --train.global-batch 32 --train.compile"),
-        *(Row(f"llama3.2-1b, micro-batch {m}", f"{LLAMA} --train.micro-batch {m}", limit_s=400) for m in (2, 4, 8)),
+        Row("smollm2-135m", "--preset smollm2-135m --train.global-batch 32 --train.compile", keeps=True),
+        *aligned("smollm2-135m"),
         Row("experts", "--preset shakespeare-moe --train.precision bf16"),
         Row("notebooks", command="preflight.py --ranks 1 --short --notebooks --output outputs/gpu_hour/notebooks",
             limit_s=1200),
@@ -97,7 +114,8 @@ def several_gpus(n) -> list[Row]:
         "fsdp": " --parallel.strategy fsdp", "fsdp, grad_op": " --parallel.strategy fsdp --parallel.sharding grad_op",
         "zero1": " --parallel.strategy zero1",
     }  # fmt: skip
-    rows.append(Row("gpt2 on one GPU", GPT2 + " --train.compile"))
+    served = f"manyhands.serve.load_test --model {{of}}/train/latest --clients 32 --tokens 48 --tensor {n}"
+    rows.append(Row("gpt2 on one GPU", GPT2 + " --train.compile", keeps=True))
     rows += [Row(f"gpt2, {kind}", GPT2 + " --train.compile" + flags, gpus=m, like="gpt2 on one GPU")
              for kind, flags in kinds.items() for m in sorted({2, n})]  # fmt: skip
     axes = {
@@ -113,6 +131,7 @@ def several_gpus(n) -> list[Row]:
     rows += [
         Row("a rank is killed", GPT2, gpus=n, kill=True),
         Row(f"a run on {n} goes on on {n // 2}", GPT2 + " --parallel.strategy fsdp", gpus=n, on=n // 2),
+        Row("gpt2 served", command=served, gpus=n, of="gpt2 on one GPU"),
         Row("hangs in a notebook", command=hangs, gpus=n, limit_s=400),
         Row("notebooks", command=f"preflight.py --ranks {n} --short --notebooks --output outputs/gpu_hour/notebooks",
             gpus=n, limit_s=1200),
@@ -124,29 +143,49 @@ def small(n) -> list[Row]:
     """Return a row of each kind, to try on CPUs."""
     nano = "--preset nano"
     return [
-        Row("nano on one", nano), Row("nano, fsdp", nano + " --parallel.strategy fsdp", gpus=n, like="nano on one"),
+        Row("nano on one", nano, keeps=True), *aligned("nano on one"),
+        Row("nano, fsdp", nano + " --parallel.strategy fsdp", gpus=n, like="nano on one"),
         Row("a rank is killed", nano, gpus=n, kill=True),
         Row(f"a run on {n} goes on on {n // 2}", nano + " --parallel.strategy fsdp", gpus=n, on=n // 2),
         lesson("02", n),
     ]  # fmt: skip
 
 
-class Hour:
-    """The rows of one machine, and their records in `folder`, written after each."""
+def unknown_first(rows, records) -> list[Row]:
+    """Return `rows` with those behind that went well in one of `records` and are needed by none before them."""
+    well = {(one["what"], one["gpus"]) for record in records for one in record["rows"] if not one["why"]}
+    needed, unknown, known = set(), [], []
+    for row in reversed(rows):
+        if (row.what, row.gpus) in well and row.what not in needed:
+            known.append(row)
+        else:
+            unknown.append(row)
+            needed |= {row.like, row.of}
+    return unknown[::-1] + known[::-1]
 
-    def __init__(self, root: Path, rows: list[Row], folder: Path, kind: str, gpus: int):
-        self.root, self.rows, self.folder, self.kind = root, rows, folder, kind
+
+class Hour:
+    """The rows of one machine, and their records in `folder`, written after each; after `seconds` none begins."""
+
+    def __init__(self, root: Path, rows: list[Row], folder: Path, kind: str, gpus: int, seconds: float = math.inf):
+        self.root, self.folder, self.kind, self.until = root, folder, kind, time.monotonic() + seconds
         self.output = root / "outputs" / "gpu_hour"
         self.about = conditions(kind, gpus)
         name = default_name({"conditions": self.about, "world_size": gpus})
         self.paths = {"train": folder / f"train_speed.{name}.json", "test": folder / f"test_gpu.{name}.json"}
-        self.found = {kind: self._earlier(path) for kind, path in self.paths.items()}
+        self.found, self.before = {}, {}
+        for which, path in self.paths.items():
+            self.found[which], self.before[which] = self._earlier(path)
+        self.rows = unknown_first(rows, [one for records in self.before.values() for one in records])
         self.stop, self.writing = threading.Event(), threading.Lock()
 
     def _earlier(self, path):
-        """The rows that another start of the same versions has left."""
-        before = json.loads(path.read_text("utf-8")) if path.exists() else {}
-        return before["rows"] if before.get("versions") == self.about["versions"] else []
+        """(the rows that another start of the same versions has left, the records of other versions)."""
+        record = json.loads(path.read_text("utf-8")) if path.exists() else {"rows": []}
+        before = record.pop("before", [])
+        if record.get("versions") == self.about["versions"]:
+            return record["rows"], before
+        return [], before + [record] * bool(record["rows"])
 
     def missing(self, again=False) -> list[Row]:
         """Return the rows without a result; `again`: the failed ones, too."""
@@ -173,8 +212,10 @@ class Hour:
         return sum(bool(one["why"]) for rows in self.found.values() for one in rows)
 
     def _make(self, row):
-        print(f"{row.what}, on {row.gpus} ...", flush=True)
         began = time.monotonic()
+        if began > self.until:
+            return
+        print(f"{row.what}, on {row.gpus} ...", flush=True)
         result = {"what": row.what, "gpus": row.gpus, "flags": row.flags or row.command, "why": ""}
         try:
             result |= self._train(row) if row.flags else self._command(row)
@@ -194,7 +235,8 @@ class Hour:
         for kind, path in self.paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if self.found[kind]:
-                write_whole(path, json.dumps(self.about | {"rows": self.found[kind]}, indent=1) + "\n")
+                record = self.about | {"rows": self.found[kind]} | {"before": self.before[kind]}
+                write_whole(path, json.dumps(record, indent=1) + "\n")
         self.output.mkdir(parents=True, exist_ok=True)
         write_whole(self.output / "page.md", self.page())
 
@@ -217,26 +259,27 @@ class Hour:
     def _start(self, row, command, log, limit_s):
         environ = for_python(environment(MANYHANDS_OUTPUTS=str(log.parent), MANYHANDS_DEVICE=self.kind), SCRIPTS)
         ended = supervise(command, log=log, timeout_s=limit_s, environ=environ, cwd=self.root, stop=self.stop)
+        said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()] or ["nothing"]
         if ended.status != 0:
-            said = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()] or ["nothing"]
             how = f"did not end within {limit_s} s" if ended.timed_out else f"ended with status {ended.status}"
             raise RuntimeError(f"{how}: {said[-1][:200]}")
+        return [line.replace(f"{self.root}/", "")[:200] for line in said[-SAID:]]
 
-    def _folder(self, row):
-        return self.output / "runs" / f"{''.join(c if c.isalnum() else '_' for c in row.what)}_{row.gpus}"
+    def _folder(self, what, gpus=1):
+        return self.output / "runs" / f"{''.join(c if c.isalnum() else '_' for c in what)}_{gpus}"
 
     def _command(self, row):
-        program, *rest = shlex.split(row.command)
+        program, *rest = shlex.split(row.command.format(of=shlex.quote(str(self._folder(row.of)))))
         if program == "launch.py":  # the last word is a lesson's number
             rest[-1] = str(next(SCRIPTS.glob(f"{rest[-1]}_*.py")))
-        start = ["-m", program] if program == "pytest" else [str(SCRIPTS / program)]
-        self._start(row, [sys.executable, *start, *rest], self._folder(row) / "log.txt", row.limit_s)
-        return {}
+        start = [str(SCRIPTS / program)] if program.endswith(".py") else ["-m", program]
+        log = self._folder(row.what, row.gpus) / "log.txt"
+        return {"said": self._start(row, [sys.executable, *start, *rest], log, row.limit_s)}
 
     def _train(self, row):
-        folder = self._folder(row)
+        folder = self._folder(row.what, row.gpus)
         flags = [*shlex.split(f"{MEASURED} {row.flags}"), f"--train.device={self.kind}"]
-        flags += [] if row.on else [UNSAVED]
+        flags += [] if row.on or row.keeps else [UNSAVED]
         if row.on:
             flags += ["--checkpoint.folder", str(folder / "checkpoints"), "--train.steps", "20"]
         if row.kill:
@@ -318,16 +361,17 @@ def main(root: Path, length: str, device: str, again: bool = False) -> int:
     if kind != "cpu" and gpus > 1 and length == "hour":
         rows = several_gpus(gpus)
     if length == "quarter":
-        rows = [replace(row, limit_s=min(row.limit_s, 180)) for row in rows[:12]]
+        rows = [replace(row, limit_s=min(row.limit_s, 180)) for row in rows]
     folder = root / "outputs" / "gpu_hour" / "recorded" if kind == "cpu" else RECORDED
-    hour = Hour(root, rows, folder, kind, gpus)
+    hour = Hour(root, rows, folder, kind, gpus, QUARTER_S if length == "quarter" else math.inf)
     with sigterm_interrupts():
         try:
             failed = hour.run(again)
         except KeyboardInterrupt:
             print(f"gpu-hour: interrupted; {len(hour.missing())} rows are missing: start it again", file=sys.stderr)
             return 130
-    print(f"{len(rows)} rows, {failed} failed; page: {hour.output / 'page.md'}")
+    missing = f", {len(hour.missing())} missing" if hour.missing() else ""
+    print(f"{len(rows)} rows, {failed} failed{missing}; page: {hour.output / 'page.md'}")
     if kind != "cpu":
         kept = [path for path in hour.paths.values() if path.exists()]
         branch = f"gpu-hour-{time.strftime('%Y%m%d-%H%M%S')}"
