@@ -197,29 +197,6 @@ def test_tab_and_shift_tab_know_what_only_the_ranks_have_and_a_progress_bar_move
         notebook.delete(one)
 
 
-def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
-    notebook.menu("Edit", "Clear Outputs of All Cells")
-    notebook.run_many("Run All Cells", timeout_s=300)
-    greetings = notebook.cell("after broadcast I hold {x.tolist()}")
-    assert notebook.rows(greetings, "after scatter [1]") == [
-        "rank 0", "after broadcast I hold [3], after scatter [0]: shape [1]",
-        "rank 1", "after broadcast I hold [3], after scatter [1]: shape [1]",
-    ]  # fmt: skip
-    for rank in (0, 1):
-        label = greetings.locator(".jp-OutputArea-output").get_by_text(f"rank {rank}", exact=True)
-        colour = label.evaluate("e => getComputedStyle(e).borderLeftColor")
-        assert colour == "rgb({}, {}, {})".format(*bytes.fromhex(RANK_COLOURS[rank][1:]))
-    once = notebook.cell("the sum is {total.item()}")
-    assert notebook.rows(once, "the sum is 4") == ["all ranks", "the sum is 4"]
-    picture = notebook.cell('show(figure, "hop"').locator(".jp-OutputArea-output img")
-    picture.scroll_into_view_if_needed()
-    assert picture.evaluate("e => e.decode().then(() => e.naturalWidth)") > 300
-    notebook.save()
-    stored = nbformat.read(lesson.notebook, 4).cells
-    assert [output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"] == []
-    assert [cell.source for cell in stored if cell.cell_type == "code" and not cell.execution_count] == []
-
-
 STOPPED = """%%ranks
 halves = [rank / 2, rank / 4]
 if rank == 1:
@@ -248,3 +225,26 @@ def test_a_stopped_rank_is_stepped_in_a_terminal_of_jupyterlab(notebook, exercis
     notebook.output(stopped, "all went on")
     notebook.wait_for_number(stopped)
     notebook.delete(stopped)
+
+
+def test_run_all_shows_the_ranks_in_order_in_their_colours_and_a_figure(notebook, lesson):
+    notebook.menu("Edit", "Clear Outputs of All Cells")
+    notebook.run_many("Run All Cells", timeout_s=300)
+    greetings = notebook.cell("after broadcast I hold {x.tolist()}")
+    assert notebook.rows(greetings, "after scatter [1]") == [
+        "rank 0", "after broadcast I hold [3], after scatter [0]: shape [1]",
+        "rank 1", "after broadcast I hold [3], after scatter [1]: shape [1]",
+    ]  # fmt: skip
+    for rank in (0, 1):
+        label = greetings.locator(".jp-OutputArea-output").get_by_text(f"rank {rank}", exact=True)
+        colour = label.evaluate("e => getComputedStyle(e).borderLeftColor")
+        assert colour == "rgb({}, {}, {})".format(*bytes.fromhex(RANK_COLOURS[rank][1:]))
+    once = notebook.cell("the sum is {total.item()}")
+    assert notebook.rows(once, "the sum is 4") == ["all ranks", "the sum is 4"]
+    picture = notebook.cell('show(figure, "hop"').locator(".jp-OutputArea-output img")
+    picture.scroll_into_view_if_needed()
+    assert picture.evaluate("e => e.decode().then(() => e.naturalWidth)") > 300
+    notebook.save()
+    stored = nbformat.read(lesson.notebook, 4).cells
+    assert [output for cell in stored for output in cell.get("outputs", []) if output.output_type == "error"] == []
+    assert [cell.source for cell in stored if cell.cell_type == "code" and not cell.execution_count] == []
