@@ -47,7 +47,9 @@ REJECTED = {
         (AFTER, '[("B", p - 1, i)] if s < p - 1 else []', "on stage 2: backward comes from the last"),
         (AFTER, '[("F", p - 1, i)] if s < p - 1 else []', "that is implied by another one"),
         ('("F", s, i), ', '("F", p - 1, i), ', "it does not wait for F of micro-batch 0 on stage 2: that is implied"),
-        ('("F", s, i), ', 'f"F{s}.{i}", ', 'an action is ("F" or "B", stage, micro-batch)'),
+        ('("F", s, i), ', 'f"F{s}.{i}", ', 'is an action ("F" or "B", stage, micro-batch), not the text'),
+        (BEFORE, '("F", s - 1, i) if s > 0 else []', "stage 1 of 3: each entry is an action"),
+        ('("F", s, i), ', 'gradient_arrives, ', "not the list [('B', 1, 0)]"),
     ],
     "forward_of": [
         ("stage(x)", "stage(arrived.detach())", "backward from y does not arrive at x"),
@@ -87,6 +89,7 @@ REJECTED = {
         ("min(m, p - s)", "min(m, s + 1)", "the first stage waits longest"),
         ("min(m, p - s)", "min(m, p)", "forwards of stage 1 before its first backward should be 3"),
         ("min(m, p - s)", "min(m, p - s) + 0.5", "forwards of stage 0"),
+        ("min(m, p - s)", "min(m, 2 * (p - s) - 1)", "should be 4, not 7: the later ones would wait"),
     ],
     "one_f_one_b": [
         (FIRST, f"{FIRST} - 1", "the schedule never ends: stage 0 waits with "),
@@ -104,7 +107,7 @@ REJECTED = {
         ('("B", s, i)', '("B", s, m - 1 - i)', "they go in order"),
         (FIRST, "min(m, p - s, 2)", "of the step are idle, and 27 % is possible: start forwards earlier"),
         ("return order", "return [action[::2] for action in order]",
-         'an action is ("F" or "B", stage, micro-batch), not (\'F\', 0)'),
+         "an action (\"F\" or \"B\", stage, micro-batch), not the tuple ('F', 0)"),
         ("    order = [", "    s = 0\n    order = [", "stage 1 cannot do F of micro-batch 0 on stage 0"),
     ],
     "fitting": [
@@ -126,6 +129,7 @@ REJECTED = {
         ("return None", "return sequences", "even one sequence in each micro-batch leaves too large a bubble"),
         ("range(1, sequences + 1)", "range(1, sequences)", "what you return should be"),
         ("range(1, sequences + 1)", "range(p, sequences + 1)", "what you return should be"),
+        ("(p - 1) / (m + p - 1)", "p / (m + p)", "should be 8, not 10."),
     ],
     "held": [
         ('"BW"', '"BI"', "now.remove", "now.discard", "an I keeps nearly all: count to W"),

@@ -157,6 +157,7 @@ def ahead(answer, ranks=None):
                 "then the last stage would begin with a backward that has no forward": p - s - 1,
                 f"there are only {m} micro-batches": p - s,
                 "that is GPipe, which holds them all": m,
+                "the later ones would wait at the next stages, and be held": min(m, 2 * (p - s) - 1),
                 "micro-batch 0 must reach the last stage and come back: the first stage waits longest": min(m, s + 1),
             }
             expect_equal(answer(s, p, m), right, case, slips)
@@ -241,11 +242,11 @@ def _judge_weights(stage, reference, of_ones, also=""):
 
 def _actions(given, case):
     """Return an answer's actions as a list of (kind, stage, micro-batch)."""
-    found = [tuple(entry) for entry in plain(sorted(given) if isinstance(given, set) else given)]
+    found = list(sorted(given) if isinstance(given, set) else given)
     for entry in found:
-        if len(entry) != 3 or entry[0] not in ("F", "B"):
-            raise Wrong(f'{case}: an action is ("F" or "B", stage, micro-batch), not {entry}')
-    return found
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3 or entry[0] not in ("F", "B"):
+            raise Wrong(f'{case}: each entry is an action ("F" or "B", stage, micro-batch), not {shown(entry)}')
+    return [tuple(plain(entry)) for entry in found]
 
 
 @exercise("D2", "forward of one micro-batch")
@@ -318,7 +319,7 @@ def fewest(answer, ranks=None):
     """`answer(p, sequences, most_idle)`: the fewest equal micro-batches whose bubble is small enough, or None."""
     draw = luck(8)
     drawn = [(draw.randint(2, 8), draw.randint(12, 60), draw.choice((0.11, 0.19, 0.29))) for _ in range(12)]
-    given = [(4, 24, 0.29), (4, 8, 0.28), (4, 36, 0.12), (4, 30, 0.19), (4, 12, 0.61), (4, 16, 0.05)]
+    given = [(4, 40, 0.29), (4, 8, 0.28), (4, 36, 0.12), (4, 30, 0.19), (4, 12, 0.61), (4, 16, 0.05)]
     for p, sequences, most_idle in [*given, *drawn]:  # chosen so that no bubble equals one of these
         equal = [m for m in range(1, sequences + 1) if sequences % m == 0]
         right = next((m for m in equal if (p - 1) / (m + p - 1) <= most_idle), None)
