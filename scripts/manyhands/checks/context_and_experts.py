@@ -67,15 +67,19 @@ def _mistaken_states(state, s, v):
     largest, total, weighted = state
     new, right_total, right_weighted = _absorbed(state, s, v)
     shrink, block = (largest - new).exp(), s.amax(-1, keepdim=True)
-    p, own = (s - new).exp(), torch.nan_to_num((s - block).exp())
+    p, own, early = (s - new).exp(), torch.nan_to_num((s - block).exp()), (s - largest).exp()
+
+    def after(p, shrink, largest=new):
+        return largest, total * shrink + p.sum(-1, keepdim=True), weighted * shrink + p @ v
+
     return {
-        "that is without shrinking what was there": (new, total + p.sum(-1, keepdim=True), weighted + p @ v),
-        "that is with this block's own largest score subtracted, not the largest so far": (
-            block, total * shrink + own.sum(-1, keepdim=True), weighted * shrink + own @ v,
-        ),
+        "that is without shrinking what was there": after(p, 1),
+        "`shrink` is exp(old largest - new largest), not the other way round": after(p, 1 / shrink),
+        "that is with the old largest subtracted from this block's scores, not the new one": after(early, shrink),
+        "that is with this block's own largest score subtracted, not the largest so far": after(own, shrink, block),
         "that is divided by the total already": (new, right_total, right_weighted / right_total),
         "that is a mean over keys; add up": (new, total * shrink + p.mean(-1, keepdim=True), right_weighted),
-    }  # fmt: skip
+    }
 
 
 @exercise("B", "the ring")
@@ -106,6 +110,9 @@ def ring_forward(answer, ranks):
             "blocks are masked as if they came from the rank ahead; they come from behind": (
                 [((i + step) % n, owner) for step, owner in enumerate(owners)]
             ),
+            "every block is masked as if it came from one place behind; that of step i is from i places behind": (
+                [((i - 1) % n, owner) for owner in owners]
+            ),
             "that is with this rank's own keys in every step; take what arrives": [(owner, i) for owner in owners],
         }
         with wire.watch() as seen:
@@ -113,10 +120,9 @@ def ring_forward(answer, ranks):
         for nth, (what, right) in enumerate((("the attention", wanted), ("the log of the sums", log_sums))):
             slips = {why: over(blocks)[nth] for why, blocks in mistaken.items()}
             expect_tensor(found[nth], right, f"{where}{what} of this rank's queries", slips, "that over all keys")
-        case = f"{where}the attention is right, but the messages that this rank sends, n - 1 on {count(n, 'rank')},"
-        expect_equal(seen.messages, n - 1, case)
-        block = 2 * given[0].nbytes
-        expect_equal(seen.sent_bytes, (n - 1) * block, f"{where}the attention is right, but the bytes that it sends")
+        case = f"{where}the attention is right, but the"
+        expect_equal(seen.messages, n - 1, f"{case} messages that this rank sends, n - 1 on {count(n, 'rank')},")
+        expect_equal(seen.sent_bytes, 2 * (n - 1) * given[0].nbytes, f"{case} bytes that it sends")
 
 
 @exercise("C", "one block's gradients")
@@ -211,6 +217,8 @@ def split_sizes(answer, ranks):
         with wire.watch() as seen:
             to_each, from_each, arriving_ne = answer(choices[rank], E, group)
         case = f"{where}with {count(E, 'expert')} on {count(n, 'rank')} and k = {k}"
+        if isinstance(arriving_ne, torch.Tensor) and (arriving_ne.abs() > MANY).any():
+            raise Wrong(f"{case} no counts have come into arriving_ne; all_to_all_single(output, input) fills `output`")
         leaving, arriving = sent[rank].sum(1).tolist(), sent[:, rank].sum(1).tolist()
         slips = {
             f"that is for each expert; add up the {e} experts of a rank": sent[rank].flatten().tolist(),
@@ -234,7 +242,7 @@ def split_sizes(answer, ranks):
 def combine(answer, ranks=None):
     """`answer(rows_RD, order_R, gates_Nk)` is [N, D]: each token's results times their gates, with both gradients."""
     N, D = sizes(5, 2, 2, 8)
-    for k in (1, 2, 3):
+    for k in (2, 1, 3):
         order = _choices(330 + k, N, 4, k).flatten().argsort(stable=True)
         rows, gates = normal(331, N * k, D), normal(332, N, k + 1).softmax(-1)[:, :k]
         leaves = [x.clone().requires_grad_() for x in (rows, gates)]

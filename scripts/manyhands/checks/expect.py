@@ -247,7 +247,7 @@ def _near(a, b, close):
         return True
     if close == 0 or not (a.is_floating_point() and b.is_floating_point()):
         return torch.equal(a, b) if a.dtype == b.dtype else bool((a == b).all())
-    return torch.allclose(a.double(), b.double(), rtol=0, atol=close * _largest(b))
+    return torch.allclose(a.double(), b.double(), rtol=0, atol=close * _largest(b), equal_nan=True)
 
 
 def _largest(b):
@@ -263,7 +263,7 @@ def _first_difference(found, wanted, close):
     at = ", ".join(str(int(index)) for index in np.unravel_index(i, tuple(found.shape) or (1,)))
     a, b = found.flatten()[i].item(), wanted.flatten()[i].item()
     if not (math.isfinite(a) and math.isfinite(b)):
-        zero = ": is 0 divided by 0, or infinity subtracted from itself?" if math.isnan(a) else ""
+        zero = ": is it 0 / 0, 0 times infinity, or infinity - infinity?" if math.isnan(a) else ""
         return f"element [{at}] should be {b:.4g}, and is {a:.4g}{zero}"
     said, right = told_apart(a, b)
     differ = f"element [{at}] should be {right}, not {said}"
