@@ -186,9 +186,9 @@ compare("idle on eight ranks, one batch in one piece", "guess_idle", 100 * 7 / 8
 #
 # ### Build A: what must be done before
 #
-# Write `needs(action, p)`: the list of the actions that must be *done* before this one can begin. Leave out what
-# follows from the order in which a stage does its own work, and what is implied by another action in the list. The
-# check draws two micro-batches on four stages; actions with wrong rules are framed in red.
+# Write `needs(action, p)`: the list of the actions that must be *done* before this one can begin. List only what it
+# waits for directly: not what another action in the list implies, and not the order in which a stage does its own work.
+# The check draws two micro-batches on four stages; actions with wrong rules are framed in red.
 
 
 # %%
@@ -367,7 +367,8 @@ if rank == 0:
 
 # %% [markdown]
 # **The same bubble**, with less memory. 1F1B holds min(m, p - s) micro-batches on stage s: that depends on the number
-# of *stages*, not of micro-batches. So m can grow until the bubble is small.
+# of *stages*, not of micro-batches. So m can grow until the bubble is small. Megatron-LM calls your three parts *warm-up*
+# (forwards only), *steady state* and *cool-down* (backwards only).
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: 1F1B</summary>
@@ -407,7 +408,7 @@ metrics.measured(**{f"steps_{name}": found for name, found in took.items()})
 # ends late, and on a laptop ranks also wait for a core. So the shortest step is often not at the right end.
 #
 # Right: the formula of 1F1B with p = 32, scaled to the last point, is within 2 % of the measurement. "Smaller bubbles",
-# in MORE, draws the schedules of the other curves.
+# in MORE, explains interleaved and zero-bubble (ZB) schedules.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the real clock</summary>
@@ -887,13 +888,13 @@ if rank == 0:
 #
 # **Shorter stages.** Give each rank v stages of 1/v the depth, dealt out like cards: rank 0 has stages 0 and p, rank 1
 # has 1 and p + 1. A micro-batch goes around v times. The pipeline fills v times as fast: **(p - 1)/(vm + p - 1)**.
-# That is [**interleaved**](../assets/glossary.md#interleaved) 1F1B (Narayanan et al. 2021), at the price of v times the
-# messages and of more activations.
+# That is [**interleaved**](../assets/glossary.md#interleaved) 1F1B (Narayanan et al. 2021; Megatron-LM's *virtual pipeline
+# stages*), at the price of v times the messages and of more activations.
 #
 # **Split the backward.** A backward makes two things: the gradient of its input, for which the stage before waits, and
 # the gradient of the weights, for which nobody waits until the update. Do the first at once (`I`), and the second (`W`)
 # when you would be idle. With F, I and W of equal length the bubble is **(p - 1)/(3vm + p - 1)**: this is ZB-H1, one of
-# the [**zero bubble**](../assets/glossary.md#zero-bubble) schedules (Qi et al. 2024).
+# the [**zero bubble**](../assets/glossary.md#zero-bubble) schedules (Qi et al. 2024), torch's `InterleavedZeroBubble`.
 #
 # ![Left: eight stages on four ranks, dealt out in turn. Right: the backward of a layer in two halves, I for the input's
 # gradient and W for the weights'](../assets/08_two_ideas.svg)

@@ -169,7 +169,7 @@ say(f"{list(alone.shape)}, largest difference from full attention: {(alone - who
 # %% [markdown]
 # The shapes are right, and no error is raised. But only rank 0's result is right, because no keys come before its
 # positions. Each rank could gather all keys, but then every rank needs memory for all of them. **The goal: exact
-# attention, and no rank holds more than two blocks, the keys of two ranks.**
+# attention, and no rank holds the keys of more than two ranks at a time.**
 
 # %% [markdown]
 # ## Softmax in blocks (CORE, 8 min)
@@ -300,8 +300,8 @@ def post(x, group):
 # ### Build B: the ring
 #
 # `at[r]` are the positions of rank r, `i` is this rank, and `kv[0]`, `kv[1]` are the keys and values of the block that
-# is here now. The block is posted *before* you work on it, so that it is sent meanwhile. The check compares with full
-# attention and counts messages: n - 1 per rank.
+# is here now. The given line posts it *before* you work on it, so it is sent while you compute. The check compares with
+# full attention and counts messages: n - 1 per rank.
 
 
 # %%
@@ -604,7 +604,7 @@ checks.zig_zag(zig_zag, ranks)
 
 # %% [markdown]
 # Nothing else changes, because `scores` masks by position. The bars count the pairs that each rank needs in each step: a
-# kernel that skips masked blocks computes only these. On the right is a real machine.
+# kernel that skips masked blocks computes only these; an own block is a little more than half. Right: a real machine.
 
 
 # %% jupyter={"source_hidden": true}
@@ -1055,7 +1055,7 @@ for name, way in {"theirs": theirs, "mended": finish}.items():
 #
 # The loss does not make a router use all experts equally. There are two cures:
 #
-# - a [**balancing loss**](../assets/glossary.md#balancing-loss) ([Fedus et al.
+# - a [**balancing loss**](../assets/glossary.md#balancing-loss), or *auxiliary loss* ([Fedus et al.
 #   2021](https://arxiv.org/abs/2101.03961)): add E · Σ fᵢ Pᵢ, where fᵢ is expert i's share of the choices and Pᵢ its
 #   mean probability. It is 1 if all experts are equal. Its gradient changes the router, also where that makes the
 #   model worse.
@@ -1158,8 +1158,8 @@ runs = {name: [train(seed, *way) for seed in range(seeds)] for name, way in ways
 shares = {name: [sorted(share, reverse=True) for share, _ in rows] for name, rows in runs.items()}
 
 # %% [markdown]
-# Left: bytes at a popular expert's rank, divided by the mean, measured and predicted. Right: the trained routers'
-# experts, busiest first. Points are medians over the seeds, and whiskers go from the least to the most.
+# Left: the bytes that reach a popular expert's rank, divided by the mean of all ranks: five draws, and the prediction.
+# Right: the trained routers' experts, busiest first: medians over the seeds, whiskers from the least to the most.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
