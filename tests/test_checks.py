@@ -152,7 +152,7 @@ def catches_everything():
     [
         (
             catches_everything,
-            r"Your code had not ended after \d+ s: does a loop never end\? It was in line \d+: time.sleep",
+            r"Your code had not ended after \d+ s: is a loop too long\? It was in line \d+: time.sleep",
         ),
         (lambda: os._exit(3), r"Your code ended the program \(SystemExit\): return instead\."),
         (lambda: rnak, r"Your code raised NameError: name 'rnak' is not defined \(line \d+: .*rnak"),  # noqa: F821

@@ -41,7 +41,7 @@ def stopped_after(patience_s):
         if _imports(frame):
             began, began_cpu = time.monotonic(), time.process_time()
         elif time.process_time() - began_cpu > patience_s or time.monotonic() - began > WALL * patience_s:
-            stop = NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: does a loop never end?")
+            stop = NeverEnds(f"your code had not ended after {time.monotonic() - began:.0f} s: is a loop too long?")
             _raised_again(stop, frame)
             raise stop
 
