@@ -855,7 +855,7 @@ x = batch(0)[0][0] if s == 0 else torch.zeros(rows, T, D, dtype=torch.float64, d
 one_mb = count_saved(lambda: stage(x), stage).bytes / 1e6  # what autograd keeps of one micro-batch
 for name, order in {"GPipe": gpipe(s, p, m), "1F1B": one_f_one_b(s, p, m)}.items():
     _, most = train_step(stage, order, *batch(0))
-    say(f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.1f} = {most * one_mb:.1f} MB of activations")
+    say(f"{name + ':':6} in flight at most {most}, {most} · {one_mb:.3f} = {most * one_mb:.1f} MB of activations")
     metrics.exact(**{f"in_flight_{name}": most})
 
 # %% [markdown]

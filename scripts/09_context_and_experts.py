@@ -1600,7 +1600,7 @@ card(
     "A loss does not show wrong gradients under Adam: compare gradients with one process.",
     "Balance by a loss or by a bias that only chooses. Both have a price in loss: measure it.",
     figure="dispatch and combine on two ranks",
-    command="python scripts/train.py --preset gpt-7b --ranks 64 --dry-run --parallel.context 4",
+    command="python scripts/launch.py --nproc 4 -- --preset shakespeare-moe --parallel.expert 4",
 )
 
 # %% [markdown]
