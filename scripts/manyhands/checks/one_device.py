@@ -60,13 +60,15 @@ def parameters(answer, ranks=None):
             "each layer has two LayerNorms, of a scale and a shift each": -2 * N * D,
             "each layer has two LayerNorms of 2 D; or the bias of MLP up, with 4 D, is missing": -4 * N * D,
             "the biases of attention out (D), MLP up (4 D) and MLP down (D) are missing": -6 * N * D,
+            "the biases of MLP up (4 D) and MLP down (D) are missing": -5 * N * D,
+            "attention out and MLP down have a bias of D each, and one of the two is missing": -N * D,
             "the matrices of a layer are right; its biases and LayerNorms are missing": -10 * N * D,
             "that is the matrices of the layers alone": -10 * N * D - outside,
             f"there are {N} layers, not one": -layers // N * (N - 1),
             "query, key and value are three matrices of D times D": -2 * N * D**2,
             "the MLP has two matrices, up and down": -4 * N * D**2,
             "attention has a matrix for its output as well": -N * D**2,
-            "query, key and value have no bias here": 3 * N * D,
+            "query, key and value have no bias here, and that of MLP down has D numbers": 3 * N * D,
         }
         slips = {why: layers + outside + by for why, by in off.items()}
         what = f"for V={V}, T={T}, D={D}, N={N} the number of parameters"
@@ -88,7 +90,6 @@ def ledger(answer, ranks=None):
         wanted = {"parameters": 4 * P, "gradients": 4 * P, "optimizer": 8 * P}
         wanted["activations"] = 4 * tokens * (N * (16 * D + singles) + top)
         slips = {
-            "parameters": {"that is how many; each takes 4 bytes": P},
             "gradients": {
                 "that is how many; each takes 4 bytes": P,
                 "every parameter has a gradient of 4 bytes, not 2": 2 * P,
@@ -100,6 +101,7 @@ def ledger(answer, ranks=None):
                 "a master copy is for 16-bit weights; here Adam keeps two numbers per parameter": 12 * P,
             },
             "activations": {
+                "each number takes 4 bytes": [wanted["activations"] // 4, wanted["activations"] // 2],
                 "all N layers keep theirs": 4 * tokens * (16 * D + singles + top),
                 "what the top keeps is missing": 4 * tokens * N * (16 * D + singles),
                 "the top is there once, not in every layer": 4 * tokens * N * (16 * D + singles + top),
@@ -112,8 +114,8 @@ def ledger(answer, ranks=None):
         if not isinstance(found, dict) or set(found) != set(wanted):
             raise Wrong(f"return a dictionary of parameters, gradients, optimizer and activations, not {shown(found)}")
         for kind, right in wanted.items():
-            what = f"for {sequences} sequences and a width of {D} {kind}"
-            expect_number(found[kind], right, what, "bytes", slips[kind], rel=0)
+            what = f"for {sequences} sequences and a width of {D}, {kind}"
+            expect_number(found[kind], right, what, "bytes", slips.get(kind), rel=0)
 
 
 @exercise("C", "does it fit?")
@@ -132,15 +134,15 @@ def does_it_fit(answer, ranks=None):
         slips = {
             "round down to whole sequences": None if found.is_integer() else found,
             "you gave all of the device to activations, and the parameters take 16 bytes each": device_bytes // each,
-            "training keeps 16 bytes per parameter, not 2": (device_bytes - state // 8) // each,
-            "that is with 4 bytes a number, and bf16 has 2": left // (2 * each),
+            "training keeps 16 bytes per parameter": [(device_bytes - state // k) // each for k in (4, 8, 16)],
+            "a number in bf16 takes 2 bytes": [left // (2 * each), 2 * left // each],
             "a layer keeps 16 vectors for each token, not one": 16 * left // each,
             "every layer keeps its 16 vectors": left * config.n_layer // each,
             "that is tokens, and a sequence has block_size of them": left * config.block_size // each,
             "the last one does not fit whole": math.ceil(left / each),
         }
         if left < 0:
-            slips = {"not even the parameters fit, so the answer is 0 sequences": found}
+            slips = {"not even the state fits, so the answer is 0 sequences": found}
         what += f", with {state:,} bytes of state and {each:,} per sequence: what fits"
         expect_number(found, max(0, left // each), what, "sequences", slips, rel=0)
 
@@ -162,6 +164,8 @@ def recompute(answer, ranks=None):
             raise Wrong("the block was never run: what was forgotten must be computed again")
         if x.grad is not None:
             raise Wrong("x.grad was filled, and x belongs to the graph above: detach it first, and return the gradient")
+        if found is None:
+            raise Wrong("None came back: return x.grad, which backward fills if the detached x asks for it")
         slips = {
             "it is dy, the gradient of the block's output; x's is what backward makes of it": dy,
             "it is the gradient of y.sum(); backward must start from dy": of_sum.grad,
