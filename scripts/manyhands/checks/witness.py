@@ -153,7 +153,8 @@ class Witness:
             return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
         if self.returned_none():
             missing = "your function returned None: is a `return` missing?"
-            return f"{missing} If not, the check cannot go on with what your code left behind ({said(error)})"
+            left = f" If not, the check cannot go on with what your code left behind ({said(error)})"
+            return missing + left * ("NoneType" not in str(error))
         return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
 
     def _learners(self, code):
