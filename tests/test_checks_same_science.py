@@ -55,6 +55,7 @@ REJECTED = {
         # each rank keeps its cards for ever
         (DEAL, "np.random.default_rng(key).permutation(np.arange(length)[rank::n]).tolist()",
          "after the stop all 64 are read again"),
+        (DEAL, "order[done:][rank::n].astype(float)", "0.0 is not a sequence; they are 0 to"),
         (DEAL, "(order[done:][rank::n] + 1).tolist()", "is not a sequence; they are 0 to"),
         ("(epoch,)", "(epoch % 2,)", "epochs 0 and 2 have the same order"),
         ("(epoch,)", "(min(epoch, 5),)", "epochs 5 and 6 have the same order"),
@@ -68,6 +69,11 @@ REJECTED = {
     "token_mean": [
         (SENDS, "    pass", MEAN, "total / tokens", "the mean of the ranks' means"),
         (MEAN, "total / tokens", "3 times too small: DDP takes the mean over the ranks"),
+        (MEAN, "total / tokens / world_size", "9 times too small: DDP takes the mean over the ranks"),
+        (SENDS, "    pass", "that is the sum of the ranks' means: divide by the count of all ranks"),
+        (MEAN, "total", "divides the sum of the losses, and the number of ranks multiplies it"),
+        (MEAN, f"world_size * (total / {COUNT}) * {COUNT} / tokens", "is nan: of a rank without a token, 0 / 0"),
+        ("    return", "    (total / tokens).backward()\n    return", "leave backward() to the check"),
         (COUNT, "torch.tensor(len(y_bT))", "targets were counted, and"),
         (MEAN, f"world_size * total * {COUNT} / tokens", "element [0] should be -0.0006768, not -0.0616"),
         (MEAN, "torch.tensor(world_size * total.item() / tokens.item())",
@@ -89,6 +95,7 @@ REJECTED = {
             "that is the large batch's own factor; divide by the small one's"),
         "changed places": (lambda k, batch, noise: (1 + batch / noise) / (1 + k * batch / noise),
             "batch and noise have changed places"),
+        "changed places, once": (lambda k, batch, noise: (noise + k * batch) / (noise + batch), "have changed places"),
         "forgets the batch": (lambda k, batch, noise: (1 + noise) / (1 + noise / k),
             "k = 8, batch 4, noise 12: the factor should be 2.909, not 5.2"),
     },
@@ -148,7 +155,7 @@ REJECTED = {
 RIGHT = {
     "diagnose": [(ALIKE, "read[0] == read[1]")],
     "sharded_order": [
-        (ORDER, "torch.randperm(length, generator=torch.Generator().manual_seed(1000 + epoch))"),
+        (ORDER, "torch.randperm(length, generator=torch.Generator().manual_seed(1000 + epoch))", ".tolist()", ""),
         (KEY, "hash((7, epoch)) % 2**32"),  # numbers have one hash in all processes
         (DEAL, "[i for at, i in enumerate(order.tolist()) if at >= done and at % n == rank]"),
         (f"return {DEAL}", f"yield from {DEAL}"),

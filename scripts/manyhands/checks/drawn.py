@@ -99,15 +99,19 @@ def expect_token_mean(found, make, parts, what="the row of all gradients"):
     factors = {
         f"{n} times too large: {mean}": n,
         f"{n} times too small: {mean}; multiply the loss by the number of ranks": 1 / n,
+        f"{n * n} times too small: {mean}; multiply the loss by the number of ranks, and do not divide": 1 / n**2,
         f"{m} times too large: that is the number of micro-batches": m,
         f"{m} times too small: that is the number of micro-batches": 1 / m,
         counted: tokens / rows,
         f"{counted}; and {mean}": tokens / rows / n,
         "the number of tokens divides the sum of the losses": tokens,
+        "the number of tokens divides the sum of the losses, and the number of ranks multiplies it": tokens / n,
     }
+    of_means = sum(_token_mean(make, p) for p in of_ranks)
     slips = {
         f"that is the mean of the ranks' means: the ranks have {list(map(_tokens, parts))} tokens, and one of a rank "
-        "with few counts more than one of a rank with many": sum(_token_mean(make, p) for p in of_ranks) / n,
+        "with few counts more than one of a rank with many": of_means / n,
+        "that is the sum of the ranks' means: divide by the count of all ranks, not by a rank's own": of_means,
         "that is the mean of the micro-batches' means: a token of a short micro-batch counts more than one of a long": (
             sum(_token_mean(make, p) for p in of_batches) / len(every)
         ),

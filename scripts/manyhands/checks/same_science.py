@@ -106,7 +106,7 @@ def _each_once(shares, before, length, case):
     counts = Counter(i for share in before + shares for i in share)
     lost = [i for i in range(length) if not counts[i]]
     repeated = [i for i, times in counts.items() if times > 1]
-    if foreign := [i for i in counts if i not in range(length)]:
+    if foreign := [i for i in counts if i not in range(length) or isinstance(i, float)]:
         raise Wrong(f"{case}: {foreign[0]} is not a sequence; they are 0 to {length - 1}")
     if lost and repeated:
         raise Wrong(
@@ -133,7 +133,9 @@ def token_mean(answer, ranks):
         total = F.cross_entropy(ddp(x), y, ignore_index=IGNORED, reduction="sum")
         with wire.watch() as seen:
             loss = answer(total, y)
-        expect_scalar(loss, "the loss").backward()
+        if any(p.grad is not None for p in ddp.parameters()):
+            raise Wrong("return the loss, and leave backward() to the check")
+        expect_scalar(loss, "the loss", ": of a rank without a token, 0 / 0; divide by all ranks' count").backward()
         cure = "the loss must depend on `total`, or DDP's backward never runs; without a token return 0 * total"
         expect_token_mean(gradients(ddp, cure), _classifier, batches)
         expect_traffic(seen, "the gradients are right", "a count is 8 bytes", calls=2, payload=y.nbytes - 1)
@@ -152,7 +154,7 @@ def gain(answer, ranks=None):
             "that is the square root of k": k**0.5,
             "that is the factor upside down: the larger batch has the larger rate": 1 / full,
             "that is the large batch's own factor; divide by the small one's": 1 / (1 + noise / (k * batch)),
-            "batch and noise have changed places": (1 + batch / noise) / (1 + k * batch / noise),
+            "batch and noise have changed places": [x := (1 + batch / noise) / (1 + k * batch / noise), 1 / x],
         }
         if k == 1:
             slips = {}
