@@ -263,7 +263,7 @@ checks.sharded_order(remaining, ranks)
 # %%ranks
 def dealt(update, n=world_size):
     length = len(corpus.train_ids) // (T + 1)
-    mine = [*remaining(length, 0, 12 * n * update, rank, n)][:12]
+    mine = [int(i) for i in remaining(length, 0, 12 * n * update, rank, n)][:12]
     ids_bT = torch.stack([corpus.train_ids[i * (T + 1) : (i + 1) * (T + 1)] for i in mine]).long()
     return ids_bT[:, :-1], ids_bT[:, 1:]
 
@@ -434,7 +434,7 @@ def trajectory(n, dtype=torch.float64, loss_of=token_mean):
     model, losses = new_model(dtype), []
     for step in range(steps):
         x_BT, y_BT = uneven_batch(step)
-        mine = [*remaining(global_batch, step, 0, rank, n)] if rank < n else []  # build A
+        mine = [int(i) for i in remaining(global_batch, step, 0, rank, n)] if rank < n else []  # build A
         total = loss_sum(model, x_BT[mine], y_BT[mine])
         loss_of(total, y_BT[mine]).backward()  # build B
         losses.append(descend(model, total, y_BT[mine]))
@@ -756,7 +756,7 @@ from collections import Counter
 from torch.utils.data.distributed import DistributedSampler
 
 readers = {
-    "yours": [*remaining(13, 0, 0, rank, world_size)],
+    "yours": [int(i) for i in remaining(13, 0, 0, rank, world_size)],
     "DistributedSampler": list(DistributedSampler(range(13), world_size, rank)),
     "DistributedSampler, drop_last": list(DistributedSampler(range(13), world_size, rank, drop_last=True)),
 }
