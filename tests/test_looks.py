@@ -8,7 +8,7 @@ import pytest
 from manyhands.course.folders import ASSETS, ROOT
 from manyhands.course.lessons import Lesson
 from manyhands.launch.run_folder import save_figure
-from manyhands.plots import looks
+from manyhands.plots import looks, times
 from matplotlib import rc_context
 
 SOURCES = [
@@ -85,6 +85,15 @@ def test_the_colours_of_a_figure_are_those_of_the_table(path, colours):
 def test_no_text_of_a_figure_is_smaller_than_it_can_be_read_from_the_back(path):
     sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", path.read_text("utf-8"))]
     assert sizes and min(sizes) >= 10
+
+
+def test_a_series_that_ends_early_has_its_name_beside_its_end():
+    published = [{"name": "a machine", "points": [[64, 1.0], [2**30, 10.0]]}]
+    axes = times.beside_published([64, 4096], [1e-6, 1e-6], 2, published, "").axes[0]
+    for text in axes.texts:
+        (x,) = (line.get_xdata()[-1] for line in axes.lines if line.get_color() == text.get_color())
+        end, _ = axes.transAxes.inverted().transform(axes.transData.transform((x, 1.0)))
+        assert 0 < text.get_position()[0] - end < 0.1, text
 
 
 def test_nothing_but_a_rank_has_a_ranks_colour_and_no_hatch_means_two_things():

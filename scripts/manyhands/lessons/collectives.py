@@ -203,7 +203,7 @@ def draw_against_size(sizes_b, measured, predicted, title, unit="measured", look
     ratios.yaxis.set_minor_formatter("")
     bytes_axis(ratios)
     last_s = {name: seconds[-1] for name, seconds in (predicted | medians).items()}
-    name_ends(times, {name: 1e3 * s for name, s in last_s.items()}, looks)
+    name_ends(times, {name: (sizes_b[-1], 1e3 * s) for name, s in last_s.items()}, looks)
     return figure
 
 
@@ -220,7 +220,7 @@ def draw_bandwidths(sizes_b, measured, factor, title, looks=None):
         bytes_axis(axes)
     panels[0].set(ylabel="MB/s", ylim=(0, None))
     last = {series: factor * sizes_b[-1] / s[-1] / 1e6 if s[-1] else 0 for series, s in measured.items()}
-    name_ends(panels[1], last, looks)
+    name_ends(panels[1], {series: (sizes_b[-1], rate) for series, rate in last.items()}, looks)
     figure.suptitle(title)
     return figure
 

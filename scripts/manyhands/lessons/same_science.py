@@ -213,8 +213,7 @@ def draw_by_rate(losses, advised, title):
             middles, errors = looks.errorbars([found for _, found in runs], middle=statistics.mean)
             x = [rate for rate, _ in runs]
             axes.errorbar(x, middles, yerr=errors, **{**looks.WHISKERS, **look, "ms": 5})
-            up = 8 if middles[0] == max(statistics.mean(losses[kind, b, x[0]]) for b in batches) else -18
-            looks.note(axes, f"batch {batch}", (x[0], middles[0]), (2, up + 6 if up > 0 else up), look["color"])
+            looks.note(axes, f"batch {batch}", (x[0], middles[0]), (2, 14), look["color"])
         axes.axvline(advised[kind], **looks.PREDICTED)
         place = {"xycoords": ("data", "axes fraction")}
         looks.note(axes, "the rule", (advised[kind], 1), (4, -10), looks.PREDICTED["color"], **place)

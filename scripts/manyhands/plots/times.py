@@ -36,7 +36,7 @@ def beside_published(sizes_b, seconds, ranks, published, title):
     axes.set(xlabel="bytes of the tensor", ylabel="bus bandwidth, GB/s", title=title)
     axes.yaxis.set_major_formatter("{x:g}")
     bytes_axis(axes)
-    name_ends(axes, {name: points[-1][1] for name, points in curves.items()}, looks)
+    name_ends(axes, {name: tuple(points[-1]) for name, points in curves.items()}, looks)
     return figure
 
 
@@ -45,12 +45,13 @@ def looks_of(names):
 
 
 def name_ends(axes, ends, looks):
-    """The name of each series at the height where it ends on the right; names that would touch are moved apart."""
-    height = {y: axes.transAxes.inverted().transform(axes.transData.transform((1, y)))[1] for y in ends.values()}
+    """The name of each series right of its end (x, y) in the data; names that would touch are moved apart."""
+    place = {end: axes.transAxes.inverted().transform(axes.transData.transform(end)) for end in ends.values()}
     lowest = float("-inf")
-    for name, y in sorted(ends.items(), key=lambda end: end[1]):
-        lowest = max(height[y], lowest + _APART)
-        axes.text(1.01, lowest, name, transform=axes.transAxes, color=looks[name]["color"], va="center")
+    for name, end in sorted(ends.items(), key=lambda named: named[1][1]):
+        (x, y), look = place[end], looks[name]
+        lowest = max(y, lowest + _APART)
+        axes.text(x + 0.055, lowest, name, transform=axes.transAxes, color=look["color"], va="center")
 
 
 def bytes_axis(axes):
