@@ -335,7 +335,7 @@ def _judge_ring(answer, ranks, lengths):
             raise Wrong("the returned sum is right, but x_N still holds other numbers; sum in place")
 
 
-@exercise("E", "the ring's time")
+@exercise("E", "the time of a ring")
 def ring_seconds(answer, ranks=None):
     """`answer(n_bytes, n, alpha, beta)` is 2(n-1) (alpha + n_bytes / n / beta), the seconds of a ring all-reduce."""
     for n_bytes, n, alpha, beta in (
@@ -360,7 +360,7 @@ def ring_seconds(answer, ranks=None):
         expect_number(found, hops * (alpha + chunk_s), what, "seconds", slips, rel=1e-6, close=1e-15)
 
 
-@exercise("F", "everybody sends, nobody hangs")
+@exercise("F", "nobody goes first")
 def pass_right(answer, ranks):
     """`answer(mine)` returns the left neighbour's tensor. All ranks call it, and no rank waits for another's turn."""
     _judge_pass(answer, ranks)

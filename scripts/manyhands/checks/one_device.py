@@ -118,7 +118,7 @@ def ledger(answer, ranks=None):
             expect_number(found[kind], right, what, "bytes", slips.get(kind), rel=0)
 
 
-@exercise("C", "does it fit?")
+@exercise("C", "sequences that fit")
 def does_it_fit(answer, ranks=None):
     """`answer(config, device_bytes)` -> the most sequences that fit, at 16 bytes per parameter and 16 bf16 vectors."""
     for what, config, device_bytes in (

@@ -202,7 +202,7 @@ def _judge_schedule(rates, kind, base, k):
         raise Wrong(f"{case}the first rates are {first}, ...; climb in equal steps of {full / warm_up:.3g}")
 
 
-@exercise(1, "set_epoch from a histogram")
+@exercise(1, "find the set_epoch bug")
 def diagnose(answer, ranks=None):
     """`answer(read, length)` says "fine", "same order" or "ranks disagree"; read[epoch][rank] lists indices."""
     one_list, lacks = "every rank reads the same list in every epoch", "one rank is in another epoch than the rest"
