@@ -339,7 +339,7 @@ lines = [said.format(name, 2 * P / 1e9, mixed.total * P / 1e9) for name, P in nu
 compare("bytes per parameter with bf16 weights", "guess_bytes", mixed.total, because=lines)
 
 # %% [markdown]
-# 2 + 2 + 4 + 8 = **16 again**. So bf16 saves nothing here. It halves the activations, and it makes matrix products
+# 2 + 2 + 4 + 8 = **16 again**. So bf16 saves nothing here. It makes activations smaller, and matrix products
 # faster. ([Other recipes](../assets/handbook/01_one_device.md#bytes-per-parameter))
 
 # %% [markdown] tags=["notes"]
@@ -601,7 +601,7 @@ if rank == 0:
     if listed := dense_peak(device, "fp32"):
         say(f"MFU {100 * speed / listed:.2g} % of the {listed / 1e12:.0f} TFLOP/s on the data sheet")
     here = {"here: our step / best product": 100 * speed / fastest}
-    figure = lesson.draw_share(here, recorded_runs.published("01_peak"), "FLOP/s reached, in % of the dense peak")
+    figure = lesson.draw_share(here, recorded_runs.published("01_peak"), "FLOP/s, in % of the peak or best product")
     show(figure, "share_of_peak", "best products reach 70 to 90 % of the peak, training a model 46 %", unanswered())
     rate = tokens / statistics.median(step_s)
     metrics.measured(tok_per_s=rate, gemm_peak=fastest, share_of_gemm_peak=speed / fastest)

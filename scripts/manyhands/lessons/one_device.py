@@ -21,5 +21,5 @@ def draw_share(here, published, title):
         axes.text(102, i, f"{share:.2g} %" + f", {said}" * bool(said), va="center")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
-    axes.set(xlabel="% of the peak", title=title, xlim=(0, 150), xticks=range(0, 101, 20))
+    axes.set(xlabel="%", title=title, xlim=(0, 150), xticks=range(0, 101, 20))
     return figure
