@@ -1752,9 +1752,10 @@ checks.uneven_accumulation(accumulate_uneven, ranks)
 # may need about 4 bytes per parameter more during the update.
 #
 # **What to look for.** `torch.cuda.max_memory_allocated()` is the most that your tensors had. `nvidia-smi` shows more: what
-# PyTorch's allocator keeps for later, and CUDA itself. If a run ends with "out of memory" while much is "reserved but
-# unallocated", `PYTORCH_ALLOC_CONF=expandable_segments:True` may help. Where `torch.get_float32_matmul_precision()` is
-# "highest", float32 products do not use TF32, and MFU has a different peak.
+# PyTorch's allocator keeps for later, and CUDA itself. A [memory
+# snapshot](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) draws a GPU's tensors over time. If a run ends with
+# "out of memory" while much is "reserved but unallocated", `PYTORCH_ALLOC_CONF=expandable_segments:True` may help. Where
+# `torch.get_float32_matmul_precision()` is "highest", float32 products do not use TF32, and MFU has a different peak.
 
 # %% [markdown]
 # ## Further reading

@@ -240,9 +240,9 @@ def draw_scaling(sizes, virtual_s, curves_s, speed_ups):
     figure, (left, right) = looks.new_figure(10, 3.8, 1, 2)
     dotted = {"color": looks.ALTERNATIVES[2]["color"], "ls": ":", "lw": 1.6}
     styles = (looks.PREDICTED, looks.PREDICTED | {"ls": "-."}, dotted)
-    for (name, seconds), look in zip(curves_s.items(), styles, strict=True):
+    for (name, seconds), look, up in zip(curves_s.items(), styles, (0, 1, -1), strict=True):
         left.loglog(range(1, len(seconds) + 1), [1e3 * s for s in seconds], **look)
-        looks.end_label(left, len(seconds), 1e3 * seconds[-1], name, look["color"])
+        looks.end_label(left, len(seconds), 1e3 * seconds[-1], name, look["color"], up)
     left.loglog(sizes, [1e3 * s for s in virtual_s], **looks.MEASURED, ls="none")
     ticks = [1, 2, 4, 8, 16, 32, 64]
     left.set_xticks(ticks, ticks)
