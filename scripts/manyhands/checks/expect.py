@@ -44,7 +44,7 @@ def number(found, unit=""):
     except (TypeError, ValueError, RuntimeError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise Wrong(f"return a number{' of ' if unit else ''}{unit}, not {shown(found)}")
+        raise Wrong(f"return a number{' of ' if unit else ''}{'seconds' if unit == 's' else unit}, not {shown(found)}")
     return value
 
 
@@ -113,6 +113,8 @@ def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
     found, wanted = found.detach(), wanted.detach()
 
     def is_near(other):
+        if isinstance(other, list):
+            return any(map(is_near, other))
         return found.shape == other.shape and _near(found, other.detach(), close)
 
     if is_near(wanted) and found.dtype == wanted.dtype:
@@ -131,7 +133,8 @@ def expect_tensor(found, wanted, what, slips=None, it_is="", close=1e-10):
 def expect_scalar(found, what, not_finite=""):
     """Return `found`, a loss; raise Wrong unless it is a finite tensor of one number with its graph."""
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        raise Wrong(f"{what} should be one number with its graph, a tensor, not {shown(found)}")
+        came = f"one of the shape {list(found.shape)}" if isinstance(found, torch.Tensor) else shown(found)
+        raise Wrong(f"{what} should be one number with its graph, a tensor, not {came}")
     if not found.isfinite().all():
         raise Wrong(f"{what} is {found.item()}{not_finite}")
     if not found.requires_grad:
@@ -273,6 +276,6 @@ def _first_difference(found, wanted, close):
         return f"{differ}, which is float32's accuracy; keep the dtype of what you were given, all the way"
     b_N, a_N = wanted.double().flatten(), found.double().flatten()
     factor = (a_N @ b_N / (b_N @ b_N)).item() if (b_N != 0).sum() > 1 else math.nan
-    if math.isfinite(factor) and factor and _near(a_N, factor * b_N, 1e-9):
+    if math.isfinite(factor) and factor and f"{factor:.4g}" != "1" and _near(a_N, factor * b_N, 1e-9):
         return f"what came is {factor:.4g} times that"
     return differ

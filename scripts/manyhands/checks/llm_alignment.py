@@ -30,14 +30,12 @@ def loss_mask(answer, ranks=None):
             wanted_BT = torch.tensor([_written(row, assistant, end) for row in talks])
             ends_BT = ids_BT[:, 1:] == end
             slips = {
-                "that is one position too late: target t is token t + 1, so the first letter counts at the assistant's "
-                "marker": F.pad(wanted_BT[:, :-1], (1, 0)),
+                "that is one position too late: the token after the marker counts": F.pad(wanted_BT[:, :-1], (1, 0)),
+                "that is one position too early: the assistant's marker is no target": F.pad(wanted_BT[:, 1:], (0, 1)),
                 "the end of an answer counts: without it the model never learns to stop": wanted_BT & ~ends_BT,
                 "an end marker that ends no answer does not count": wanted_BT | ends_BT,
                 "the user's text is not a target": torch.ones_like(wanted_BT),
-                "the system's message has an end marker too, which closes no answer": (
-                    (2 * (ids_BT == assistant).cumsum(1) > (ids_BT == end).cumsum(1))[:, :-1]
-                ),
+                "nothing counts: the end of the system's or user's text closes no answer": torch.zeros_like(wanted_BT),
                 "an answer ends at its end marker": ((ids_BT == assistant).cumsum(1) > 0)[:, :-1],
             }
             if isinstance(found_BT, torch.Tensor):
@@ -76,11 +74,13 @@ def group_advantages(answer, ranks=None):
 
 
 def _advantage_slips(rewards_B, group):
+    groups, mean, std = rewards_B.split(group), rewards_B.mean(), rewards_B.std()
     return {
         "that is over all answers: each question has its own": _advantages(rewards_B, len(rewards_B)),
-        "they are not divided by the group's standard deviation": (
-            torch.cat([g - g.mean() for g in rewards_B.split(group)])
-        ),
+        "they are not divided by the group's standard deviation": torch.cat([g - g.mean() for g in groups]),
+        "the mean is over all answers": torch.cat([(g - mean) / (g.std() + 1e-4) for g in groups]),
+        "the standard deviation is over all answers": torch.cat([(g - g.mean()) / (std + 1e-4) for g in groups]),
+        "add 1e-4 to the standard deviation, before you divide": _advantages(rewards_B, group, eps=0.0) + 1e-4,
         "they are divided by the standard deviation alone; add 1e-4 to it": _advantages(rewards_B, group, eps=0.0),
         "the standard deviation is that of n, not of n - 1": _advantages(rewards_B, group, correction=0),
     }
@@ -99,19 +99,21 @@ def clipped(answer, ranks=None):
         found = answer(log_p, old, A) if clip == 0.2 else answer(log_p, old, A, clip)
         ratio, A1 = moved.exp(), A[:, None]
         capped = ratio.clamp(1 - clip, 1 + clip)
+
+        def terms(ratio, low=1 - clip, high=1 + clip, A1=A1):
+            return -torch.minimum(ratio * A1, ratio.clamp(low, high) * A1)
+
         slips = {
-            "the sign is wrong: a gain lowers the loss": torch.minimum(ratio * A1, capped * A1),
+            "the sign is wrong: a gain lowers the loss": -terms(ratio),
             "that is not clipped": -ratio * A1,
             "that is clipped on both sides: take the smaller of the two products": -capped * A1,
             "that takes the larger of the two products": -torch.maximum(ratio * A1, capped * A1),
             "the smaller ratio is not the smaller product where A is negative": -torch.minimum(ratio, capped) * A1,
-            "the ratio is exp(log p - log p_old)": -torch.minimum(moved * A1, moved.clamp(1 - clip, 1 + clip) * A1),
-            "the ratio is the wrong way round": (
-                -torch.minimum(A1 / ratio, (1 / ratio).clamp(1 - clip, 1 + clip) * A1)
-            ),
+            "the ratio is exp(log p - log p_old)": [terms(moved), terms((old + moved) / old)],
+            "the ratio is the wrong way round": terms(1 / ratio),
+            "capped is limited to the range 1 - clip to 1 + clip": [terms(ratio, 0.8, 1.2), terms(ratio, -clip, clip)],
         }
-        wanted = -torch.minimum(ratio * A1, capped * A1)
-        expect_tensor(found, wanted, "what came back", slips, it_is="the term of each token")
+        expect_tensor(found, terms(ratio), "what came back", slips, it_is="the term of each token")
         if not found.requires_grad:
             raise Wrong("the terms have no graph: do not detach log p")
 
@@ -124,11 +126,11 @@ def three_losses(answer, ranks=None):
         mask = torch.arange(T) < torch.randint(1, T, (b, 1), generator=generator(2))
         mask[0], mask[1] = torch.arange(T) < T - 1, torch.arange(T) < 2
         found = answer(terms, mask, num_answers, num_tokens, longest)
+        found = list(found) if isinstance(found, torch.Tensor) and found.dim() else found
         if not isinstance(found, tuple | list) or len(found) != 3:
             raise Wrong("three losses should come back: per answer, per token, Dr. GRPO")
         sums, lengths = (terms * mask).sum(1), mask.sum(1)
-        unmasked, means = terms.sum(), (sums / lengths).sum()
-        total = sums.sum()
+        unmasked, means, total = terms.sum(), (sums / lengths).sum(), sums.sum()
         cases = (
             ("per answer", means / num_answers, {
                 "the mask is missing": terms.sum(1).div(lengths).sum() / num_answers,
@@ -146,10 +148,10 @@ def three_losses(answer, ranks=None):
             ("Dr. GRPO", total / (num_answers * longest), {
                 "the mask is missing": unmasked / (num_answers * longest),
                 "that is divided by the answers alone; divide by the constant `longest` as well": total / num_answers,
-                "that is divided by the longest answer of this rank; `longest` is a constant": (
-                    total / (num_answers * lengths.max())
-                ),
+                "`longest` is a constant, not this rank's longest answer": total / (num_answers * lengths.max()),
                 "that is the loss per token": total / num_tokens,
+                "divide by the number of answers as well": total / longest,
+                "divide by the product of the two": total / num_answers * longest,
             }),
         )  # fmt: skip
         for value, (name, wanted, slips) in zip(found, cases, strict=True):
@@ -180,13 +182,11 @@ def hand_over(answer, ranks):
         if [id(p) for p in model.parameters()] != [id(p) for p in before]:
             raise Wrong("the model has other parameters now, and an optimizer still holds the old ones: fill them")
         for p, values in zip(model.parameters(), start, strict=True):
-            own = values + 300 * (rank + 1) ** 2
-            slips = {"they are this rank's own: put the row back into the model": own} if rank else {}
-            slips["that is rank 1's: the source is rank 0"] = values + 1200
-            slips["that is the mean over the ranks; the others' weights are old"] = (
-                values + 300 * sum((r + 1) ** 2 for r in range(n)) / n
-            )
-            slips = {why: wrong for why, wrong in slips.items() if n > 1}
+            slips = {
+                "they are this rank's own: all call broadcast, then put the row back": values + 300 * (rank + 1) ** 2,
+                "that is rank 1's: the source is rank 0": values + 1200,
+                "that is the mean over the ranks; the others' weights are old": values + 50 * (n + 1) * (2 * n + 1),
+            }
             expect_tensor(p, values + 300, "the weights", slips, it_is="rank 0's", close=0)
         P = sum(p.numel() for p in model.parameters())
         cure = "one broadcast of one row does"
@@ -235,6 +235,7 @@ def _dpo_slips(log_p, mask, reference, beta, num_pairs):
         "the reference is missing: compare with it": value(reference=torch.zeros_like(reference)),
         "the mask is missing: only what the assistant wrote counts": value(mask=torch.ones_like(mask)),
         "that takes the mean over an answer's tokens; log p of an answer is their sum": value(log_p=log_p / lengths),
+        "beta multiplies the margin, inside the sigmoid": beta * value(beta=1.0),
         "beta multiplies the policy's part only, not the whole margin": value(reference=reference / beta),
         "the reference's part has the wrong sign": value(reference=-reference),
     }

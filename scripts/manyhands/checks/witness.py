@@ -129,10 +129,10 @@ class Witness:
 
     def begins_async(self):
         """Return whether the learner's own code, not a library, makes the running call with async_op=True."""
-        frame, asked = sys._getframe(1), False
+        frame, asked, own = sys._getframe(1), False, self.body.__code__.co_consts  # a check may wrap the call
         while frame is not None and frame.f_code.co_filename not in _TORCH_DISTRIBUTED:
             frame = frame.f_back
-        while frame is not None and frame.f_code.co_filename in _TORCH_DISTRIBUTED:
+        while frame is not None and (frame.f_code.co_filename in _TORCH_DISTRIBUTED or frame.f_code in own):
             asked |= frame.f_locals.get("async_op") is True
             frame = frame.f_back
         return asked and frame is not None and self._learners(frame.f_code)
