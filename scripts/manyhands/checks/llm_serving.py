@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from manyhands.checks import FACT, Wrong, exercise
 from manyhands.checks.drawn import luck, normal, sizes
 from manyhands.checks.expect import count, expect_equal, expect_number, expect_tensor, number, truth
+from manyhands.checks.witness import shown
 from manyhands.measure import wire
 
 CLOSE = 1e-9
@@ -20,7 +21,7 @@ CLOSE = 1e-9
 
 FOUR = (0.4, 0.3, 0.2, 0.1)
 DICE = (  # probabilities, top_k, top_p
-    (FOUR, None, 1.0), (FOUR, None, 0.6), (FOUR, 3, 1.0), (FOUR, 9, 0.95), (FOUR, 2, 0.56), ((0.2, 0.3, 0.5), 3, 0.45),
+    (FOUR, None, 0.6), (FOUR, None, 1.0), (FOUR, 3, 1.0), (FOUR, 9, 0.95), (FOUR, 2, 0.56), ((0.2, 0.3, 0.5), 3, 0.45),
 )  # fmt: skip
 
 
@@ -94,6 +95,7 @@ def _judge_pair(pair, wanted, size, where, other=None):
             "those are the new ones alone": latest,
             "all are there, but the new ones stand first": torch.cat((latest, wanted[i, :, :, :-size]), 2),
             "keys and values have changed places": wanted[1 - i],
+            f"they begin with the old {('values', 'keys')[i]}": torch.cat((wanted[1 - i, :, :, :-size], latest), 2),
             "the new ones are missing": wanted[i, :, :, :-size],
         }
         if other is not None:
@@ -121,15 +123,19 @@ def _judge_attend(answer, cache, layer, full, start, stop):
     new = full[layer, :, :, :, start:stop]
     (_, old_k, old_v), (q, k, v) = full[0, :, :, :, :stop], full[layer, :, :, :, :stop]
     new_q, all_open = q[:, :, start:], torch.ones(stop - start, stop, dtype=torch.bool)
+    mask, after = all_open.tril(start), all_open.tril(start + 1)
+    by = lambda mask_TS, **how: attention(new_q, k, v, attn_mask=mask_TS, **how)  # noqa: E731
     both_k, both_v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-    both_open = torch.cat((all_open, all_open.tril(start)), 1)
+    both_open = torch.cat((all_open, mask), 1)
     found = answer(cache, layer, *new.clone())
     slips = {
         "each new position sees only the new ones: put the old in front": attention(*new, is_causal=True),
         f"query 0 is aligned with key 0; it is position S - T, here {start}": attention(new_q, k, v, is_causal=True),
-        "the new positions see each other's future: query t may look at keys up to S - T + t": attention(new_q, k, v),
-        "a query must see its own position, too": attention(new_q, k, v, attn_mask=all_open.tril(start - 1)),
-        "the scores are not divided by sqrt(E)": attention(new_q, k, v, attn_mask=all_open.tril(start), scale=1.0),
+        "the new positions see the future: query t may look at keys up to S - T + t": [by(None), by(after)],
+        "a query must see its own position, too": by(all_open.tril(start - 1)),
+        "the scores are not divided by sqrt(E)": by(mask, scale=1.0),
+        "numbers in a mask are added to the scores: make it bool": by(mask.double()),
+        "the mask is True where a query may look": [by(~mask), by(all_open.triu())] if start == 0 else None,
         "each layer has keys and values of its own": attention(new_q, both_k, both_v, attn_mask=both_open),
     }
     case = f"what {count(stop - start, 'new position')} after {start} find{'s' * (stop - start == 1)} in layer {layer}"
@@ -143,15 +149,14 @@ class Calls:
         self.ids, self.computed, self.fault = list(known), 0, ""
 
     def step(self, new, start):
+        if not hasattr(new, "__len__"):
+            raise Wrong(f"step takes a list of ids, not {shown(new)}")
         new, start = [int(number(i)) for i in new], int(number(start))
         there = len(self.ids)
         if start != there and not self.fault:
-            self.fault = f"step was told that the ids start at position {start}, and {there} are in the cache"
-            self.fault += (
-                ": hand over only what is not known yet"
-                if start < there
-                else ": the last id of the text is not in the cache yet"
-            )
+            why = "the last id of the text is not in the cache yet" if self.computed else "`start` is how many it holds"
+            why = "hand over only what is not known yet" if start < there else why
+            self.fault = f"step was told that the ids start at position {start}, and {there} are in the cache: {why}"
         self.ids, self.computed = self.ids[:start] + new, self.computed + len(new)
         return sum((7 + i) * one for i, one in enumerate(self.ids)) % 53
 
@@ -177,19 +182,18 @@ def continued(answer, ranks=None):
 def cache_bytes(answer, ranks=None):
     """`answer(N, H, KV, E, S, size)` -> bytes of the keys and values of one sequence: those of KV heads."""
     for N, H, KV, E, S, size in (
-        (3, 10, 5, 7, 11, 4), (32, 32, 8, 128, 4096, 2), (2, 4, 4, 3, 5, 8), (*sizes(14, 5, 2, 30), 1),
+        (3, 15, 5, 7, 11, 8), (32, 32, 8, 128, 4096, 2), (2, 4, 4, 3, 5, 8), (*sizes(14, 5, 2, 30), 1),
     ):  # fmt: skip
         right = 2 * N * KV * E * S * size
         slips = {
             "keys *and* values are kept": right / 2,
-            "only KV heads are stored, not a pair for each query head": 2 * N * H * E * S * size,
+            "only KV heads are stored, not a pair for each query head": [2 * N * H * E * S * size, right * H],
             "each layer has keys and values of its own": right / N,
-            f"a number takes {size} bytes": right / size,
+            f"a number takes {size} bytes": [right / size, right / size * 2],
             "every position has keys and values": right / S,
             "a head has E numbers": right / E,
             "each KV head has its own": right / KV,
         }
-        slips = {why: wrong for why, wrong in slips.items() if wrong != right}
         case = f"for N={N}, H={H}, KV={KV}, E={E}, S={S} and {size} bytes a number what a cache takes"
         expect_number(answer(N, H, KV, E, S, size), right, case, "bytes", slips)
 
@@ -207,12 +211,12 @@ def call_s(answer, ranks=None):
             "the caches are read, too": max(2 * P / bandwidth, arithmetic),
             "memory and arithmetic work at the same time: take the longer one, not the sum": memory + arithmetic,
             f"that is the {shorter}'s time alone, and the other takes longer": min(memory, arithmetic),
+            "`caches` are bytes already": max((2 * P + 2 * caches) / bandwidth, arithmetic),
             "a weight has 2 bytes": max((P + caches) / bandwidth, arithmetic),
             "a position takes 2 FLOPs per weight": max(memory, arithmetic / 2),
             "the weights are read once, for all positions": max((2 * P * positions + caches) / bandwidth, arithmetic),
         }
         right = max(memory, arithmetic)
-        slips = {why: wrong for why, wrong in slips.items() if wrong != right}
         case = f"for P={P:.3g}, {count(positions, 'position')} and {caches:.3g} bytes of caches a call"
         expect_number(answer(P, positions, caches), right, case, "s", slips)
 
@@ -238,8 +242,9 @@ def hand_over(answer, ranks=None):
         if rank == src:
             expect_equal(seen.sent_bytes, full.nbytes, f"from rank {src} to rank {dst}: the bytes that it sends")
             continue
-        if set(found) != set(range(N)):
-            raise Wrong(f"return a dict with the layers 0 to {N - 1} on rank {dst}, not {sorted(found)}")
+        if not isinstance(found, dict) or set(found) != set(range(N)):
+            came = sorted(found) if isinstance(found, dict) else shown(found)
+            raise Wrong(f"return a dict with the layers 0 to {N - 1} on rank {dst}, not {came}")
         for layer in range(N):
             for name, part, i in zip(("keys", "values"), found[layer], (0, 1), strict=True):
                 slips = {
@@ -277,8 +282,10 @@ def judged(answer, ranks=None):
 def _of_each_draw(answer, draft, p_V, q_V):
     """Return the answer for each (u, v) of the lattice."""
     for u, v in LATTICE:
-        token, was_kept = answer(draft, p_V, q_V, u, v)
-        again = answer(draft, p_V, q_V, u, v)
+        found = answer(draft, p_V, q_V, u, v)
+        if not isinstance(found, tuple | list) or len(found) != 2 or isinstance(found[0], bool):
+            raise Wrong(f"return two things, the token and whether it is the draft token, not {shown(found)}")
+        (token, was_kept), again = found, answer(draft, p_V, q_V, u, v)
         if (number(token), bool(was_kept)) != (number(again[0]), bool(again[1])):
             raise Wrong("the same u and v gave two different answers: decide by them alone, and draw nothing else")
         token = int(number(token))
@@ -300,7 +307,7 @@ def _judge_distribution(written_V, held, p_V, q_V):
     if held > 1 - NEAR:
         how = "every draft token is kept, whatever p says"
     elif abs(held - accepted_V.sum()) <= NEAR:
-        how = "after a refusal you draw from max(0, q - p), and it should be max(0, p - q)"
+        how = "after a refusal you write the draft token, or draw from max(0, q - p); draw from max(0, p - q)"
     likely_V, missing_V = p_V * q_V, (p_V - q_V).clamp(min=0)
     slips = {
         f"they follow q: {how}": q_V,
