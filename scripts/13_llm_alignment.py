@@ -420,8 +420,8 @@ checks.group_advantages(group_advantages, ranks)
 #
 # The **importance ratio** of a token is p / p_old: its probability now, divided by its probability when it was drawn.
 # Its term in the loss is `-min(ratio * A, capped * A)`, where A is the advantage of its answer, and `capped` is the
-# ratio, limited to the range 0.8 to 1.2. So a token that has moved that far is not pushed further. Return the terms,
-# [b, T].
+# ratio, limited to the range 1 - `clip` to 1 + `clip`: here 0.8 to 1.2. So a token that has moved that far is not
+# pushed further. Return the terms, [b, T].
 
 
 # %%
@@ -725,8 +725,8 @@ assert abs(ratios[0] - 1).max() < 1e-4, "fresh answers have the ratio 1"
 
 # %% [markdown]
 # Fresh answers have ratios of 1, so clipping does nothing. With staler answers more ratios are outside the range.
-# (This is one seed.) The right panel is from real GPUs
-# ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md),
+# (This is one seed. Rewards are of answers drawn at random, accuracy is of the likeliest ones.) The right panel is from
+# real GPUs ([verl](https://github.com/volcengine/verl/blob/e55d143181568d5232e4c2c6ba0d3a2ea1f7ebcd/docs/advance/one_step_off.md),
 # a 7B model): with answers that are one step old, the trainer waits for 45 s instead of 321 s.
 
 # %% [markdown]

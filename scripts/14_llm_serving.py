@@ -496,13 +496,13 @@ if rank == 0:
 
 # %% [markdown]
 # **A full server spends its time on reading.** Memory is full long before 295 users, and most bytes that are read are
-# caches. With four times fewer KV heads, four times as many users fit. DeepSeek's MLA
-# ([2024](https://arxiv.org/abs/2412.19437)) stores one short vector for all heads.
+# caches. With four times fewer KV heads, four times as many users fit. DeepSeek's MLA, multi-head
+# latent attention ([2024](https://arxiv.org/abs/2412.19437)), stores one short vector for all heads.
 #
 # The right panel is a real server ([source](https://docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance)). Its
-# tokens per second, times its seconds per token, are the 86 texts that it writes at the same time. Between 50 and 100
-# users it becomes full. With more users the time per token stays the same, but the **time to first token** grows
-# fast, because new users wait in a queue.
+# tokens per second, times its seconds per token, are the 86 texts that it writes at the same time (Little's law).
+# Between 50 and 100 users it becomes full. With more users the time per token stays the same, but the **time to first
+# token** grows fast, because new users wait in a queue.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: what a token waits for</summary>
