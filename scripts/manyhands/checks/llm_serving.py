@@ -124,7 +124,10 @@ def _judge_attend(answer, cache, layer, full, start, stop):
     (_, old_k, old_v), (q, k, v) = full[0, :, :, :, :stop], full[layer, :, :, :, :stop]
     new_q, all_open = q[:, :, start:], torch.ones(stop - start, stop, dtype=torch.bool)
     mask, after = all_open.tril(start), all_open.tril(start + 1)
-    by = lambda mask_TS, **how: attention(new_q, k, v, attn_mask=mask_TS, **how)  # noqa: E731
+
+    def by(mask_TS, **how):
+        return attention(new_q, k, v, attn_mask=mask_TS, **how)
+
     both_k, both_v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
     both_open = torch.cat((all_open, mask), 1)
     found = answer(cache, layer, *new.clone())
