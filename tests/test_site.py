@@ -23,7 +23,7 @@ from manyhands.course.lessons import find_lessons
 from manyhands.course.new_lesson import write_skeleton
 
 LESSONS = [lesson.name for lesson in find_lessons(ROOT, own=False)]
-WIDTHS = (1280, 390)  # of a laptop, of a phone
+WIDTHS = (390, 1280)  # of a phone, of a laptop
 README = (ROOT / "README.md").read_text("utf-8")
 
 
@@ -212,7 +212,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def complaints(browser, site):
-    """Every page seen at both widths: what was too wide, what the console said, what was asked for elsewhere."""
+    """Every page seen at both widths: what is too wide, hidden commands, what the console said, what it asked for."""
     found, page = [], browser.new_page()
     page.on("console", lambda said: said.type == "error" and found.append((page.url, said.text)))
     page.on("pageerror", lambda error: found.append((page.url, str(error))))
@@ -224,6 +224,8 @@ def complaints(browser, site):
             wide = page.evaluate("document.documentElement.scrollWidth")
             if wide > width:
                 found.append((page.url, f"{wide} pixels wide in a window of {width}"))
+        hidden = "blocks => blocks.filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText)"
+        found += [(page.url, f"hidden: {text}") for text in page.eval_on_selector_all(".highlight-bash pre", hidden)]
     page.close()
     return found
 
