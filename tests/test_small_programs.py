@@ -1,9 +1,13 @@
 """A program of a few lines runs beside a notebook under each launcher; what goes wrong is a line, not a traceback."""
 
+import os
 import platform
+from types import SimpleNamespace
 
 import pytest
+from manyhands.launch.processes import supervise
 from manyhands.notebook import small_programs
+from manyhands.notebook.engine_processes import Processes
 from manyhands.notebook.small_programs import run_under
 
 WHO = """import os
@@ -50,6 +54,17 @@ def test_mpiexec_starts_all_beside_the_notebook_also_inside_a_job_of_two_nodes(m
     if small_programs.mpi_launcher(2, environ={}) is None:
         pytest.skip("no MPI here")
     assert run_under("mpiexec", WHO, 2) == ["PMI_RANK=0 PMI_SIZE=2", "PMI_RANK=1 PMI_SIZE=2"]
+
+
+def test_no_sigpipe_ends_an_mpiexec_that_writes_to_a_process_that_is_gone(monkeypatch, tmp_path):
+    """About one start of MPICH's in 400 on a busy machine."""
+    itself = ["/bin/sh", "-c", "kill -PIPE $$; echo alive; exit 0"]
+    monkeypatch.setattr(small_programs, "_command", lambda *_: itself)
+    assert run_under("mpiexec", WHO, 2) == ["alive"]
+    assert supervise(itself, log=tmp_path / "log", timeout_s=20).status == 0
+    ranks = SimpleNamespace(folder=tmp_path, _server=None, _children=[])
+    Processes._spawn(ranks, "engines", ["its.module"], dict(os.environ), itself)
+    assert ranks._children[0].wait(20) == 0
 
 
 def test_a_program_that_fails_shows_the_end_of_what_it_said():

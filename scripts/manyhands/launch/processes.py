@@ -143,10 +143,11 @@ class Supervised:
         self.family.members()  # inspect unrelated processes now: it takes seconds
         # the signal is sent when the starting thread ends, even if its process lives on
         with_us = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
+        # signals as Python has them: MPICH's mpiexec may write to a process that is gone, and SIGPIPE would end it
         self.process = subprocess.Popen(
             [*with_us, *command], env={**(environment() if environ is None else environ), MARK: self.mark}, cwd=cwd,
             stdin=subprocess.DEVNULL, stdout=output, stderr=None if output is None else subprocess.STDOUT,
-            start_new_session=True,
+            start_new_session=True, restore_signals=False,
         )  # fmt: skip
 
     def end(self) -> None:

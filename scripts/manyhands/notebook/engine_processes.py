@@ -249,7 +249,7 @@ class Processes:
         with open(self.folder / f"{name}.log", "wb") as log:
             child = subprocess.Popen(
                 [*prefix, *python, *module], env=environ, cwd=os.getcwd(), stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, restore_signals=False,  # see `Supervised`
             )  # fmt: skip
         child.name = name
         self._children.append(child)

@@ -46,7 +46,8 @@ def run_under(launcher, program, n_processes=1, timeout_s=60):
             command = [*command, str(path)]
             if settings.live():
                 waiting.start()
-            done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s)
+            how = {"capture_output": True, "text": True, "timeout": timeout_s}
+            done = subprocess.run(command, env=environ, restore_signals=False, **how)  # see `Supervised`
         except subprocess.TimeoutExpired:
             return [f"no end within {timeout_s:g} s, so it was stopped"]
         finally:
