@@ -32,10 +32,11 @@ def test_why_it_waits_rejects(answer, sentence):
     ("answer", "sentence"),
     [
         ((0, "RuntimeError"), "an echo: its connection was closed because another rank had ended"),
-        ((3, "ChildFailedError"), "a report that some rank failed, not the failure"),
+        ((3, "torch.distributed.elastic.ChildFailedError"), "a report that some rank failed, not the failure"),
         ((0, "SignalException"), "a report that some rank failed, not the failure"),
         ((1, "IndexError"), "1 is its local rank"),
         ((2, "IndexError"), "ank 2 did not raise the IndexError"),
+        ((3, 1), "o rank failed with 1 first"),
         ((3, "KeyError"), "o rank failed with 'KeyError' first"),
     ],
 )
@@ -43,7 +44,9 @@ def test_first_error_rejects(answer, sentence):
     assert sentence in first_job.first_error(answer)
 
 
-@pytest.mark.parametrize("answer", [(np.int64(3), " IndexError:"), (3, IndexError), [3, "IndexError: index 3"]])
+@pytest.mark.parametrize(
+    "answer", [(np.int64(3), " IndexError:"), (3, IndexError), ["[rank3]", "[rank3]: IndexError: x"]]
+)
 def test_first_error_takes_other_ways_to_say_it(answer):
     assert first_job.first_error(answer) == CORRECT
 
@@ -65,7 +68,7 @@ REJECTED = {
     ],
     "my_sequences": [
         (RANK, "local_rank", "that is by its local rank; a rank is node * ranks_per_node"),
-        (RANK, "node", "that is by its node; a rank is node * ranks_per_node"),
+        (RANK, "node", "of 2, should be range(12, 24), not range(0, 12): those are the sequences of rank 0"),
         (RANK, "2 * node + local_rank", "rank 4 of 8, should be range(12, 15), not"),
         (RANK, "local_rank * nodes + node",
          "should be range(6, 12), not range(12, 18): ranks are counted through node by node"),
@@ -84,6 +87,8 @@ REJECTED = {
     "ask_for": [
         ("math.ceil", "int", "that cuts off the minute that has begun"),
         (" + 2", "", "without the two minutes for the start"),
+        ("math.ceil(1.5 * seconds / 60)", "int(1.5 * seconds / 60) + 1",
+         "for 2,400 s should be '01:02:00', not '01:03:00': that rounds up whole minutes, too"),
         ("1.5 * ", "", "that is the run and two minutes"),
         ("1.5 * seconds / 60) + 2", "1.5 * (seconds / 60 + 2))", "the two minutes are added after"),
         ("{minutes // 60:02d}", "{minutes // 60 % 24:02d}", "hours do not wrap after a day"),
@@ -97,9 +102,10 @@ REJECTED = {
         (CELLS, "not set(ours) <= set(theirs)", "a cell less than the script"),
         (CELLS, "len(ours) != len(theirs)", "a job would run 10, and you call it fresh"),
         (CELLS, "any(a != b for a, b in zip(ours, theirs))", "a cell more than the script"),
-        (CELLS, "notebook.stat().st_mtime > script.stat().st_mtime", "Times do not tell"),
+        (CELLS, "notebook.stat().st_mtime > script.stat().st_mtime", "Times and ids do not tell"),
         (CELLS, "ours != theirs and notebook.stat().st_mtime > script.stat().st_mtime", "as in a fresh clone"),
-        (CELLS, "notebook.read_text() != script.read_text()", "their cells are the same: nothing is stale"),
+        (CELLS, "notebook.read_text() != script.read_text()", "the cells' sources are the same"),
+        ("cell.source for", "cell for", "nothing is stale. Times and ids do not tell"),
         (CELLS, "[ours != theirs, notebook.unlink(), script.unlink()][0]",
          "a file of the pair was changed, or is gone: only read them"),
         ("cell.source for", '(cell.source, str(cell.get("outputs"))) for', "no job runs outputs"),

@@ -7,6 +7,7 @@ They judge how well a log or a queue was read as well as code. None communicates
 import itertools
 import math
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -83,9 +84,8 @@ def _judge_share(answer, global_batch, nodes, per_node, node, local):
         raise Wrong(f"{case} split evenly, {each} each, and you refused them: {said(error)}") from None
     begins = {
         "that is by its local rank; a rank is node * ranks_per_node + local_rank": local,
-        "that is by its node; a rank is node * ranks_per_node + local_rank": node,
         "ranks are counted through node by node": local * nodes + node,
-    }
+    } | {f"those are the sequences of rank {other}": other for other in range(n)}
     slips = {why: range(begin * each, (begin + 1) * each) for why, begin in begins.items()}
     slips["in turn, but a rank takes consecutive sequences"] = range(rank, global_batch, n)
     what = f"of {case} what {place} takes, rank {rank} of {n},"
@@ -112,17 +112,18 @@ def first_error(answer, ranks=None):
     if any(one is None or one is ... for one in answer):
         raise NotImplementedError
     rank, error = answer
-    # the error's name, with or without its message, or the exception itself
-    error = error.__name__ if isinstance(error, type) else error.split(":")[0].strip()
+    rank = (re.findall(r"\d+", str(rank)) or [rank])[0]  # 3, or as the log writes it: "[rank3]"
+    # the error's name, with or without label and message, or the exception itself
+    error = (re.findall(r"\w+(?:Error|Exception)\b", repr(error)) or [error])[0]
     if error in REPORTS:
         raise Wrong(f"{error} is torchrun's: a report that some rank failed, not the failure")
     if error in ECHOES:
         raise Wrong(f"a {error} in this log is an echo: its connection was closed because another rank had ended")
     if error != FAILED_ERROR:
-        raise Wrong(f"no rank failed with {error!r} first; copy the name before the colon, such as ValueError")
-    if rank == FAILED_LOCAL_RANK:
+        raise Wrong(f"no rank failed with {error!r} first; copy a name such as ValueError")
+    if rank == str(FAILED_LOCAL_RANK):
         raise Wrong(f"{rank} is its local rank, which counts on its own node; the rank counts over all nodes")
-    if rank != FAILED_RANK:
+    if rank != str(FAILED_RANK):
         raise Wrong(f"rank {rank} did not raise the {FAILED_ERROR}: look at the label in front of that line")
 
 
@@ -131,9 +132,10 @@ def ask_for(answer, ranks=None):
     """`answer(seconds)`: the walltime for a run of that length, times 1.5, plus two minutes, as HH:MM:SS."""
     draw = luck(2)
     drawn = [40 * draw.randint(0, 60) + draw.randint(3, 37) for _ in range(4)]  # odd: x 1.5 has half minutes
-    for seconds in in_turn([10, 610, 2530, 108_050, *drawn]):
+    for seconds in in_turn([10, 610, 2400, 2530, 108_050, *drawn]):
         whole, begun = math.floor(1.5 * seconds / 60), math.ceil(1.5 * seconds / 60)
         slips = {
+            "that rounds up whole minutes, too": whole + 3,
             "that cuts off the minute that has begun; round up": whole + 2,
             "that is half as much again, without the two minutes for the start": begun,
             "that is the run and two minutes; ask for half as much again": math.ceil(seconds / 60) + 2,
@@ -166,7 +168,7 @@ _SCRIPT = [_FIRST, _LAST, _LOOP, _LAST]
 _PAIRS = [
     # the notebook's cells, which file is newer, whether outputs are stored, whether it is stale, the hint if wrong
     (_SCRIPT, "notebook", False, False,
-     "the notebook was saved after the script, but their cells are the same: nothing is stale. Times do not tell"),
+     "the notebook was saved later, but the cells' sources are the same: nothing is stale. Times and ids do not tell"),
     (["steps = 20", *_SCRIPT[1:]], "notebook", False, True,
      "steps = 20 in the notebook, 10 in the script, as many cells in both: a job would run 10, and you call it fresh"),
     (["steps = 20", *_SCRIPT[1:]], "script", False, True,
