@@ -77,7 +77,7 @@ def without(name):
 REJECTED = {
     "missing_call": {
         missing_begins_at_1: "one buffer begins with call 3; it says nothing about call 1",
-        missing_looks_at_names_only: "hang 1: the call and the ranks without it should be [5, [1]], not None",
+        missing_looks_at_names_only: "hang 1: as call 5, ranks [1] made another one or none, and you find nobody",
         "those who wait": (("return number, odd", "return number, [r for r in range(len(calls)) if r not in odd]"),
             "should be [6, [2]], not [6, [0, 1, 3]]: those made it, and wait in it; return the ranks that did not"),
         "the first only": (("return number, odd", "return number, odd[:1]"), "should be [6, [3, 5]], not"),
@@ -85,6 +85,7 @@ REJECTED = {
             "hang 0: the call and the ranks without it should be [6, [2]], not [5, [2]]"),
         "who made no call": (("return number, odd", "return number, [r for r in odd if number not in calls[r]]"),
             "not [5, []]: a rank that made a different call under this number counts as"),
+        "where all end": (("(min(made, default=1)", "(max(made, default=1)"), "they differ there, too"),
         "a rank": (("return number, odd", "return number, odd[0]"), "which the check cannot use"),
     },
     "culprit": {
@@ -121,6 +122,8 @@ REJECTED = {
         ("torch.tensor(trainee.step)", "trainee.step",
          "a shard holds tensors, and 'step' is 5; torch.tensor(number) makes a tensor"),
         (".item()", "", "the trainee is at step tensor(5), not 5"),
+        ("get_rng_state()", "get_rng_state", "; call it"),
+        ("part.copy_(state[name])", "part = state[name]", "`part = ...` copies nothing into them"),
         (STATE, f"{STATE} trainee.model.state_dict() |", "hold weights and averages of this rank, once"),
     ],
     "damaged": [
@@ -135,7 +138,7 @@ REJECTED = {
          "ignore files that the manifest does not list"),
         (SIZE, "", '== about["sha256"]', 'in {entry["sha256"] for entry in files.values()}',
          "each file must match its own entry"),
-        (SIZE, "", "read_bytes()", "read_bytes()[:4096]", "take the sha256 of the whole file, not of its beginning"),
+        (SIZE, "", "read_bytes()", "read_bytes()[:4096]", "the sha256 of the whole file, as hexdigest()"),
         (SIZE, "", "read_bytes()", 'read_bytes()[: about["bytes"]]',
          "bytes behind the end: the list should be ['rank-2.safetensors'], not []: a file may be too long as well"),
         (LIST, f'[name for name in {LIST} if name[5:6] in "012"]',
@@ -152,6 +155,7 @@ REJECTED = {
         (LIST, f"[path / name for name in {LIST}]", "return names, not whole paths"),
         ('return ["manifest.json"]', 'return ["manifest.json"] * (path / "manifest.json").exists()',
          "without a manifest nothing can be trusted"),
+        (PART, "[part : part + 1]", "part 0 of 1 is all the names"),
         (PART, "", "numbers 0 and 2 belong to the other part"),
         (PART, "[2 * part : 2 * part + (2 if parts > 1 else 9)]",
          "read as part 1 of 2: the list should be ['rank-1.safetensors'], not ['rank-2"),
@@ -159,6 +163,7 @@ REJECTED = {
     "resume": [
         ('loop.model.load_state_dict(state["model"])', "pass", "the weights are not those that were saved"),
         ('loop.optimizer.load_state_dict(state["optimizer"])', "pass", "the optimizer's memory is not what was saved"),
+        ('"step": loop.step', '"step": torch.tensor(loop.step)', "the loop is at step tensor(13), not 13"),
         ('state["step"]', "loop.step", "the loop is at step 0, not 13"),
         (in_a_box("all_of", "put_back"), "the weights are not those that were saved"),
         (PUT, f"{PUT}\n    loop.model.eval()", "check optimizer.param_groups and model.training as well"),
@@ -224,7 +229,7 @@ SAVES = [
     (MANIFEST, "", RENAME, f"{RENAME}\n{MANIFEST.replace('partial', 'path')}".rstrip(),
      "before rank 0 had the manifest on the disk"),
     ('gather("it is there")', "pass", "it must exist before any rank returns"),
-    (FILES, CACHED, "synced no file to the disk"),
+    (FILES, CACHED, "1 of 4 files, the shards and the manifest, were synced to the disk"),
     (FILES, "files = dict(gather((name, content)))", MANIFEST,
      f"        files = {{n: write(partial / n, it) for n, it in files.items()}}\n{MANIFEST}",
      "each rank writes its own shard, only names and sums travel"),
@@ -235,6 +240,9 @@ SAVES = [
      "and not each shard as write() wrote it and the manifest says"),
     (RENAME, "        pass", "(in the folder: step-0006.partial): no rank renamed a folder to it"),
     (SYNC, "        pass", "after it, sync the folder that holds step-0006"),
+    (SYNC, '        sync(path / "manifest.json")', "after it, sync the folder that holds step-0006"),
+    ("write(partial / name", "write(path / name", "before rank 0 had its shard on the disk"),
+    (MANIFEST, MANIFEST.replace("partial", "path"), "before rank 0 had all on the disk"),
     (SYNC, "        pass", RENAME, f"{SYNC}\n{RENAME}", "after it, sync the folder that holds step-0006"),
     (RENAME, '        __import__("shutil").copytree(partial, path)',
      "step-0006 was there, under its final name, before rank 0 had all on the disk"),
@@ -262,10 +270,16 @@ def takes_rank_0_for_the_right_one(model, gather):
     return next(((r, n) for n in prints for r, of in enumerate(of_all) if of[n] != of_all[0][n]), None)
 
 
+def finds_the_last(model, gather):
+    of_all = gather([fingerprint([p]) for p in model.parameters()])
+    odd = [(name, p) for (name, _), *p in zip(model.named_parameters(), *of_all, strict=True) if len(set(p)) > 1]
+    return (min(range(len(of_all)), key=lambda r: odd[-1][1].count(odd[-1][1][r])), odd[-1][0]) if odd else None
+
+
 bits = torch.int32
 COPIES = {
     "finds nothing": (lambda model, gather: gather(None) and None,
-        "bit 20 of one weight is flipped on rank 2: (rank, name) should be [2, '0.weight'], not None"),
+        "on rank 2: (rank, name) should be [2, '0.weight'], not None"),
     "sums": (first_odd(lambda p: p.sum().item()),
         "all copies are equal: (rank, name) should be None, not the list [0, '2.bias']: nan is not equal to itself"),
     "sums without nan": (first_odd(lambda p: p.nan_to_num().sum().item()),
@@ -276,6 +290,8 @@ COPIES = {
         "a zero has become -0.0 on rank 2"),
     "weights": (first_odd(lambda p: p.view(bits).tolist()),
         "bytes: weights; fingerprints fit into 960"),
+    "of two": (first_odd(lambda p: fingerprint([p]), 0), "with two copies it is undecidable which is wrong"),
+    "the last": (finds_the_last, "this one differs, too; return the first"),
     "rank 0 is right": (takes_rank_0_for_the_right_one, "should be [0, '2.weight'], not [1, '2.weight']"),
 }  # fmt: skip
 

@@ -55,8 +55,11 @@ def missing_call(answer, ranks=None):
                 raise Wrong(f"{name}: one buffer begins with call {max(begins)}; it says nothing about call {number}")
         number, odd = truth or (0, [])
         waiting, silent = set(range(len(calls))) - set(odd), [r for r in odd if number not in calls[r]]
+        if truth and found is None:
+            raise Wrong(f"{name}: as call {number}, ranks {odd} made another one or none, and you find nobody")
         slips = {
             "those made it, and wait in it; return the ranks that did not": (number, sorted(waiting)),
+            "they differ there, too; return the first such call": (number + 1, odd),
             "a rank that made a different call under this number counts as missing too": (number, silent),
         }
         expect_equal(found, truth, f"{name}: the call and the ranks without it", slips)
@@ -109,12 +112,12 @@ def _hangs_of_one_group():
         luck = random.Random(f"calls {seed}")
         n, last = luck.randrange(3, 8), luck.randrange(5, 12)
         odd = sorted(luck.sample(range(n), luck.randrange(1, (n + 1) // 2)))
-        if seed % 5 == 0:
-            odd = []  # all made the same calls
-        elif seed % 5 == 1:
-            last = 1  # these ranks called nothing in this group
+        odd = [] if seed % 5 == 0 else odd  # all made the same calls
+        last = 1 if seed % 5 == 1 else last  # these ranks called nothing in this group
         instead = {r: luck.choice([None, "reduce_scatter"]) for r in odd}
         calls = _calls_in("all", _records([("all", range(n))], instead, "all", last, luck))
+        for r in set(range(n)) - set(odd) if odd and seed % 2 else ():  # they call without waiting, as with async_op
+            calls[r][last + 1] = "all_reduce"
         yield f"another hang (seed {seed})", calls, (last, odd) if odd else None
 
 
@@ -237,7 +240,8 @@ DROPOUT = (
 OF_TRAINEE = [
     ("trainee.state['weights'] is another tensor now, and the model still looks at the old one: copy into the tensor "
         "that is there", lambda trainee: trainee.state["weights"].data_ptr() == trainee.row_P.data_ptr()),
-    ("the weights (trainee.state['weights']) are not those that were saved", lambda trainee: trainee.state["weights"]),
+    ("the weights (trainee.state['weights']) are not those that were saved: `part = ...` copies nothing into them",
+        lambda trainee: trainee.state["weights"]),
     ("Adam's mean (trainee.state['mean']) is not what was saved", lambda trainee: trainee.state["mean"]),
     ("Adam's mean square (trainee.state['square']) is not what was saved", lambda trainee: trainee.state["square"]),
     ("the trainee is at step {now!r}, not {then}: Adam and the next batch depend on it", lambda trainee: trainee.step),
@@ -247,7 +251,7 @@ OF_LOOP = [
     ("the weights are not those that were saved", lambda loop: loop.model.state_dict()),
     ("the optimizer's memory is not what was saved: AdamW continues with other averages",
         lambda loop: loop.optimizer.state_dict()["state"]),
-    ("the loop is at step {now}, not {then}: the learning rate follows it", lambda loop: int(loop.step)),
+    ("the loop is at step {now!r}, not {then}: the learning rate follows it", lambda loop: loop.step),
     ("the order of this epoch has changed: some rows come twice and some not at all",
         lambda loop: torch.as_tensor(loop.order)),
     ("the next row is number {now} of the epoch, not {then}: rows are repeated or skipped",
@@ -301,7 +305,8 @@ def _through_a_shard(state):
     """Save this rank's state with safetensors and load it; raise Wrong if that is impossible or it is too large."""
     for name, part in state.items():
         if not torch.is_tensor(part):
-            raise Wrong(f"a shard holds tensors, and {name!r} is {shown(part)}; torch.tensor(number) makes a tensor")
+            cure = "call it" if callable(part) else "torch.tensor(number) makes a tensor"
+            raise Wrong(f"a shard holds tensors, and {name!r} is {shown(part)}; {cure}")
     shard = safetensors.torch.save({name: part.detach().clone().contiguous() for name, part in state.items()})
     enough = 3 * 8 * Trainee.num_params + torch.get_rng_state().nbytes
     if len(shard) > enough + 700:  # names, and a number or two
@@ -343,11 +348,11 @@ def save_whole(answer, ranks, folder):
             shutil.rmtree(own, ignore_errors=True)
             own.mkdir(parents=True)
         dist.barrier()
-        disk, gather = _Disk(path, LATE_S if ranks.rank == slow else 0.0), _Gather(ranks.world_size)
+        disk, gather = _Disk(path, ranks.rank, LATE_S if ranks.rank == slow else 0.0), _Gather(ranks.world_size)
         names = [_shard(r) if slow else f"{luck(r).randrange(10**6)}-of-{r}.bin" for r in range(ranks.world_size)]
         with mock.patch.object(os, "fsync", disk.fsync), mock.patch.object(os, "mkdir", disk.mkdir):
             answer(path, names[ranks.rank], _content(ranks.rank), ranks.rank, gather)
-        _judge_save(path, ranks.rank, names, disk, gather.sent_bytes)
+        _judge_save(path, ranks.rank, names, gather.sent_bytes)
         of_all, n, renames = [None] * ranks.world_size, ranks.world_size, [None] * ranks.world_size
         dist.all_gather_object(of_all, disk.synced)
         dist.all_gather_object(renames, disk.rename_synced)
@@ -362,14 +367,11 @@ def save_whole(answer, ranks, folder):
 
 
 class _Disk:
-    """A slow disk that counts synced files and records whether `path` existed before they were synced.
+    """A slow disk that refuses an early `path`, counts synced files, and notes if a folder was after the rename."""
 
-    It also records whether the parent folder of `path` was synced after the rename.
-    """
-
-    def __init__(self, path, late_s):
-        self._path, self._late_s, self._fsync, self._mkdir = path, late_s, os.fsync, os.mkdir
-        self._files, self.early, self.rename_synced = set(), None, False
+    def __init__(self, path, rank, late_s):
+        self._path, self._rank, self._late_s, self._fsync, self._mkdir = path, rank, late_s, os.fsync, os.mkdir
+        self._files, self.rename_synced = set(), False
 
     @property
     def synced(self):
@@ -381,46 +383,45 @@ class _Disk:
             if self._path.exists() and os.path.samestat(status, self._path.parent.stat()):
                 self.rename_synced = True
             return self._fsync(handle)
-        self._files.add(status.st_ino)
-        for moment in (0.0, self._late_s):
+        for moment in (0.0, self._late_s) if status.st_ino not in self._files else ():
             time.sleep(moment)
-            if self._path.exists() and self.early is None:
-                self.early = "its shard" if self.synced == 1 else "the manifest"
+            self._not_yet("the manifest" if self._files else "its shard")
+        self._files.add(status.st_ino)
         self._fsync(handle)
 
     def mkdir(self, path, *args, **kwargs):
         self._mkdir(path, *args, **kwargs)
-        if Path(path) == self._path:
-            self.early = "its shard" if self.synced == 0 else "all"
+        self._not_yet("all" if self._files else "its shard")
+
+    def _not_yet(self, what):
+        if self._path.exists():
+            name, rank = self._path.name, self._rank
+            raise Wrong(f"{name} was there, under its final name, before rank {rank} had {what} on the disk")
 
 
 class _Gather:
-    """The `gather` passed to an answer: it returns every rank's object to all, in rank order, and counts its bytes."""
+    """The `gather` passed to an answer: it returns every rank's object, or a pair's, to all, and counts its bytes."""
 
-    def __init__(self, n):
-        self._n, self.sent_bytes = n, 0
+    def __init__(self, n, pair=False):
+        self._n, self._pair, self.sent_bytes = n, pair, 0
 
     def __call__(self, mine):
         self.sent_bytes += len(pickle.dumps(mine))
         of_all = [None] * self._n
         dist.all_gather_object(of_all, mine)
-        return of_all
+        return [of_all[0], of_all[-1]] if self._pair else of_all
 
 
-def _judge_save(path, rank, names, disk, sent_bytes):
+def _judge_save(path, rank, names, sent_bytes):
     """Raise Wrong for any fault that this rank sees immediately after its answer has returned."""
     n = len(names)
     there, left = path.is_dir(), sorted(file.name for file in path.parent.iterdir() if file != path)
-    if disk.early:
-        raise Wrong(f"{path.name} was there, under its final name, before rank {rank} had {disk.early} on the disk")
     if sent_bytes > SHARD_BYTES // 2:
         raise Wrong(f"you gathered {sent_bytes:,} bytes: each rank writes its own shard, only names and sums travel")
     if not there:
         why = "no rank renamed a folder to it" if rank == 0 else "it must exist before any rank returns"
         beside = ", ".join(left) or "nothing"
         raise Wrong(f"{path.name} was not there when rank {rank} returned (in the folder: {beside}): {why}")
-    if not disk.synced:
-        raise Wrong(f"rank {rank} synced no file to the disk: use `write`, which does")
     found = {file.name: file.read_bytes() for file in path.iterdir()}
     files = None
     with contextlib.suppress(KeyError, ValueError, TypeError):
@@ -460,8 +461,8 @@ def damaged(answer, ranks=None):
     other = f"{luck(1).randrange(10**6)}.bin"
     of_another_name = {other: flipped[0], "manifest.json": _manifest({other: _content(0)})}
     for case, changed, wrong, hint, *part in (
-        ("a whole checkpoint", {}, [], "take the sha256 of the whole file, not of its beginning, and no other hash"),
-        ("one byte cut off", cut, [1], "compare the size with the manifest's"),
+        ("a whole checkpoint", {}, [], "take the names from 'files', and the sha256 of the whole file, as hexdigest()"),
+        ("one byte cut off", cut, [1], "part 0 of 1 is all the names; compare each size with the manifest's"),
         ("bytes behind the end", {_shard(2): _content(2) + b"more"}, [2], "a file may be too long as well"),
         ("a missing file", {_shard(0): None}, [0], "what the manifest lists must be there"),
         ("one bit flipped, the size unchanged", {_shard(1): flipped[1]}, [1],
@@ -515,25 +516,28 @@ def odd_one_out(answer, ranks):
     With two ranks the rank is None, because it is undecidable which of two copies is wrong.
     """
     n, rank, last = ranks.world_size, ranks.rank, ranks.world_size - 1
-    for case, odd, name, change in (
+    for case, odd, names, change, *pair in (
         ("all copies are equal", None, "", None),
-        (f"bit 20 of one weight is flipped on rank {last}", last, "0.weight",
+        (f"bit 20 is flipped in a weight of two layers on rank {last}", last, "0.weight 2.weight",
             lambda bits: bits[100].bitwise_xor_(1 << 20)),
         ("the lowest bit of one weight is flipped on rank 0", 0, "2.weight", lambda bits: bits[7].bitwise_xor_(1)),
         (f"two weights have changed places on rank {last // 2}, so that their sum is as before", last // 2, "0.weight",
             lambda bits: bits[:2].copy_(bits[:2].flip(0))),
         (f"a zero has become -0.0 on rank {last}: equal to the eye, one bit apart", last, "1.bias",
             lambda bits: bits[0].bitwise_xor_(1 << 31)),
+        (f"the gather returns two copies, and a bit is flipped on rank {last}", last, "0.weight",
+            lambda bits: bits[9].bitwise_xor_(1), True),
     ):  # fmt: skip
-        model, gather = _model(), _Gather(n)
-        if rank == odd:
-            change(model.get_parameter(name).detach().view(torch.int32).view(-1))
-        found = plain(answer(model, gather))
-        wanted = None if odd is None or n == 1 else [odd if n > 2 else None, name]
+        model, gather, name = _model(), _Gather(n, *pair), names.partition(" ")[0]
+        for one in names.split() if rank == odd else ():
+            change(model.get_parameter(one).detach().view(torch.int32).view(-1))
+        found, of_two = plain(answer(model, gather)), n == 2 or pair
+        wanted = None if odd is None or n == 1 else [None if of_two else odd, name]
         slips = {
             f"with two copies it is undecidable which is wrong; return (None, {name!r})": (
-                found if n == 2 and found and found[1] == name else None
+                found if of_two and found in ([0, name], [1, name], [last, name]) else None
             ),
+            "this one differs, too; return the first": [odd, "2.weight"],
             "nan is not equal to itself, but its bits are": found if found and found[1] == "2.bias" else None,
         }
         expect_equal(found, wanted, f"{case}: (rank, name)", slips)

@@ -3,7 +3,7 @@
 import math
 
 from manyhands.plots import looks
-from manyhands.plots.looks import HEAT, PAPER, QUIET, new_figure, prefix
+from manyhands.plots.looks import HEAT, PAPER, new_figure, prefix
 from manyhands.plots.times import looks_of
 
 SIZES = (11, 8, 5)  # of the markers: where two lives made the same step both stay in sight
@@ -71,10 +71,6 @@ def draw_heat_maps(maps, unit, virtual=False):
     import numpy as np
 
     rows = {title: [[float(value) for value in row] for row in values_RS] for title, values_RS in maps.items()}
-    for values in rows.values():
-        lengths = sorted({len(row) for row in values})
-        if len(lengths) != 1 or lengths[0] == 0:
-            raise ValueError(f"a heat map needs ranks of one length, not of {lengths or 'none'}")
     arrays = {title: np.array(values) for title, values in rows.items()}
     known = np.concatenate([values_RS[np.isfinite(values_RS)] for values_RS in arrays.values()])
     lowest, highest = known.min(initial=0.0), known.max(initial=-np.inf) if known.size else 0.0
@@ -95,13 +91,9 @@ def draw_heat_maps(maps, unit, virtual=False):
 
 def _draw(axes, values_RS, title, span):
     """One map on its axes; returns the image, which the colour bar is made of."""
-    import numpy as np
-
     R, S = values_RS.shape
     image = axes.imshow(values_RS, cmap=HEAT, vmin=span[0], vmax=span[1], aspect="auto", interpolation="nearest")
     _grid(axes, R, S)
-    for r, s in np.argwhere(~np.isfinite(values_RS)):
-        axes.text(s, r, "×", ha="center", va="center", color=QUIET)
     if R * S <= MOST_NUMBERS:
         _write_numbers(axes, values_RS, image)
     axes.set_yticks(*_ticks(R, lambda r: f"rank {r}"))
