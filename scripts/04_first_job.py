@@ -334,8 +334,8 @@ metrics.close(gradient_norm=mean_P.norm())
 # %% [markdown]
 # ## Ask your job (CORE, 4 min)
 #
-# Read the first lines of *every* job: they say who is here ("1 rank" n times is n separate trainings). This is the same job as
-# we recorded it on two nodes:
+# Read the first lines of *every* job: they say who is here (n lines of "1 rank" are n separate trainings). This is the
+# same job, recorded on two nodes:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
@@ -346,7 +346,7 @@ if rank == 0:
     say("on {hardware}".format(**run["conditions"]))
 
 # %% [markdown]
-# And yours? Each state change adds a line; while the job is pending, the line shows the reason.
+# And yours? Each change of state adds a line, while it waits with the reason:
 
 # %% tags=["active-ipynb"]
 # state = job.watch(wait_s)
@@ -395,8 +395,8 @@ guess_status = ____  # your turn: type a number
 compare("the exit status after SIGKILL", "guess_status", 128 + 9)
 
 # %% [markdown]
-# Cancel what you no longer need: it keeps others waiting. This cell submits a job and cancels it at once, if your first one has
-# ended:
+# Cancel what you no longer need: it keeps others waiting. This cell submits a job and cancels it at once, if your first
+# has ended:
 
 # %% tags=["active-ipynb"]
 # if job.ended():
@@ -422,7 +422,7 @@ compare("the exit status after SIGKILL", "guess_status", 128 + 9)
 # ### Build C: find the first error, and its rank
 #
 # Search the three logs for words that errors use; try several. Which rank failed *first*, and with which error? An
-# error about a *connection* or a *peer* is an echo of the first.
+# error about a *connection* or a *peer* is an *echo*: it follows from the first.
 
 # %% tags=["active-ipynb"]
 # !grep -hi "____" "{ROOT}"/assets/recorded/04_failed*.out
@@ -862,7 +862,8 @@ if rank == 0:
 #
 # **What changes on GPUs.** One rank per GPU (`make jobs` sets it), NCCL instead of gloo.
 #
-# **What to look for.** As many ranks as nodes times GPUs, on as many hosts as you asked for. A first loss near ln 65 = 4.17.
+# **What to look for.** The number of ranks is that of nodes times GPUs per node, on the hosts that you asked for. A
+# first loss near ln 65 = 4.17.
 
 # %% [markdown]
 # ## Recap

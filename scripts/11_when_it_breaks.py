@@ -198,9 +198,9 @@ if rank == 0:
 # ### Build A: the call that was not made
 #
 # `calls` is a list with a dictionary `{number: call}` for each rank of one group. Find the first number at which the
-# ranks differ: a rank has called nothing, or something else. A recorder keeps only the last calls, so each dictionary
-# may begin with another number. Begin with the largest of these first numbers; for an empty dictionary take 1.
-# `usual(made)` returns the call that most ranks made.
+# ranks differ: a rank has called nothing, or something else. A recorder forgets old calls, so the dictionaries begin at
+# different numbers. Begin with the largest of these first numbers: before it, a gap may only mean "forgotten". For an
+# empty dictionary take 1. `usual(made)` returns the call that most ranks made.
 
 
 # %%
@@ -373,8 +373,9 @@ checks.trainee_state((state_of, go_on), ranks)
 # ## Saved completely, or not at all (CORE, 9 min)
 #
 # A process can also die *while it writes*. Then it leaves half of a file. And there are n files, one per rank, which
-# are not complete at the same time. But the checkpoint must appear in **one moment**. So write all files into a folder
-# with another name, and then *rename* the folder: a rename happens completely or not at all.
+# are complete at different times. But the checkpoint must appear in **one moment**, or not at all (*atomically*). So
+# write all files into a folder with another name, and then *rename* the folder: a rename happens completely or not at
+# all.
 #
 # ![Each rank writes its shard into a folder step-0006.partial; then rank 0 writes the manifest and renames the folder
 # to step-0006](../assets/11_save.svg)
@@ -769,10 +770,10 @@ if rank == 0:
     show(figure, "failures", "hours between failures against the number of GPUs, and the interval between saves")
 
 # %% [markdown]
-# On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's,
-# and [research clusters of A100](https://arxiv.org/abs/2410.21680) (hollow points are projections). On 1,024 GPUs
-# these clusters measured 7.9 hours, a sixth of the 49.5 hours computed from Llama 3's M. So take M from your own
-# logs. An estimate is enough: near the best τ the lost share hardly changes.
+# On 64 GPUs that is 33 days between failures, and a save every five hours. The points are real machines: Llama 3's (the
+# line is computed from this one point), and [research clusters of A100](https://arxiv.org/abs/2410.21680) (hollow
+# points are projections). On 1,024 GPUs these clusters measured 7.9 hours, a sixth of the 49.5 hours computed from
+# Llama 3's M. So take M from your own logs. An estimate is enough: near the best τ the lost share hardly changes.
 
 # %% [markdown]
 # ## A bug from the zoo (CORE, 5 min)
@@ -837,7 +838,7 @@ if rank < max(group_of):
 #
 # </details>
 #
-# The same trainee, saved by all ranks:
+# The same trainee, saved by all ranks (beside the 12·P bytes there are names and random numbers):
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -1024,7 +1025,7 @@ say(f"0.0173 with bit 30 flipped: {weight.item():.2e}")
 # 2. under DDP a **comm hook**, which DDP calls with each bucket of gradients before they are averaged;
 # 3. a **replay**: every rank computes the step again, alone, and looks at its own gradients.
 #
-# A flag stays on the device: `.item()` for each tensor would make a GPU wait each time.
+# Keep the flags on the GPU: each `.item()` would stop and wait for it.
 
 
 # %%
@@ -1421,10 +1422,10 @@ if rank == 0:
 metrics.exact(lost=lost)
 
 # %% [markdown]
-# **The residual.** The formula predicts too much loss everywhere. With short intervals, the reason is that a save
-# takes C of every τ + C, not of every τ. With long ones, a failure loses less than half of an interval on average:
-# the first failure ends the interval, and early moments are the likelier ones. And M is the time between failures
-# *while training runs*; a restart adds R to it. (Daly 2006 has the next terms.)
+# **The residual.** The formula predicts too much loss everywhere. With short intervals, the reason is that a save takes
+# C of every τ + C, not of every τ. With long ones, a failure loses less than half of an interval on average: the first
+# failure ends the interval, and it comes more often in the first half. And M is the time between failures *while
+# training runs*; a restart adds R to it. (Daly 2006 has the next terms.)
 
 # %% [markdown]
 # ## Exercises (MORE, 28 min)
@@ -1446,9 +1447,9 @@ import safetensors.torch
 # make which call.
 #
 # **In these hangs the culprit is missing somewhere and waits nowhere.** (In CORE's hang it does wait, in the group
-# `valid`: there this rule names nobody.) It may be missing in two groups, x and y. Then return its
-# *first* fault. How to tell: if a rank that waits for it in x is therefore missing in y too, then y hangs because of
-# x, and x came first. (In each of these hangs exactly one rank is at fault.)
+# `valid`: there this rule names nobody.) It may be missing in two groups, x and y. Then return its *first* fault. How
+# to tell: is a rank that waits for it in x also missing in y? Then y hangs only because of x, and x came first. (In
+# each of these hangs exactly one rank is at fault.)
 #
 # `missing_call` solves hangs 0 and 1, which have one group. The check begins with the three; then it tries hangs of its own,
 # with different groups, some on five ranks.
@@ -1642,10 +1643,11 @@ if rank == guilty:
 # anyway, and they must be equal. (HSDP has replicas of each shard. FSDP alone, such as our `Trainee`, has none: a
 # flipped weight is gathered by all, and all copies of it are equal and wrong.)
 #
-# Write `odd_one_out(model, gather)`. `gather(x)` returns the list of every rank's x, once every rank has called it. Return
-# `(rank, name)`: the rank whose copy differs from the others, and the first parameter of `model.named_parameters()` in which it
-# does; None if all copies are equal. With two ranks the rank is None: two copies show *that* one is wrong, it takes three to
-# say *which*. Weights are too large to travel: `fingerprint(tensors)` is a sha256 of their bits.
+# Write `odd_one_out(model, gather)`. `gather(x)` returns the list of every rank's x, once every rank has called it.
+# Return `(rank, name)`: the rank whose copy differs from the others, and the first parameter of
+# `model.named_parameters()` in which it does; None if all copies are equal. If the list has two x, the rank is None:
+# two copies show *that* one is wrong, it takes three to say *which*. Weights are too large to travel:
+# `fingerprint(tensors)` is a sha256 of their bits.
 
 
 # %%
