@@ -170,7 +170,7 @@ MISTAKE = (
     "for step in range(steps):\n",
     "    if step == 8:  # an edit of ours: show what each rank learns from\n"
     "        x_bT, _ = batch(step)\n"
-    '        say(f"step 8, I learn from {corpus.decode(x_bT[rank, :24])!r}")\n',
+    '        say(f"step 8, I learn from {shakespeare.corpus.decode(x_bT[rank, :24])!r}")\n',
 )
 
 
