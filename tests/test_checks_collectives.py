@@ -159,7 +159,7 @@ REJECTED = {
         ("mine.clone()", "torch.empty(mine.shape)", "should be int32, as what you were given, not float32"),
         ("if rank % 2:", "everyone = [mine.clone() for _ in range(4)]\n    dist.all_gather(everyone, mine)\n"
          "    theirs = everyone[left]\n    if True:\n        pass\n    elif rank % 2:",
-         "(messages, bytes) that you send should be [1, 4], not [0, 0]"),
+         "(messages, bytes) that you send should be (1, 4), not (0, 0)"),
     ],
     "estimate_pi": [
         (" + (rank < points % world_size)", "", "asked for 1003 points and counted 1000"),

@@ -46,7 +46,7 @@ REJECTED = {
         ("name = between[0][1]", 'name = "IB"', "IB is what NCCL has found"),
         ("if between:", "between = between or [['NET', 'Socket']]\n    if between:", "should be None"),
         ('if way.startswith("NET/")', "", "return name, direct", "return (name, direct) if name != 'IPC' else None",
-         "what you return should be ['IB'"),
+         "what you return should be ('IB'"),
     ],
     "directives": [
         ('f"{minutes // 60:02d}:{minutes % 60:02d}:00"', 'f"01:{minutes - 60}:00"', "--time"),

@@ -97,6 +97,8 @@ def expect_equal(found, wanted, what, slips=None):
     if _same(given, right):
         return
     why = _slip(slips, lambda value: _same(given, simple(value)))
+    if isinstance(wanted, tuple):  # say it as it is asked for
+        given, right = tuple(given) if isinstance(given, list) else given, tuple(right)
     came = _brief(given) if type(given) is type(right) else shown(found)
     raise Wrong(f"{what} should be {_brief(right)}, not {came}{why}")
 
