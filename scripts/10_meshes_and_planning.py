@@ -162,7 +162,7 @@ compare("waiting for tensor messages inside a node", "guess_inside", round(1e3 *
 # ## Ranks on a grid (CORE, 11 min)
 #
 # Arrange the ranks on a grid, a [**mesh**](../assets/glossary.md#mesh), with one [**axis**](../assets/glossary.md#axis)
-# for each kind of parallelism. From rank to rank the *last* coordinate changes first, as in a C array. Launchers
+# for each kind of parallelism. From rank to rank the *last* coordinate changes fastest, as in a C array. Launchers
 # number ranks node by node. So the last axis stays inside a node, and the first one crosses between nodes.
 #
 # ![Eight ranks as a cube, data 2 x pipeline 2 x tensor 2: ranks 0 to 3 are node 0, 4 to 7 node 1; lines join the
@@ -206,7 +206,7 @@ checks.coordinates(coordinates, ranks)
 # ### Build B: the groups of an axis
 #
 # Ranks that differ *only* in one coordinate form a group of this axis, such as a tensor group. Write all groups of
-# axis number `axis`, each in the order of that coordinate. Use the other coordinates, as a tuple, as the key in
+# axis number `axis`; in a group, ranks keep their order. Use the other coordinates, as a tuple, as the key in
 # `groups`: ranks with the same key are one group.
 
 
@@ -578,9 +578,9 @@ compare("different batches that 2 x 2 x 2 ranks read", "guess_batches", 2, becau
 #
 # ### Build E: recommend
 #
-# Predictions can be off by 5 %, so a plan that is 5 % slower may be as good, and simpler. A plan is `(name, bytes,
-# seconds, axes)`, where `axes` is a number. `fitting`: the plans that fit into `memory_bytes`. `close`: those of them
-# within 5 % of `fastest`. Return the name of the close plan with the fewest axes; of several, the fastest.
+# Predictions can be off by 5 % or more, so a plan that is 5 % slower may be as good, and simpler. A plan is `(name,
+# bytes, seconds, axes)`, where `axes` is a number. `fitting`: the plans that fit into `memory_bytes`. `close`: those of
+# them within 5 % of `fastest`. Return the name of the close plan with the fewest axes; of several, the fastest.
 
 
 # %%
@@ -609,7 +609,8 @@ checks.recommend(recommend, ranks)
 # </details>
 
 # %% [markdown]
-# `scripts/plan.py` uses this rule. zero1, 2 and 3 say what the data ranks shard (lesson 06):
+# `scripts/plan.py` uses this rule, but of several with equally many axes it takes the one that shards least: below, for
+# the 70B model, zero1, although it is slower than zero2. (zero1, 2 and 3 say what the data ranks shard, lesson 06.)
 
 # %% jupyter={"source_hidden": true} tags=["nbval-check-output"]
 # %%ranks

@@ -254,7 +254,7 @@ checks.minhash((signature, similarity), ranks)
 
 # %% [markdown]
 # Split each signature into 16 **bands** of 8 numbers. Compare two documents only if all 8 numbers of at least one
-# band are equal. This has the probability 1 - (1 - J⁸)¹⁶: 0.06 for J = 0.5, and 0.95 for J = 0.8.
+# band are equal. For similarity J this has the probability 1 - (1 - J⁸)¹⁶: 0.06 for J = 0.5, and 0.95 for J = 0.8.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: signatures</summary>
@@ -267,7 +267,7 @@ checks.minhash((signature, similarity), ranks)
 # %% [markdown]
 # ## One rank for each key (CORE, 11 min)
 #
-# After an all-gather of all signatures, every rank would make all comparisons.
+# Ranks could all-gather the signatures, but then each rank would make all comparisons.
 #
 # Instead, give each band of each document a **key**: a hash of the band's number and content. Documents with an equal
 # band have an equal key. *The key decides to which rank an all-to-all sends it.* So equal keys meet on one rank.
@@ -275,8 +275,8 @@ checks.minhash((signature, similarity), ranks)
 # ![Odd keys go to rank 1, even keys to rank 0; documents with equal keys make a pair there](../assets/12_keys.svg)
 #
 # **Predict.** 1,024 documents on 4 ranks have 16 bands each. A record (key, document) has 8 bytes. With the
-# all-gather of signatures, a rank receives 393 kB from the others. How many kB of records does it receive with the
-# all-to-all?
+# all-gather of signatures, a rank receives 393 kB from the others. How many kB of records does it receive from them
+# with the all-to-all?
 
 # %%
 # %%ranks
@@ -340,8 +340,8 @@ checks.colliding(colliding, ranks)
 # </details>
 
 # %% [markdown]
-# The rest is given. `near_pairs` sends the signature of each pair's first document to the rank of the second. If the
-# estimate of J reaches `limit`, the second is dropped.
+# The rest is given. `mine_eK` has the signatures of this rank's e documents. `near_pairs` sends the signature of each
+# pair's first document to the rank of the second. If the estimate of J reaches `limit`, the second is dropped.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -447,9 +447,9 @@ checks.one_merge((most_frequent, merge), ranks)
 # </details>
 
 # %% [markdown]
-# Pairs are counted only within words. So ranks all-gather once how often each *word* occurs, and find the same
-# merges. Then each rank tokenizes its own documents into a **shard**. A special token, the **separator**, begins each
-# document.
+# Pairs are counted only within words. So ranks all-gather once how often each *word* occurs. From equal counts, and
+# with your rule for ties, all find the same merges. Then each rank tokenizes its own documents into a **shard**. A
+# special token, the **separator**, begins each document.
 
 # %% jupyter={"source_hidden": true}
 # %%ranks
@@ -665,7 +665,7 @@ if rank == 0:
 metrics.close(1e-2, live_loss=live["val_loss"])
 
 # %% [markdown]
-# Your model cannot write words yet. The same trainer made [this model](../assets/models/README.md) in four minutes on
+# Your model hardly writes a word yet. The same trainer made [this model](../assets/models/README.md) in four minutes on
 # one GPU:
 
 # %% jupyter={"source_hidden": true}
@@ -744,9 +744,9 @@ if rank == 0:
     show(lesson.draw_valleys(by_budget(points), valleys, live, published, lowest), "isoflop", alt, unanswered())
 
 # %% [markdown]
-# The runs on the right (read from a figure of Hoffmann et al.) cost about a billion times as much. But our best
-# models read more tokens per parameter, and our tokens are characters. So use a scaling law only for the data and
-# near the budgets that it was measured with.
+# A star is the lowest point of a fitted parabola. The runs on the right (read from a figure of Hoffmann et al.) cost
+# about a billion times as much. But our best models read more tokens per parameter, and our tokens are characters. A
+# scaling law holds for the data that it was measured on, near its budgets.
 
 # %% [markdown] tags=["notes"]
 # <details><summary>For the instructor: the scaling law</summary>
