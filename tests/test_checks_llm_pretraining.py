@@ -66,7 +66,7 @@ REJECTED = {
         ("(2 * bend)", "bend", "a factor of 2 is missing"),
         ("-slope", "slope", "the sign is wrong"),
         ("+ slope * x", "- slope * x", "lowest loss should be"),
-        ("return math.exp(x), ", "return ", "should be two numbers"),
+        ("return math.exp(x), ", "return ", "return two numbers, parameters and loss, not np.float64(2"),
         ("math.exp(x), bend * x**2 + slope * x + height", "bend * x**2 + slope * x + height, math.exp(x)",
          "parameters first, then the loss"),
     ],

@@ -66,6 +66,14 @@ def plain(found):
     return [plain(part) for part in found] if isinstance(found, (list, tuple, range, Iterator)) else found
 
 
+def several(found, n, what):
+    """Return the n values of an answer in a list; raise Wrong, which asks for `what`, if it is anything else."""
+    values = list(found) if isinstance(found, (list, tuple, Iterator)) or getattr(found, "ndim", 0) else []
+    if len(values) != n:
+        raise Wrong(f"return {what}, not {shown(found)}")
+    return values
+
+
 def expect_number(found, wanted, what, unit="", slips=None, rel=1e-9, close=0.0):
     """Return `found` as a float; raise Wrong unless it is `wanted`, up to `rel` of that or up to `close`.
 

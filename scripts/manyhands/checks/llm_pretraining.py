@@ -12,7 +12,7 @@ import torch
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import luck, sizes
-from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, plain
+from manyhands.checks.expect import expect_equal, expect_number, expect_tensor, several
 from manyhands.checks.witness import shown
 
 PRIME = 2**31 - 1
@@ -196,10 +196,8 @@ def lowest(answer, ranks=None):
     for best, bottom, bend in ((1e4, 2.0, 0.05), (draw.uniform(2e3, 9e5), draw.uniform(1, 3), draw.uniform(0.02, 0.2))):
         params = [best * factor for factor in (0.2, 0.6, 1.4, 3.0)]
         losses = [bottom + bend * math.log(size / best) ** 2 for size in params]
-        found = answer(list(params), list(losses))
+        found = several(answer(list(params), list(losses)), 2, "two numbers, parameters and loss")
         case = f"for {', '.join(f'{size:,.0f}' for size in params)} parameters the"
-        if not isinstance(found, list | tuple) or len(found) != 2:
-            raise Wrong(f"{case} answer should be two numbers, parameters and loss, not {found!r}")
         plain = np.polyfit(params, losses, 2)
         slips = {
             "that is its logarithm; undo it by math.exp": math.log(best),
@@ -311,9 +309,7 @@ def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
         for budget in budgets
         for factor in (0.2, 0.5, 1.3, 2.5, 5.0)
     ]
-    found = plain(answer([dict(point) for point in points], target))
-    if not isinstance(found, list) or len(found) != 2:
-        raise Wrong(f"return two numbers, parameters and loss, not {shown(found)}")
+    params, loss = several(answer([dict(point) for point in points], target), 2, "two numbers, parameters and loss")
     case = f"for budgets {', '.join(f'{b:.1e}' for b in budgets)}, asked for {target:.0e}, the"
     wanted, best, last = params_of(target), loss_of(target), budgets[-1]
 
@@ -329,10 +325,10 @@ def _judge_prediction(answer, a, alpha, b, beta, budgets, target):
         "that is its logarithm": math.log(wanted),
         "that is a line in the numbers; take logarithms": line(budgets, list(map(params_of, budgets)), target),
     }
-    expect_number(found[0], wanted, f"{case} best number of parameters", slips=slips, rel=1e-3)
+    expect_number(params, wanted, f"{case} best number of parameters", slips=slips, rel=1e-3)
     slips = {
         "that is its logarithm": math.log(best),
         f"that is the lowest loss of {last:.1e}": loss_of(last),
         "a straight line goes through the logarithms of the losses": line(logs, list(map(loss_of, budgets)), at),
     }
-    expect_number(found[1], best, f"{case} lowest loss", slips=slips, rel=2e-4)
+    expect_number(loss, best, f"{case} lowest loss", slips=slips, rel=2e-4)

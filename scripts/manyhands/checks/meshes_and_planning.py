@@ -9,7 +9,7 @@ from math import isclose, prod
 
 from manyhands.checks import Wrong, exercise
 from manyhands.checks.drawn import CLOSE, luck, sizes
-from manyhands.checks.expect import expect_equal, expect_number, plain
+from manyhands.checks.expect import expect_equal, expect_number, plain, several
 from manyhands.checks.witness import shown
 from manyhands.launch.program import say
 
@@ -39,14 +39,13 @@ def draws_groups(check):
 def coordinates(answer, ranks=None):
     """`answer(rank, shape)` is the list of coordinates of `rank` on a grid whose last axis runs fastest."""
     for shape in SHAPES:
-        grid = " x ".join(map(str, shape))
         for rank in reversed(range(prod(shape))):  # reversed: on rank 1 two likely mistakes agree
             wanted = _place(rank, shape)
             slips = {
                 "the last axis runs fastest, yours is the first": _place(rank, shape[::-1])[::-1],
                 "these are the coordinates back to front": wanted[::-1],
             }
-            case = f"the coordinates of rank {rank} on a grid of {grid}"
+            case = f"the coordinates of rank {rank} on a grid of {' x '.join(map(str, shape))}"
             expect_equal(answer(rank, shape), wanted, case, slips)
 
 
@@ -67,8 +66,7 @@ def groups_of(answer, ranks=None):
             slips["in a group ranks have their order"] = (
                 found if sorted(map(sorted, found)) == wanted != found else None
             )
-            grid = " x ".join(map(str, shape))
-            expect_equal(found, wanted, f"the groups of axis {axis} of a grid of {grid}", slips)
+            expect_equal(found, wanted, f"the groups of axis {axis} of a grid of {' x '.join(map(str, shape))}", slips)
 
 
 @exercise("C", "bytes between nodes")
@@ -202,11 +200,10 @@ def roofline(answer, ranks=None):
         }
         for power in (3, -3, 6, -6, 9, -9, 12, -12):
             slips[f"that is off by a factor of 10^{power}: look at the units"] = parts[bound] * 10.0**power
-        found = answer(flop, memory, link, peak, memory_gbs, link_gbits)
-        if not isinstance(found, list | tuple) or len(found) != 2 or isinstance(found[0], str):
-            raise Wrong(f"return (seconds, what bounds them), in this order, not {shown(found)}")
-        expect_number(found[0], parts[bound], f"{told}: the time", "s", slips)
-        expect_equal(found[1], bound, f"{told}: the seconds are right; what bounds them")
+        given = flop, memory, link, peak, memory_gbs, link_gbits
+        seconds, said = several(answer(*given), 2, "(seconds, what bounds them)")
+        expect_number(seconds, parts[bound], f"{told}: the time", "s", slips)
+        expect_equal(said, bound, f"{told}: the seconds are right; what bounds them")
 
 
 @exercise(3, "an all-reduce in three phases")
@@ -214,9 +211,7 @@ def phases(answer, ranks=None):
     """`answer(M, G, N)` is the bytes a rank sends: reduce-scatter inside, all-reduce between, all-gather inside."""
     drawn = sizes(13, 3, 2, 19)
     for M, G, N in ((800, 4, 3), (801, 2, 2), (1201, 8, 2), (640, 1, 4), (640, 8, 1), (4e9, 8, 16), drawn):
-        three = plain(answer(M, G, N))
-        if not isinstance(three, list) or len(three) != 3:
-            raise Wrong(f"return three numbers, not {shown(three)}")
+        first, second, third = several(answer(M, G, N), 3, "three numbers")
         inside, between = (G - 1) / G * M, 2 * (N - 1) / N * M / G
         of_inside = {
             "that is a whole all-reduce, which is a reduce-scatter and an all-gather": 2 * inside,
@@ -229,9 +224,9 @@ def phases(answer, ranks=None):
             "that is half of it; an all-reduce goes around twice": between / 2,
         }
         for phase, found, wanted, slips in (
-            ("the reduce-scatter inside the node", three[0], inside, of_inside),
-            ("the all-reduce between nodes", three[1], between, of_between),
-            ("the all-gather inside the node", three[2], inside, of_inside),
+            ("the reduce-scatter inside the node", first, inside, of_inside),
+            ("the all-reduce between nodes", second, between, of_between),
+            ("the all-gather inside the node", third, inside, of_inside),
         ):
             case = f"with M = {M:g}, G = {G} and N = {N} what a rank sends in {phase}"
             expect_number(found, wanted, case, "bytes", slips, CLOSE)
