@@ -364,7 +364,7 @@ from itertools import permutations
 
 sums, lines = {}, []
 for order in permutations(AXES):
-    found = {axis: size / 1e9 for axis, size in crossing(order, SIZES, PAYLOADS, PER_NODE).items()}
+    found = {axis: float(size) / 1e9 for axis, size in crossing(order, SIZES, PAYLOADS, PER_NODE).items()}
     told = ", ".join(f"{axis} {size:.1f}" for axis, size in found.items() if size)
     sums[name := " x ".join(order)] = round(sum(found.values()), 6)
     lines.append(f"{name}: {sums[name]:.1f} GB between nodes: {told}")
@@ -425,7 +425,7 @@ checks.exposed_s(exposed_s, ranks)
 #
 # A group on both nodes sends 50 GB/s for each rank that it has on a node: each has a card. `SENT` has the bytes that a
 # GPU sends: 3.4 GB for data, 1.1 GB for pipeline, 103 GB for tensor. `BEHIND_S` has the seconds that it computes
-# meanwhile: 0.11 s for data, else 0. Set `guess_fastest` to the order with the least waiting.
+# meanwhile: 0.11 s for data, else 0. Set `guess_fastest` to the order with the least waiting, written as above.
 
 
 # %%
