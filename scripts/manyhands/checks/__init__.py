@@ -29,7 +29,7 @@ import functools
 import json
 import re
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
 # An optimizer imports it at first use, which takes seconds. Import it here so that the time counts for the cell that
@@ -60,6 +60,17 @@ _FINE, _ALONE, _WAITED, _RAISED, _WRONG, _DIFFER, _EMPTY = range(7)
 
 class Wrong(Exception):
     """Raised by a check for a wrong answer: one sentence to the learner, with the numbers."""
+
+
+@contextmanager
+def naming(slips):
+    """Raise Wrong with the slip behind an error that Python or torch words otherwise: {part of its text: slip}."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        for slip in (slip for part, slip in slips.items() if part in str(error)):
+            raise Wrong(slip) from error
+        raise
 
 
 class Verdict(str):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import Wrong, exercise, naming
 from manyhands.checks.drawn import Watched, flat, gradients, luck, normal, seeded, sizes
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged, number
 from manyhands.checks.trial import waits
@@ -22,6 +22,14 @@ from manyhands.checks.witness import shown
 from manyhands.measure import wire
 
 ONE_ALL_REDUCE = "each gradient needs one all-reduce"
+NONE = "dist.all_reduce has no result to assign, it changes its tensor"
+SLIPS = {  # in an error: the slip behind it
+    "'generator'": "parameters() and buffers() are no lists, but can be unpacked into one: loop over that",
+    "a leaf Variable": "that is the weight p: divide and send its gradient, p.grad",
+    "incompatible function arguments": "dist.all_reduce takes the tensor alone: it knows the number of ranks",
+    "should return None": "PyTorch takes no result from a hook: change p.grad in place",
+    "'NoneType' and 'int'": "a gradient is None: a hook is sure of its own p, and a frozen or unused p has none",
+}
 
 
 @exercise("B", "the same start")
@@ -30,7 +38,7 @@ def same_start(answer, ranks):
     model = _with_state(ranks.rank)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     kept = list(model.state_dict(keep_vars=True).values())
-    with wire.watch() as seen:
+    with wire.watch() as seen, naming(SLIPS):
         answer(model)
     if not seen.calls:
         raise Wrong("no broadcast was called here: only rank 0 knows what it has drawn, and all ranks must call")
@@ -54,15 +62,13 @@ def mean_gradient(answer, ranks):
     """`answer(model)`, after backward, leaves in each grad the mean over the ranks."""
     model = _after_backward(_mlp(), ranks.rank)
     weights, own = flat(model.parameters()), gradients(model)
-    with wire.watch() as seen:
+    with wire.watch() as seen, naming(SLIPS):
         answer(model)
     expect_unchanged(flat(model.parameters()), weights, "a weight")
     if not seen.calls and ranks.world_size > 1:
         raise Wrong("nothing was sent, so no rank knows the gradients of the others: all-reduce each p.grad")
     of_all = [_gradients(rank, 0) for rank in range(ranks.world_size)]
-    _expect_mean(
-        gradients(model, "leave a mean in each"), of_all, seen, own, "send p.grad itself, not p and not a copy"
-    )
+    _expect_mean(gradients(model, NONE), of_all, seen, own, "send p.grad itself, not p and not a copy")
     padding = 8 * (ranks.world_size - 1) * len(list(model.parameters()))  # padding: a reduce-scatter needs equal parts
     enough = 2 * (weights.nbytes + (padding if seen.count("reduce_scatter") else 0))
     expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, volume=enough)
@@ -76,7 +82,7 @@ def gradient_hook(answer, ranks):
     answer(model)
     for step in range(2):  # hooks are permanent: the second backward must be averaged as well
         model.zero_grad()
-        with wire.watch() as seen:
+        with wire.watch() as seen, naming(SLIPS):
             _loss(model, ranks.rank, step).backward()
         expect_unchanged(flat(model.parameters()), weights, "a weight", ": the hook gets p, and averages p.grad")
         if not seen.calls:
@@ -84,7 +90,7 @@ def gradient_hook(answer, ranks):
             raise Wrong(f"nothing was sent {when}; register a hook on every parameter")
         of_all = [_gradients(rank, step) for rank in range(ranks.world_size)]
         hint = "the hook is handed the parameter; send its grad"
-        _expect_mean(gradients(model, "leave a mean in each"), of_all, seen, of_all[ranks.rank], hint)
+        _expect_mean(gradients(model, NONE), of_all, seen, of_all[ranks.rank], hint)
         expect_traffic(seen, "the gradients are right", ONE_ALL_REDUCE, payload=weights.nbytes)
 
 
@@ -118,7 +124,7 @@ ORDER = (
 )
 
 
-@exercise("D", "the hook of a bucket", if_calls_differ=ORDER)
+@exercise("D", "the hook of a bucket", if_calls_differ=ORDER, in_flight=True)
 def bucket_hook(answer, ranks):
     """`answer(waiting, bucket, p)` takes p's gradient into its bucket and starts complete buckets in the given order.
 
@@ -126,7 +132,7 @@ def bucket_hook(answer, ranks):
     """
     n = ranks.world_size
     for step in range(2):
-        buckets = [_Slot(number, 1 + number % 2, ranks) for number in range(4)]
+        buckets = [Bucket(number, 1 + number % 2, ranks) for number in range(4)]
         waiting, taken = _Line(buckets), []
         arriving = [(bucket, p) for bucket in buckets for p in bucket.parameters]
         luck(100 * step + ranks.rank).shuffle(arriving)
@@ -137,11 +143,9 @@ def bucket_hook(answer, ranks):
                 if set(bucket.taken) - set(taken):
                     raise Wrong(f"bucket {bucket.number} took a gradient that is not complete yet: take p, and only p")
                 if p not in bucket.taken:
-                    raise Wrong(
-                        "p's gradient is not in its bucket: call bucket.take(p) first, whatever else is missing"
-                    )
+                    raise Wrong("the gradient of p is not in its bucket: call bucket.take(p), whatever else is missing")
                 _expect_started(buckets, waiting)
-        of_all = [[_Slot.value(number, rank) for rank in range(n)] for number in range(len(buckets))]
+        of_all = [[Bucket.value(number, rank) for rank in range(n)] for number in range(len(buckets))]
         for bucket, values in zip(buckets, of_all, strict=True):
             bucket.work.wait()
             expect_number(bucket.flat_P.item(), sum(values), f"bucket {bucket.number} after its all-reduce", "")
@@ -152,7 +156,7 @@ def bucket_hook(answer, ranks):
 def finish(answer, ranks):
     """`answer(buckets, waiting)` starts the buckets in `waiting`, in their order, then waits for all buckets."""
     for started in (2, 0, 4):
-        buckets, told = [_Slot(number, 1, ranks) for number in range(4)], []
+        buckets, told = [Bucket(number, 1, ranks) for number in range(4)], []
         for bucket in buckets[:started]:
             bucket.start()
         for bucket in buckets:
@@ -161,9 +165,7 @@ def finish(answer, ranks):
             answer(list(buckets), buckets[started:])
         begun, waited = ([number for what, number in told if what == which] for which in ("start", "wait"))
         if late := [bucket.number for bucket in buckets if not bucket.starts]:
-            raise Wrong(f"bucket {late[0]} was not started: start each bucket of `waiting`")
-        if again := [bucket.number for bucket in buckets if bucket.starts > 1]:
-            raise Wrong(f"bucket {again[0]} was started twice: start those in `waiting`, each once")
+            raise Wrong(f"bucket {late[0]} was not started: call start() of each bucket in `waiting`")
         if left := sorted({0, 1, 2, 3} - set(waited)):
             why = "it began in backward, and may still travel" if left[0] < started else "you have started it"
             raise Wrong(f"nobody waited for bucket {left[0]}: {why}; wait for each of `buckets`")
@@ -171,9 +173,10 @@ def finish(answer, ranks):
             raise Wrong("a bucket was started after a wait for another: start all first, so that they travel together")
         if begun != sorted(begun):
             raise Wrong(f"the buckets were started in the order {begun}: {ORDER}")
-        of_all = [[_Slot.value(number, rank) for rank in range(ranks.world_size)] for number in range(4)]
+        of_all = [[Bucket.value(number, rank) for rank in range(ranks.world_size)] for number in range(4)]
         for bucket, values in zip(buckets, of_all, strict=True):
-            expect_number(bucket.flat_P.item(), sum(values), f"bucket {bucket.number} after its all-reduce", "")
+            what, share = f"bucket {bucket.number} after its all-reduce", sum(values) / ranks.world_size
+            expect_number(bucket.flat_P.item(), sum(values), what, "", {"build C has divided already": share})
         expect_traffic(seen, "the buckets are right", "start each bucket of `waiting` once", calls=4 - started)
 
 
@@ -181,19 +184,18 @@ def _expect_started(buckets, waiting):
     """Raise Wrong unless the buckets that have started are exactly those that are complete and next in order."""
     begun = [bucket for bucket in buckets if bucket.starts]
     for bucket in begun:
-        if bucket.starts > 1:
-            raise Wrong(f"bucket {bucket.number} was started {bucket.starts} times: remove it from `waiting`")
+        if ("wait", bucket.number) in bucket.told:
+            raise Wrong(f"your hook waits for bucket {bucket.number}, and backward with it: leave that to finish()")
         if bucket.missing:
-            raise Wrong(
-                f"bucket {bucket.number} was started too early: it misses {count(len(bucket.missing), 'gradient')}"
-            )
+            misses = count(len(bucket.missing), "gradient")
+            raise Wrong(f"bucket {bucket.number} was started too early: it misses {misses}")
     due = next((i for i, bucket in enumerate(buckets) if bucket.missing), len(buckets))
     if begun != buckets[: len(begun)]:
         late = next(bucket for bucket in buckets if not bucket.starts)
         raise Wrong(f"bucket {begun[-1].number} was started before bucket {late.number}: {ORDER}")
     if len(begun) < due:
-        why = "it was complete before, and waited for this one" if begun else "nothing is missing, and it is first"
-        raise Wrong(f"bucket {len(begun)} was not started: {why}; go on until waiting[0] misses a gradient")
+        why = "complete before, it waited for this one" if begun else "it is first, and its `missing`, a set, is empty"
+        raise Wrong(f"bucket {len(begun)} was not started: {why}; call its start(), until waiting[0] misses a gradient")
     if waiting != buckets[len(begun) :]:
         raise Wrong("`waiting` should list what has not started yet, in order: remove a bucket from its front, pop(0)")
 
@@ -207,7 +209,7 @@ class _Line(list):
         super().remove(bucket)
 
 
-class _Slot:
+class Bucket:
     """A bucket that counts how often it was started and which parameters it took, and tells in `told` what it did."""
 
     def __init__(self, number, size, ranks):
@@ -229,10 +231,11 @@ class _Slot:
         self.missing.discard(p)
 
     def start(self):
+        if self.starts:
+            raise Wrong(f"bucket {self.number} was started twice: start those in `waiting`, and a hook removes them")
         self.starts += 1
         self.told.append(("start", self.number))
-        if self.starts == 1:
-            self.handle = dist.all_reduce(self.flat_P, async_op=True)
+        self.handle = dist.all_reduce(self.flat_P, async_op=True)
 
     def _wait(self):
         if self.handle is None:
@@ -269,7 +272,7 @@ def untidy(answer, ranks):
     model = models[ranks.rank]
     weights = flat(model.parameters())
     before = [_grad_or_zeros(p) for p in model.parameters() if p.requires_grad]
-    with wire.watch() as seen:
+    with wire.watch() as seen, naming(SLIPS):
         answer(model)
     expect_unchanged(flat(model.parameters()), weights, "a weight")
     if model.frozen.grad is not None:
@@ -424,9 +427,8 @@ def _expect_mean(given, of_all, seen, own=None, hint="", what="the gradients"):
     """
     n, mean = len(of_all), _mean(of_all)
     slips = {
-        "that is rank 0's on all ranks; broadcast copies, all-reduce adds up": (
-            of_all[0] if seen.count("broadcast") else None
-        ),
+        "that is rank 0's; broadcast copies, all-reduce adds up": [of_all[0], of_all[0] / n] * seen.count("broadcast"),
+        "reduce gives the sum to one rank, all-reduce to every rank": given if seen.count("reduce") else None,
         f"what is there is still this rank's own; {hint}": own,
         f"that is this rank's own, divided by {n}; {hint}": None if own is None else own / n,
         f"that is the sum over the ranks, {n} times too large; divide by the number of ranks": n * mean,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from manyhands.checks import Wrong, exercise
+from manyhands.checks import Wrong, exercise, naming
 from manyhands.checks.drawn import flat, luck, normal, seeded
 from manyhands.checks.expect import count, expect_number, expect_tensor, expect_traffic, expect_unchanged
 from manyhands.measure import wire
@@ -33,22 +33,12 @@ SLIPS = {  # in an error: the slip behind it
     "attribute 'zero_'": "a parameter that nobody used has the grad None: set each p.grad to None, do not fill it",
     "invalid tensor size": "all_gather takes the list of pieces and this rank's own piece, unit.share_p, not the row",
     "must match the size": "== of two tensors compares their numbers, in lists too: compare how many, by len()",
-    "is not callable": "`then` is called later: pass the function itself, without parentheses",
+    "'NoneType' object is not callable": "hooks and `then` are called later: pass the function, without parentheses",
+    " were given": "a module hands its hooks arguments: register come and go, which take any",
+    "function argument": "a reduce-scatter takes a piece, then a list of pieces, an all-gather a list, then a piece",
     "empty sequence": "the root may be the only unit, and then max() has nothing to choose from: give it a default",
     "iterable argument is empty": "the root may be the only unit, and then max() has nothing to choose from",
 }
-
-
-class _Slips:
-    """Raise Wrong with the slip behind an error that Python or torch words otherwise."""
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, kind, error, _):
-        for part, slip in SLIPS.items():
-            if isinstance(error, (AttributeError, RuntimeError, TypeError, ValueError)) and part in str(error):
-                raise Wrong(slip) from error
 
 
 def _small_storage(tensor, what):
@@ -119,7 +109,7 @@ def reduce_scatter(answer, ranks):
     units = [_unit_with_gradients(n, r) for r in range(n)]
     rows, unit = [one.gradient_row() for one in units], units[rank]
     before_P, total_P = unit.whole_P.clone(), sum(rows)
-    with wire.watch() as seen, _Slips():
+    with wire.watch() as seen, naming(SLIPS):
         answer(unit)
     expect_unchanged(unit.whole_P, before_P, "the row of weights", ": leave the update to the optimizer")
     pieces = (total_P / n).chunk(n)
@@ -146,7 +136,7 @@ def all_gather(answer, ranks):
     with torch.no_grad():
         unit.share_p += 1.0  # as if the optimizer had updated it
     stale_P = unit.whole_P.clone()
-    with wire.watch() as seen, _Slips():
+    with wire.watch() as seen, naming(SLIPS):
         answer(unit)
     slips = {
         "they are the old weights: fill unit.whole_P, not a copy": stale_P,
@@ -200,7 +190,7 @@ def gather_when_needed(answer, ranks):
     for unit, modules in parts.values():
         answer(unit, modules, modules == [net])
     units = {name: unit for name, (unit, _) in parts.items()}
-    with wire.watch() as seen, Watching(units) as watching, _Slips():
+    with wire.watch() as seen, Watching(units) as watching, naming(SLIPS):
         loss = net(normal(600 + rank, 4, 5))
         for name, unit in units.items():
             if name != "the root" and unit.held_bytes:
@@ -215,7 +205,7 @@ def reduce_in_backward(answer, ranks):
     """`answer(unit, then)` reduces a unit when its last gradient is there, then calls `then`; in each backward."""
     n, rank = ranks.world_size, ranks.rank
     net = seeded(Net, 6)
-    units = {name: Unit(module.parameters(), n, rank) for name, module in _two_modules(net).items()}
+    units = {name: Unit(parameters, n, rank) for name, parameters in _two_units(net).items()}
     done = []
     for name, unit in units.items():
         answer(unit, lambda name=name, unit=unit: done.append((name, unit.share_p.grad is not None)))
@@ -223,13 +213,14 @@ def reduce_in_backward(answer, ranks):
         done.clear()
         for unit in units.values():
             unit.share_p.grad = None
-        with wire.watch() as seen, _Slips():
+        with wire.watch() as seen, naming(SLIPS):
             net(normal(600 + 10 * turn + rank, 4, 5)).backward()
         _judge_reductions(units, done, seen, turn, n, rank)
 
 
-def _two_modules(net):
-    return {"the unit of blocks 1 and 2": net.blocks[1:], "the unit of the last layer": net.last}
+def _two_units(net):
+    *others, late = net.blocks[1:].parameters()  # in such an order neither end is the last that backward reaches
+    return {"the unit of blocks 1 and 2": [late, *others], "the unit of the last layer": net.last.parameters()}
 
 
 def _judge_reductions(units, done, seen, turn, n, rank):
@@ -250,9 +241,9 @@ def _judge_reductions(units, done, seen, turn, n, rank):
     net = seeded(Net, 6)
     for r in range(n):
         (net(normal(600 + 10 * turn + r, 4, 5)) / n).backward()
-    same = _two_modules(net)
+    same = _two_units(net)
     for name, unit in units.items():
-        wanted = Unit(same[name].parameters(), n, rank)
+        wanted = Unit(same[name], n, rank)
         found = [each for whose, each in done if whose == name]
         what, it_is = f"the gradient of {name}'s share{again}", "the average of all the unit's gradients"
         expect_tensor(unit.share_p.grad, wanted.gradient_row().chunk(n)[rank], what, it_is=it_is)
@@ -377,7 +368,7 @@ def predict(answer, ranks=None):
         ([24, 240, 48, 12], 12), ([96], 4),  # finally the root alone
         ([7 * luck(i).randint(10, 999) for i in range(luck(9).randint(3, 6))], 7),
     ):  # fmt: skip
-        with _Slips():
+        with naming(SLIPS):
             held, whole, gathers, communicated = answer(list(sizes), n)
         units = f"{sizes[0]:,} (x {len(sizes) - 1}) and {sizes[-1]:,}" if len(sizes) > 4 else sizes
         what = _quantities(sizes, n)
