@@ -30,8 +30,8 @@
 # - predict what overlap saves.
 #
 # **You need** [rank](../assets/glossary.md#rank) ([lesson 00](00_start.ipynb)): one of n processes that run this same file;
-# and [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)): afterwards every rank holds the sum of
-# what all ranks held.
+# and [all-reduce](../assets/glossary.md#all-reduce) ([lesson 02](02_collectives.ipynb)): after `dist.all_reduce(x)` every
+# rank's `x` is the sum of all.
 #
 # **New here:** [data parallel](../assets/glossary.md#data-parallel), [bucket](../assets/glossary.md#bucket),
 # [hook](../assets/glossary.md#hook), [overlap](../assets/glossary.md#overlap),
@@ -553,8 +553,8 @@ compare("the fastest number of buckets", "guess_buckets", min(took_s, key=took_s
 lesson.draw_spans(network, took_s)
 
 # %% [markdown]
-# With 8 buckets only the last one ends after backward: overlap hides 11 of 13 ms. With 32 the latencies add up, and the
-# network is busy until 32 ms. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
+# 8 buckets travel for 17 ms, of which overlap hides 15: only the last one ends after backward. With 32 the latencies add
+# up, and the network is busy until 32 ms. DDP's default is 25 MiB per bucket, and 1 MiB for the first.
 #
 # **What is left on 512 GPUs?** Others measured it on H100s, with the work per GPU fixed ([**weak
 # scaling**](../assets/glossary.md#weak-scaling)). They shard the weights (fully sharded data parallel, lesson 06), which
@@ -603,7 +603,7 @@ for name, model in {"suspect": clear_and_wrong(new_model()), "library": DDP(new_
     say(f"{name}: losses {losses}; gradients {spread(p.grad for p in model.parameters()):.1e} apart")
 
 # %% [markdown]
-# Both losses fall. Only the spread of the **gradients** gives it away.
+# Both losses come down to 3.5. The spread of the **gradients** gives it away.
 #
 # <details><summary>Answer</summary>
 #
@@ -771,7 +771,8 @@ for name in ("buckets", "buckets, overlap"):
 # <details><summary>Answer</summary>
 #
 # In the second: its all-reduces, the bars below the ranks' rows, begin while a rank computes. At the end of both, the ranks
-# wait for the last bucket, which is full only when backward is over.
+# wait for the last bucket, which is full only when backward is over. (In the first step, too, a bar may begin a little
+# before a rank's row ends: the first bucket leaves while that rank still copies gradients into the others.)
 #
 # </details>
 

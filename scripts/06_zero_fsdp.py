@@ -483,7 +483,7 @@ def zero_3(model, wrapping="block"):
 rungs.climb("ZeRO-3", lambda model: (model, ShardedOptimizer(zero_3(model))))  # out of memory, this cell would fail
 
 # %% [markdown]
-# It fits. The largest part now is activations, which sharding leaves as they are.
+# It fits. The largest part now is activations, which no stage shards.
 #
 # **Predict.** A GPT of two blocks: two units and the root. How many all-gathers does one step make?
 
@@ -629,7 +629,7 @@ lesson.compare_optimizers(ranks, {
 # matrix. A piece of a long row has neither. Muon raises an error. Adafactor silently uses another rule for
 # one-dimensional tensors: the loss falls, but the updates are wrong.
 #
-# With DTensors Muon is right; the Adafactor of torch 2.13 raises an error. One cure is to gather each matrix for the
+# With DTensors Muon, which computes in bf16, is right; the Adafactor of torch 2.13 raises an error. One cure is to gather each matrix for the
 # update ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)).
 #
 # </details>
@@ -795,8 +795,8 @@ checks.clip_by_global_norm(clip_by_global_norm, ranks)
 # ### Three ways to the same weights, clipped (MORE, 3 min)
 #
 # We train the same model with our ZeRO-3, with `fully_shard`, and in one process that reads the whole global batch: in
-# float64, and with plain SGD, so that a wrong norm would show. (If your norm adds up in float32, it is off by 1e-7.) (Adam divides by the gradient's size, which hides a
-# wrong factor.)
+# float64, and with plain SGD, so that a wrong norm would show. (Adam divides by the gradient's size, which hides a
+# wrong factor. If your norm adds up in float32, it is off by 1e-7.)
 
 # %%
 # %%ranks
