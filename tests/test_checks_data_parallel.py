@@ -141,6 +141,7 @@ REJECTED = {
         ("bucket.work = ", "return ", "bucket.work should be the handle of all_reduce(..., async_op=True), not None"),
         (SHARE, "", START, f"{START}\n    bucket.flat_P /= world_size", "changed while its all-reduce was on its way"),
         (SHARE, "", "3 times too large; divide by the number of ranks"),
+        ("/= world_size", "/= len(bucket.parameters) - 1", "what came is 1.5 times that"),  # 4 of them, then 3
         ("/= world_size", "= bucket.flat_P / world_size", "bucket.flat_P is another tensor now"),
         (SHARE, "", "(bucket.flat_P", "(bucket.flat_P / world_size",
          "bucket.flat_P should be the mean over the ranks: what is there is still this rank's own;"),
