@@ -603,7 +603,7 @@ for name, model in {"suspect": clear_and_wrong(new_model()), "library": DDP(new_
     say(f"{name}: losses {losses}; gradients {spread(p.grad for p in model.parameters()):.1e} apart")
 
 # %% [markdown]
-# Both losses come down to 3.5. The spread of the **gradients** gives it away.
+# Both losses fall to 3.5. The spread of the **gradients** gives it away.
 #
 # <details><summary>Answer</summary>
 #

@@ -413,10 +413,10 @@ compare("the exit status after SIGKILL", "guess_status", 128 + 9)
 # nodes with two ranks each. There are three logs: the job's own, and one per node. Everybody looks at the end of one:
 
 # %% tags=["active-ipynb"]
-# !tail -n 1 "{ROOT}"/assets/recorded/04_failed.node1.out
+# !tail -n 2 "{ROOT}"/assets/recorded/04_failed.node1.out
 
 # %% [markdown]
-# *Cancelled*? Nobody cancelled anything. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
+# *Cancelled*, *ended*? By nobody. **The end of a distributed log is the end of a chain:** one rank fails, the others lose
 # their connection, and the launcher stops the rest.
 #
 # ### Build C: find the first error, and its rank
@@ -456,8 +456,8 @@ if rank == 0:
 
 # %% tags=["nbval-check-output"]
 # %%ranks
-log, node2 = (recorded_runs.text(f"04_failed{which}.out").splitlines() for which in ("", ".node2"))
-lines = [*(line for line in node2 if line.startswith("[rank3]") and "^" not in line), log[-1]]
+node2 = recorded_runs.text("04_failed.node2.out").splitlines()
+lines = [*(line for line in node2 if line.startswith("[rank3]") and "^" not in line), node2[-1]]
 compare("the rank that failed first", "guess_rank", 3, because=lines)
 
 # %% [markdown]

@@ -629,7 +629,7 @@ lesson.compare_optimizers(ranks, {
 # matrix. A piece of a long row has neither. Muon raises an error. Adafactor silently uses another rule for
 # one-dimensional tensors: the loss falls, but the updates are wrong.
 #
-# With DTensors Muon, which computes in bf16, is right; the Adafactor of torch 2.13 raises an error. One cure is to gather each matrix for the
+# With DTensors Muon is right up to bf16; the Adafactor of torch 2.13 raises an error. One cure is to gather each matrix for the
 # update ([Megatron-LM#5533](https://github.com/NVIDIA/Megatron-LM/issues/5533)).
 #
 # </details>

@@ -148,7 +148,7 @@ def test_the_recorded_logs_hold_what_the_check_asks_for_and_begin_with_an_echo()
     assert [line.split(":")[0] for line in own] == [f"[rank{first_job.FAILED_RANK}]"]
     assert first_job.FAILED_ERROR in own[0]
     assert errors[0] != own[0]  # whoever takes the first line of grep is led astray
-    assert f"rank {first_job.FAILED_RANK} ended with status 1" in recorded_runs.text("04_failed.out")
+    assert f"rank {first_job.FAILED_RANK} ended with status 1" in recorded_runs.text("04_failed.node2.out")
     assert own[0] in recorded_runs.text("04_failed.node2.out").splitlines()
 
 

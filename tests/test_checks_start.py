@@ -127,6 +127,7 @@ class TestAnswersOfRanks(AnswersOfRanks):
             ("dist.all_reduce(total)", "dist.reduce(total, 0); dist.broadcast(total, 0)",
              "but it calls broadcast and reduce: one all-reduce is enough"),
             ("x.clone()", "x", "changed"),
+            ("    dist.all", "    total = dist.all", "keep the result of dist.all_reduce, which has none, or is a `r"),
             ("return total", "return total.tolist()", "should be the sum over all ranks, not the"),
         ],
         "roll_call": [

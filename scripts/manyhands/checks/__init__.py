@@ -205,7 +205,7 @@ def _verdict(trial, witness, timeout_s, ranks):
 
 def _with_return(text, witness):
     """Add the likely cause to a sentence about None if the learner's function returned None."""
-    hint = "not None (is a `return` missing?)"
+    hint = f"not None ({witness.why_none()})"
     return text if hint in text or not witness.returned_none() else text.replace("not None", hint, 1)
 
 

@@ -27,6 +27,7 @@ _LIBRARIES = tuple(
     {f"{Path(__file__).parents[1]}/", "<frozen "}
     | {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
+_RETURN_NONE = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "send", "barrier")
 _TORCH_DISTRIBUTED = tuple(f"{Path(dist.__file__).parent}/{name}.py" for name in ("distributed_c10d", "c10d_logger"))
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60  # characters
@@ -152,10 +153,16 @@ class Witness:
         if self._called is None:
             return f"your answer is {shown(self._answer)}, which the check cannot use ({said(error)})"
         if self.returned_none():
-            missing = "your function returned None: is a `return` missing?"
+            missing = f"your function returned None: {self.why_none()}"
             left = f" If not, the check cannot go on with what your code left behind ({said(error)})"
             return missing + left * ("NoneType" not in str(error))
         return f"your function returned {shown(self._returned)}, which the check cannot use ({said(error)})"
+
+    def why_none(self):
+        """Ask for the likely cause of a None, which a collective that the answer calls returns, too."""
+        called = [name for name in getattr(_code(self._answer), "co_names", ()) if name in _RETURN_NONE]
+        kept = "".join(f"did you keep the result of dist.{name}, which has none, or " for name in called[:1])
+        return f"{kept}is a `return` missing?"
 
     def _learners(self, code):
         return code is not self.body.__code__ and not _is_library(code)
