@@ -687,6 +687,7 @@ if rank == 0:
     for label, y, side in (("predicted", line_s[1], above), ("measured", measured_s[-1], -above)):
         axes.annotate(label, (steps - 1, y), (6, 6 * side), textcoords="offset points", va="center")
     axes.set(xlabel="step", ylabel="seconds since the start", xlim=(-1, 1.2 * steps), title=f"ranks: {world_size}")
+    axes.margins(y=0.1)
     show(figure, "how_long", "measured seconds of each step, and the line that the first steps predict")
 
 # %% [markdown]

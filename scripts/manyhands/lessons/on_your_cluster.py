@@ -116,6 +116,6 @@ def draw_one_core(shared, ranks, folded=""):
     x = 1e3 * shared.predicted * median(shared.samples[ALL])
     axes.axvline(x, **PREDICTED)
     axes.set_xlim(0, 1.15 * max([x, *(1e3 * s for times in shared.samples.values() for s in times)]))
-    note(axes, f"predicted: {shared.predicted} times as long", (x, 0), (-4, 0), ha="right")
+    note(axes, f"predicted: {shared.predicted} times as long", (x, 0.5), (-4, 0), ha="right")
     alt = "times of the same products on all cores and on one, and the predicted line for one"
     show(figure, "one_core", alt, folded)

@@ -167,8 +167,8 @@ def draw_published(ranks):
         gpus, rates = zip(*curve["points"], strict=True)
         axes.semilogx(gpus, rates, ms=5, **look)
         looks.end_label(axes, gpus[-1], rates[-1], curve["name"], look["color"])
-        kept = f"{100 * rates[-1] / rates[0]:.0f} % of the tokens/s per GPU at {gpus[-1]} GPUs as at {gpus[0]}"
-        say(f"{curve['name']}: {kept}")
+        kept = f"{100 * rates[-1] / rates[0]:.0f} % of its tokens/s per GPU from {gpus[0]} to {gpus[-1]} GPUs"
+        say(f"{curve['name']} keeps {kept}")
     ticks = [8, 32, 128, 512]
     axes.set_xticks(ticks, ticks)
     axes.minorticks_off()

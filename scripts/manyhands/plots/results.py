@@ -23,7 +23,7 @@ def table_and_others(table, others, title):
     _frame(left, table, OFF, title)
     for label, published, predicted, fitted in table:
         left.plot(published, predicted, "o", color=looks.INK, ms=7, fillstyle="none" if fitted else "full", mew=1.4)
-        below = predicted < published
+        below = predicted < published and predicted == min(row[2] for row in table if row[1] == published)
         shift, side = ((5, -9), "left") if below else ((-6, 3), "right")
         left.annotate(label, (published, predicted), shift, textcoords="offset points", fontsize=10, ha=side)
     ends = _frame(right, others, OFF_OTHERS, "other sources")
