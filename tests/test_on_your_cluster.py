@@ -10,10 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest.mock import patch
 
 import pytest
 from definitions import taken_from
 from manyhands.checks.on_your_cluster import POLARIS
+from manyhands.lessons import on_your_cluster
 from manyhands.predict.simulated_rank import in_own_process
 
 LESSON = "15_on_your_cluster"
@@ -25,6 +27,25 @@ def parts(root):
     text = (root / "jobs" / "manyhands.def").read_text()
     found = re.findall(r"^%(\w+)\n((?:    .*\n|\n)*)", text, re.MULTILINE)
     return {name: [line[4:] for line in body.splitlines() if line.strip()] for name, body in found}
+
+
+def bound(ranks):
+    """{case of the lesson's measurement: the cores that this rank may use in it}, and those afterwards."""
+
+    def look(calls, *_):
+        return {name: (call(), sorted(os.sched_getaffinity(0)))[1] for name, call in calls.items()}
+
+    with patch.object(on_your_cluster, "take_turns", look):
+        found = on_your_cluster.time_on_one_core(ranks, 1)
+    return found.samples, sorted(os.sched_getaffinity(0))
+
+
+def test_ranks_have_a_core_each_before_they_share_one_and_all_cores_again_afterwards(pool):
+    """Left alone, two of them may begin on one core, which then seems as fast as two."""
+    cores = sorted(os.sched_getaffinity(0))
+    for rank, (found, after) in enumerate(pool.run(2, bound)):
+        assert found == {on_your_cluster.ALL: [cores[rank % len(cores)]], on_your_cluster.ONE: cores[:1]}
+        assert after == cores
 
 
 @pytest.mark.ranks

@@ -38,7 +38,7 @@ class Shared:
 
 
 def time_on_one_core(ranks, repeats):
-    """Time a product of one thread, first on the cores that there are, then with all ranks on one. All ranks call it.
+    """Time a product of one thread, first on a core each, then with all ranks on one. All ranks call it.
 
     No more ranks of a node compute than it has cores; the others wait. Where ranks are bound apart, or cannot be bound
     (macOS), both are the same. Each rank's cores and threads are as before at the end.
@@ -50,6 +50,7 @@ def time_on_one_core(ranks, repeats):
     of_node = [set(cores) for host, cores in said if host == ranks.host]
     common = sorted(set.intersection(*of_node))
     n_ranks = min(len(of_node), devices.cores(devices.look(os.environ)))
+    own = [common[ranks.local_rank % len(common)]] if common else mine  # left alone, two may start on one core
     matrix, threads = torch.randn(256, 256), torch.get_num_threads()
 
     def multiply_on(cores):
@@ -60,7 +61,7 @@ def time_on_one_core(ranks, repeats):
 
     torch.set_num_threads(1)
     try:
-        samples = take_turns({ALL: lambda: multiply_on(mine), ONE: lambda: multiply_on(common[:1])}, repeats, ranks)
+        samples = take_turns({ALL: lambda: multiply_on(own), ONE: lambda: multiply_on(common[:1])}, repeats, ranks)
     finally:
         torch.set_num_threads(threads)
         if mine:
