@@ -1,7 +1,6 @@
 """A trace of a few steps from each rank."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,16 @@ A_NN = torch.ones(8, 8)
 
 
 def profiled_run(ranks, folder, steps=20, profile=True, ends_at=None):
-    """A run whose steps multiply two matrices; what it said, also past Python."""
-    said, below = [], Path(folder) / f"said-{ranks.rank}"
+    """A run whose steps multiply two matrices; what it said."""
+    said = []
     options = merged(from_preset("nano"), {"train": {"steps": steps}, "log": {"profile": profile}}, "test")
-    if ranks.world_size > 1:
-        os.dup2(os.open(below, os.O_WRONLY | os.O_CREAT), 2)
     with profiled(ranks, options, Path(folder), said.append, steps) as step_done:
         for step in range(steps):
             A_NN @ A_NN
             if step == ends_at:
                 raise KeyboardInterrupt
             step_done()
-    return said, below.read_text() if below.exists() else ""
+    return said
 
 
 def traced(folder, rank):
@@ -36,22 +33,21 @@ def traced(folder, rank):
     return sorted({name for name in names if name.startswith("ProfilerStep")}), names.count("aten::mm")
 
 
-def test_each_rank_leaves_a_trace_of_three_steps_and_torchs_profiler_says_nothing_of_its_own(tmp_path):
+def test_each_rank_leaves_a_trace_of_three_steps(tmp_path):
     said = run_on_ranks(2, profiled_run, str(tmp_path))
     for rank in (0, 1):
         assert traced(tmp_path, rank) == (["ProfilerStep#6", "ProfilerStep#7", "ProfilerStep#8"], 3)
-        assert "USDT" not in said[rank][1]
-    assert said[1][0] == [] and "ui.perfetto.dev" in said[0][0][-1]
+    assert said[1] == [] and "ui.perfetto.dev" in said[0][-1]
 
 
 def test_without_the_flag_nothing_happens(tmp_path):
-    assert profiled_run(RANKS, tmp_path, profile=False) == ([], "") and list(tmp_path.iterdir()) == []
+    assert profiled_run(RANKS, tmp_path, profile=False) == [] and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("steps, expected", [(1, 1), (2, 2), (4, 3), (5, 3), (8, 3), (9, 3)])
 def test_a_short_run_is_traced_too(tmp_path, steps, expected):
-    said, _ = profiled_run(RANKS, tmp_path, steps=steps)
+    said = profiled_run(RANKS, tmp_path, steps=steps)
     assert traced(tmp_path, 0)[1] == expected and "perfetto" in said[0]
 
 

@@ -70,6 +70,7 @@ def test_output_comes_in_rank_order_and_equal_output_once_and_live_output_ends_i
 PAST_PYTHON = """%%ranks 1
 import ctypes, faulthandler, multiprocessing, subprocess, sys
 print("first")
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]): pass  # it would print when it begins
 os.system("echo of a child")
 print("then")
 subprocess.run(["sh", "-c", "echo of another; echo and its errors >&2"], stdout=sys.stdout)

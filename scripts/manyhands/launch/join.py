@@ -178,6 +178,7 @@ def _enter(name, wanted, timeout_s, quiet, options):
     # longer than any cell. (Out of patience, NCCL ends the process, and its variables are gone.)
     patience = timedelta(seconds=NOTEBOOK_S if info.launcher == "notebook" else timeout_s)
     torch.set_float32_matmul_precision("highest")  # lessons compare fp32; train.py chooses for itself
+    settings.set_default(KINETO_LOG_LEVEL="99")  # torch's profiler would print "USDT: ... profiler_start"
     # No device_id: with one, NCCL makes each later group by splitting the world's communicator. After a split a group
     # of gloo alone may hang (pytorch#145376), and a split after a second join in one process crashes (pytorch#192106).
     at = {"store": store, "rank": rank, "world_size": info.world_size}

@@ -24,10 +24,8 @@ from typing import NamedTuple
 import torch
 
 from manyhands.launch.ranks import said
-from manyhands.launch.settings import set_default
 
 LATER, WARM_UP, TRACED = 4, 2, 3  # steps skipped (compilation, first allocations), of warm-up, and traced
-SILENT = "99"  # torch's profiler would print "USDT: ... profiler_start" between the report's lines
 
 
 class Timing(NamedTuple):
@@ -98,7 +96,6 @@ def profiled(ranks, options, folder, say, steps):
         return
     folder = folder / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    set_default(KINETO_LOG_LEVEL=SILENT)
 
     def write_trace(trace):
         try:
