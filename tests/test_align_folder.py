@@ -161,7 +161,11 @@ def taught(ranks, words, tmp_path, whole):
 
 @pytest.mark.parametrize(
     ("flags", "share"),
-    [("--parallel.strategy fsdp", 1 / 2), ("--parallel.strategy tp", 1 / 2), ("--lora.rank 2", 1)],
+    [
+        ("--parallel.strategy fsdp", 1 / 2),
+        pytest.param("--parallel.strategy tp", 1 / 2, marks=pytest.mark.full),
+        ("--lora.rank 2", 1),
+    ],
 )
 def test_a_rank_reads_what_it_holds_of_a_folder_and_learns_the_same(flags, share, folder, talks, tmp_path, pool):
     words = ["sft", "--from", str(folder), "--data.file", str(talks), "--train.global-batch", "8"]
@@ -176,7 +180,7 @@ def test_a_rank_reads_what_it_holds_of_a_folder_and_learns_the_same(flags, share
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", ["dpo", "grpo"])
+@pytest.mark.parametrize("method", [pytest.param("dpo", marks=pytest.mark.full), "grpo"])
 def test_a_folder_learns_from_its_own_answers_to_the_task(method, folder, tmp_path):
     words = ["--train.global-batch", "8", "--train.steps", "2", "--data.held-out", "8", "--dpo.questions", "10"]
     said = done(align(tmp_path, method, "--from", folder, *words))
@@ -258,7 +262,7 @@ def test_a_dry_run_says_what_it_takes_with_lora_and_without(folder, talks, tmp_p
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("broken", ["template", "line"])
+@pytest.mark.parametrize("broken", ["template", pytest.param("line", marks=pytest.mark.full)])
 def test_what_cannot_be_taught_is_one_sentence_before_the_first_step(broken, folder, talks, tmp_path):
     if broken == "template":
         (folder / "chat_template.jinja").unlink()

@@ -36,7 +36,7 @@ from wants import questions, told_too_early
 
 LESSONS = find_lessons(ROOT, own=False)
 # 30 processor seconds and more on 2 ranks
-LONG = [lesson for lesson in LESSONS if lesson.number in ("01", "03", "05", "06", "10", "11", "12", "13", "14")]
+LONG = [lesson for lesson in LESSONS if lesson.number in ("01", "03", "05", "06", *map(str, range(10, 16)))]
 MATRIX = [lesson for lesson in LESSONS if lesson.number in ("02", "03")]
 # four ranks behind a notebook: the run of full length; four under torchrun: beside a world of one, below
 LAUNCHERS = [*(("02", *way) for way in (("mpiexec", 2), ("notebook", 2), ("mpiexec", 4))), ("03", "mpiexec", 2)]
